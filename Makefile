@@ -1,0 +1,41 @@
+# `make demo` and `make test` set themselves up: a .venv with the pinned dependencies of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: all demo test check format proto bench clean
+all: demo
+
+$(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' -e ./client -e './server[postgres]'
+	touch $(STAMP)
+
+demo: $(STAMP) ## the main job, for real: one server, ten client processes, handwritten digits
+	$(BIN)/python examples/digits/demo.py
+
+test: $(STAMP) ## every test; no network beyond loopback, no GPU
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
+	$(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
+		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
+
+bench: $(STAMP) ## benchmarks that need no peer
+	$(BIN)/python benchmarks/round_overhead.py
+
+clean: ## everything that the project made here, but its .venv
+	rm -rf runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
