@@ -1,0 +1,65 @@
+"""Aggregation: how the updates of a round become the next model version.
+
+`algebra.py` says what a rule is, `mean.py` is the reduction, and each algorithm is a short composition by
+wrapping. To add one: write one new file (the paper in its docstring, a frozen options record with `build()`,
+a `server_*` or other wrapper), add its record to `Options` and one row to `RULES` below, and one row to the
+table of `tests/core/aggregate/test_contract.py`.
+
+>>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
+>>> step, state = rule.apply(rule.init(2), rule.fold(rule.start(2), np.array([3.0, 4.0], np.float32), 1.0))
+>>> step.round(3)
+array([0.6, 0.8], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedplat.aggregate.accumulator import Accumulator, state_from_bytes, state_to_bytes
+from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
+from fedplat.aggregate.clip import clip_by_norm, l2_norm
+from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
+from fedplat.aggregate.fedadam import FedAdam, server_adam
+from fedplat.aggregate.fedavg import FedAvg, server_sgd
+from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
+from fedplat.aggregate.fedyogi import FedYogi, server_yogi
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.optimizer import server_optimizer
+
+Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad
+"""The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
+
+RULES: Mapping[str, type[Options]] = {
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
+}
+"""The options record of each rule, by its name in a job file."""
+
+__all__ = [
+    "RULES",
+    "Accumulator",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedYogi",
+    "Options",
+    "Partial",
+    "Rule",
+    "State",
+    "Wrapper",
+    "clip_by_norm",
+    "l2_norm",
+    "server_adagrad",
+    "server_adam",
+    "server_momentum",
+    "server_optimizer",
+    "server_sgd",
+    "server_yogi",
+    "state_from_bytes",
+    "state_to_bytes",
+    "weighted_mean",
+]

@@ -1,0 +1,64 @@
+"""The adaptive server optimizers' common skeleton; what differs between them is the second moment.
+
+Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2: m ← β₁ m + (1 -
+β₁) Δ; v by the method's own rule; x += η m / (√v + τ). It has no bias correction, and v begins at τ².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from fedplat.aggregate.algebra import State, Wrapper
+from fedplat.aggregate.mean import blocks
+from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.model import Vector
+
+SecondMoment = Callable[[Vector, Vector], Vector]
+"""The next v, from the last v and Δ², entry by entry; changes neither."""
+
+
+class AdaptiveOptions(Protocol):
+    """What every method has to state; see the options records for the meaning."""
+
+    @property
+    def learning_rate(self) -> float:
+        """η."""
+        ...
+
+    @property
+    def beta1(self) -> float:
+        """β₁."""
+        ...
+
+    @property
+    def tau(self) -> float:
+        """τ."""
+        ...
+
+
+def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wrapper:
+    """Algorithm 2 of the paper with the given rule for v.
+
+    Remembers `first_moment` (m) and `second_moment` (v), float32 of shape [size].
+    """
+    beta1, eta, tau = options.beta1, options.learning_rate, options.tau
+
+    def init(size: int) -> State:
+        return {
+            "first_moment": np.zeros(size, np.float32),
+            "second_moment": np.full(size, tau**2, np.float32),
+        }
+
+    def update(state: State, delta: Vector) -> tuple[Vector, State]:
+        first, second, step = (np.empty_like(delta) for _ in range(3))
+        for block in blocks(delta.size):  # temporaries of a block's size, not of the model's
+            part = delta[block]
+            first[block] = beta1 * state["first_moment"][block] + (1 - beta1) * part
+            second[block] = second_moment(state["second_moment"][block], np.square(part))
+            step[block] = eta * first[block] / (np.sqrt(second[block]) + tau)
+        return step, {"first_moment": first, "second_moment": second}
+
+    return server_optimizer(init, update)

@@ -1,0 +1,56 @@
+"""The aggregate algebra: what an aggregation rule is, and how rules are composed.
+
+A rule is a frozen record of pure functions over flat float32 vectors (fedjax's `(init, apply)` pairs, with
+the reduction over clients spelled out so that it can stream):
+
+- `init(size)` makes the state that lives as long as the job (a momentum, say): named vectors, may be empty;
+- `start(size)` makes the empty partial result of one attempt;
+- `fold(partial, update, weight)` adds one client's update; memory does not grow with the number of updates;
+- `merge(left, right)` combines two partial results (gateways, pool ranks);
+- `apply(state, partial)` ends the attempt: the step to add to the model, and the next state.
+
+`fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update.
+New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from fedplat.model import Vector
+
+State = Mapping[str, Vector]
+"""What a rule remembers from round to round: named float32 vectors, all of the model's length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """The weighted sum of the updates folded so far, shape [size], with their total weight and number."""
+
+    total: Vector
+    weight: float = 0.0
+    num_updates: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """An aggregation rule; see the module's docstring for the five functions.
+
+    >>> rule = weighted_mean()
+    >>> partial = rule.fold(rule.start(2), np.array([1.0, 3.0], np.float32), 1.0)
+    >>> partial = rule.fold(partial, np.array([4.0, 0.0], np.float32), 2.0)
+    >>> step, state = rule.apply(rule.init(2), partial)
+    >>> step
+    array([3., 1.], dtype=float32)
+    """
+
+    init: Callable[[int], State]
+    start: Callable[[int], Partial]
+    fold: Callable[[Partial, Vector, float], Partial]
+    merge: Callable[[Partial, Partial], Partial]
+    apply: Callable[[State, Partial], tuple[Vector, State]]
+
+
+Wrapper = Callable[[Rule], Rule]
+"""Adds behaviour to a rule."""

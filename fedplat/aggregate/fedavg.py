@@ -1,0 +1,41 @@
+"""FedAvg: the model moves by the weighted mean of the updates.
+
+Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+arXiv 1602.05629, Algorithm 1; with a server learning rate as in Reddi et al. 2021 (FedOpt with SGD).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Rule, State, Wrapper
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.model import Vector
+
+
+class FedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavg"):
+    """Options of FedAvg. A value out of its range is a `ValueError`."""
+
+    learning_rate: ranges.Rate = 1.0
+    """η, what the mean update is multiplied by; 1 is the paper's algorithm."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> Rule:
+        """The rule with these options."""
+        return server_sgd(self)(weighted_mean())
+
+
+def server_sgd(options: FedAvg) -> Wrapper:
+    """Plain gradient descent on the server: x += η Δ."""
+
+    def init(size: int) -> State:
+        return {}
+
+    def update(state: State, delta: Vector) -> tuple[Vector, State]:
+        return options.learning_rate * delta, state
+
+    return server_optimizer(init, update)

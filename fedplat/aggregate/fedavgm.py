@@ -1,0 +1,46 @@
+"""FedAvgM: FedAvg with momentum on the server.
+
+Source: Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification", arXiv 1909.06335, Section 4.3: v ← β v + Δ; the model then moves by η v.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Rule, State, Wrapper
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.model import Vector
+
+
+class FedAvgM(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavgm"):
+    """Options of FedAvgM. A value out of its range is a `ValueError`."""
+
+    learning_rate: ranges.Rate = 1.0
+    """η, what the velocity is multiplied by."""
+    momentum: ranges.Decay = 0.9
+    """β, the part of the velocity that is kept."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> Rule:
+        """The rule with these options."""
+        return server_momentum(self)(weighted_mean())
+
+
+def server_momentum(options: FedAvgM) -> Wrapper:
+    """Heavy-ball momentum on the server: v ← β v + Δ; x += η v."""
+
+    def init(size: int) -> State:
+        return {"velocity": np.zeros(size, np.float32)}
+
+    def update(state: State, delta: Vector) -> tuple[Vector, State]:
+        velocity = options.momentum * state["velocity"]
+        velocity += delta
+        return options.learning_rate * velocity, {"velocity": velocity}
+
+    return server_optimizer(init, update)

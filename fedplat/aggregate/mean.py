@@ -1,0 +1,75 @@
+"""The weighted mean of the updates, streamed: the reduction that every rule of this package starts from.
+
+Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+arXiv 1602.05629, Algorithm 1, the sum over clients of n_k / n times the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedplat.aggregate.algebra import Partial, Rule, State
+from fedplat.model import Vector
+
+BLOCK = 1 << 16
+"""Elements worked on at a time: operands and scratch of this size stay in a core's cache."""
+MAX_WEIGHT = 1e30
+"""Weights beyond it would leave the range of the float32 sums."""
+
+
+def weighted_mean() -> Rule:
+    """A rule whose step is the sum of weight times update, divided by the sum of the weights.
+
+    Updates are float32 of shape [size]; a weight is 0 to `MAX_WEIGHT`, in any unit (examples, say). The sums
+    are float32, so the order of the updates changes the result by rounding only, and the same order gives
+    the same bits. `fold`, `merge` and `apply` raise `ValueError`: on an update of another shape or dtype, on
+    an impossible weight, and when nothing was folded or every weight was 0.
+    """
+    return Rule(init=_init, start=_start, fold=_fold, merge=_merge, apply=_apply)
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Slices of `BLOCK` elements that cover `size` elements."""
+    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+
+
+def _init(size: int) -> State:
+    return {}
+
+
+def _start(size: int) -> Partial:
+    return Partial(np.zeros(size, np.float32))
+
+
+def _fold(partial: Partial, update: Vector, weight: float) -> Partial:
+    total = partial.total
+    _check_fits(total, update)
+    if not 0 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"the weight is {weight}; expected a number from 0 to {MAX_WEIGHT:g}")
+    scratch = np.empty(min(BLOCK, total.size), np.float32)
+    for block in blocks(total.size):
+        part = total[block]
+        scaled = np.multiply(update[block], weight, out=scratch[: part.size])
+        np.add(part, scaled, out=part)
+    return Partial(total, partial.weight + weight, partial.num_updates + 1)
+
+
+def _merge(left: Partial, right: Partial) -> Partial:
+    _check_fits(left.total, right.total)
+    np.add(left.total, right.total, out=left.total)
+    return Partial(left.total, left.weight + right.weight, left.num_updates + right.num_updates)
+
+
+def _apply(state: State, partial: Partial) -> tuple[Vector, State]:
+    if partial.num_updates == 0:
+        raise ValueError("no update was folded; a mean needs at least one")
+    if partial.weight <= 0:
+        raise ValueError(f"the weights of {partial.num_updates} updates add up to 0; a mean needs one above 0")
+    return partial.total / np.float32(partial.weight), state
+
+
+def _check_fits(total: Vector, update: Vector) -> None:
+    if update.shape != total.shape or update.dtype != np.float32:
+        raise ValueError(f"the update is {update.dtype} {list(update.shape)}; expected float32 {list(total.shape)}")

@@ -1,0 +1,1 @@
+"""Adapters to machine-learning frameworks; each needs its extra."""

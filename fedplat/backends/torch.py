@@ -1,0 +1,73 @@
+"""PyTorch: parameters as tensors that share the flat buffer, and a module's state in and out (extra "torch")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import MissingExtraError, ModelError
+from fedplat.model import Carry, Parameters
+
+try:
+    import torch
+except ImportError as exc:
+    raise MissingExtraError(
+        "PyTorch is not installed; install it with: pip install torch (or the extra: fedplat[torch])"
+    ) from exc
+
+
+def to_torch(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Named tensors that share the buffer of `parameters`; a read-only buffer is copied first."""
+    source = parameters if parameters.buffer.flags.writeable else parameters.copy()
+    return {name: _as_tensor(source[name]) for name in source}
+
+
+def from_state_dict(state: Mapping[str, torch.Tensor], carry: Carry = "keep") -> Parameters:
+    """The values of a `state_dict`, copied into one flat buffer on the CPU.
+
+    Raises `ModelError` for an entry that is no dense tensor with values, or of a dtype that fedplat lacks.
+    """
+    return Parameters.from_arrays(_as_arrays(state), carry)
+
+
+def copy_from_state_dict(parameters: Parameters, state: Mapping[str, torch.Tensor]) -> None:
+    """Copies a `state_dict` of the same schema into `parameters`; raises `ModelError` when it is another."""
+    parameters.assign(_as_arrays(state))
+
+
+def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
+    """Copies `parameters` into a module, on whatever device it is. Raises `ModelError` when names or shapes differ."""
+    try:
+        module.load_state_dict(to_torch(parameters), strict=True)
+    except RuntimeError as exc:
+        raise ModelError(f"the model does not fit the module {type(module).__name__}: {exc}") from exc
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":  # torch.from_numpy does not know ml_dtypes
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _as_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):  # a module's extra state may be any object
+            raise ModelError(f"entry {name!r} is a {type(value).__name__}; expected a tensor")
+        try:
+            arrays[name] = _as_array(value)
+        except (TypeError, RuntimeError) as exc:
+            raise ModelError(f"tensor {name!r} ({value.dtype}) has no dense values in NumPy: {exc}") from exc
+    return arrays
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()

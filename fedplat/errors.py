@@ -1,0 +1,43 @@
+"""The errors of the core, as one tree.
+
+```
+FedplatError
+├── JobFileError      a job file that cannot be used: names the key, the value and what was expected
+├── ModelError        bytes that are no model, or a model that does not fit its schema
+├── LabelError        an expression over client labels that cannot be read
+├── MissingExtraError an optional package is needed and not installed
+└── ServerUnreachableError, ServerRefusedError   what an operator's command may meet (fedplat.cli)
+```
+Each distribution above the core has one base error of its own below `FedplatError`: `fedplat_server.errors`
+and `fedplat_client.errors` draw theirs.
+"""
+
+from __future__ import annotations
+
+
+class FedplatError(Exception):
+    """The base of every error that fedplat raises on purpose."""
+
+
+class JobFileError(FedplatError):
+    """A job file that cannot be used; the message lists every mistake that was found."""
+
+
+class ModelError(FedplatError):
+    """Bytes that are no model, or a model that does not fit its schema."""
+
+
+class LabelError(FedplatError):
+    """An expression over client labels that cannot be read."""
+
+
+class MissingExtraError(FedplatError):
+    """An optional package is needed; the message says what to install."""
+
+
+class ServerUnreachableError(FedplatError):
+    """No server answers at the address."""
+
+
+class ServerRefusedError(FedplatError):
+    """The server answered, and said no; the message is the server's reason."""

@@ -1,0 +1,326 @@
+"""The job file: what a training job is, in TOML, validated as a whole before anything starts.
+
+Every section is one frozen record with its own rules; unknown keys are errors. `parse_job` names each mistake by
+its key, its value and what was expected, and suggests names that are near.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from datetime import date, time
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import FieldInfo
+from msgspec.structs import fields as struct_fields
+
+from fedplat import aggregate, labels
+from fedplat.errors import JobFileError, LabelError
+
+Scalar = bool | int | float | str
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
+# Not any positive number: a back-off of a nanosecond would be a busy loop.
+Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+MAX_MISTAKES = 20
+"""Mistakes that one error names; a server's answer has room for about so many."""
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the model of round 1 comes from: a `.safetensors` file, or `module:function` run at submission.
+
+    Paths and modules are relative to the job file. The function returns `Parameters`, a `state_dict` or a module.
+    """
+
+    initial: str
+
+    def __post_init__(self) -> None:
+        if not self.initial.endswith(".safetensors") and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial):
+            raise ValueError(
+                f"initial = {_shown(self.initial)}: expected a path that ends in .safetensors, or module:function"
+            )
+
+
+class Selection(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who takes part.
+
+    `goal` reports close an attempt; `ceil(over_selection * goal)` clients are assigned, because some drop out;
+    `ceil(min_fraction * goal)` reports are enough when the deadline strikes. `where` is an expression over
+    labels. Sampling begins as soon as `wait_for` eligible clients wait (0: as many as shall be assigned).
+    """
+
+    goal: Count
+    over_selection: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.3
+    min_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.8
+    policy: Literal["uniform"] = "uniform"
+    where: str = ""
+    wait_for: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+    def __post_init__(self) -> None:
+        try:
+            labels.compile_expression(self.where)
+        except LabelError as exc:
+            raise ValueError(f"where = {_shown(self.where)}: {exc}") from exc
+
+    @property
+    def target(self) -> int:
+        """Number of clients to assign. Rounded first: 1.1 * 10 is 11, not 12."""
+        return math.ceil(round(self.over_selection * self.goal, 9))
+
+    @property
+    def minimum(self) -> int:
+        """Number of reports that are enough at the deadline."""
+        return max(1, math.ceil(round(self.min_fraction * self.goal, 9)))
+
+
+class Adaptive(Struct, frozen=True, forbid_unknown_fields=True):
+    """A training deadline learned from the past: a percentile of what assignments took, times a margin.
+
+    It holds once `after` assignments have reported, and stays within [min_s, deadlines.training_s].
+    """
+
+    percentile: Annotated[float, Meta(gt=0.0, le=100.0)] = 90.0
+    margin: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.5
+    min_s: Duration = 1.0
+    after: Count = 20
+
+
+class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
+    """How long each phase may take, in seconds on the server's monotonic clock."""
+
+    selection_s: Duration = 60.0
+    training_s: Duration = 600.0
+    upload_s: Duration = 300.0
+    heartbeat_s: Annotated[float, Meta(ge=0.05, le=600.0)] = 10.0
+    adaptive: Adaptive | None = None
+
+    def __post_init__(self) -> None:
+        if self.adaptive is not None and self.adaptive.min_s > self.training_s:
+            raise ValueError(
+                f"adaptive.min_s = {self.adaptive.min_s}: expected at most training_s, which is {self.training_s}"
+            )
+
+
+class Retry(Struct, frozen=True, forbid_unknown_fields=True):
+    """How an abandoned attempt is tried again: after `base_s * 2^(n-1)` seconds, at most `max_s`, with jitter.
+
+    After `max_attempts` failed attempts at one round the job fails (0: never).
+    """
+
+    base_s: Duration = 1.0
+    max_s: Duration = 300.0
+    max_attempts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+
+class Updates(Struct, frozen=True, forbid_unknown_fields=True):
+    """How updates are weighted before they are aggregated.
+
+    `examples`: by the number of examples, at most `max_examples` each; `uniform`: all alike. `clip_norm` bounds
+    each update's L2 norm (0: no bound).
+    """
+
+    weighting: Literal["examples", "uniform"] = "examples"
+    max_examples: Positive = 1_000_000.0
+    clip_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+
+
+class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):
+    """Federated evaluation: `goal` clients score the committed model on their data and report metrics only."""
+
+    evaluator: Name
+    goal: Count
+    min_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
+    timeout_s: Duration = 60.0
+
+
+class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who scores the committed models of every `every`-th round, and of the last one.
+
+    `server` names an evaluator that the operator gave to the server (`fedplat-server run --evaluator`).
+    """
+
+    every: Count = 1
+    server: Name | None = None
+    clients: ClientEvaluation | None = None
+
+
+class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`."""
+
+    name: Name
+    population: Name
+    trainer: Name
+    rounds: Count
+    model: Model
+    selection: Selection
+    config: dict[str, Scalar] = {}
+    deadlines: Deadlines = Deadlines()
+    retry: Retry = Retry()
+    updates: Updates = Updates()
+    aggregation: aggregate.Options = aggregate.FedAvg()
+    evaluation: Evaluation = Evaluation()
+
+    def __post_init__(self) -> None:
+        if len(self.config) > 1000:
+            raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
+        for key, value in self.config.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"config.{_shown_key(key)} = {value}: expected a finite number")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"config.{_shown_key(key)} = {_shown(value)}: expected a number of at most 64 bits")
+
+    def rule(self) -> aggregate.Rule:
+        """The aggregation rule that the job file describes."""
+        rule = self.aggregation.build()
+        return aggregate.clip_by_norm(self.updates.clip_norm)(rule) if self.updates.clip_norm else rule
+
+    def weight(self, num_examples: float) -> float:
+        """The weight of an update that was trained on `num_examples` examples."""
+        if self.updates.weighting == "uniform":
+            return 1.0
+        return min(num_examples, self.updates.max_examples)
+
+
+def parse_job(text: str) -> JobSpec:
+    """Reads a job file. Raises `JobFileError`, whose message has a line for each mistake."""
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as exc:  # ValueError: invalid TOML, or a number with thousands of digits
+        raise JobFileError(f"the job file is not valid TOML: {exc}") from exc
+    mistakes = list(itertools.islice(_mistakes_of_record(raw, JobSpec, ""), MAX_MISTAKES))
+    if mistakes:
+        raise JobFileError("\n".join(mistakes))
+    return msgspec.convert(raw, JobSpec)
+
+
+def _mistakes_of_record(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
+    """A line for each key that is unknown, missing or wrong; then what the record says of its keys together."""
+    known = {field.encode_name: field for field in struct_fields(record)}
+    found = False
+    for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), _mistakes_of_values(raw, known, prefix)):
+        found = True
+        yield mistake
+    if not found:
+        try:
+            msgspec.convert(raw, record)
+        except msgspec.ValidationError as exc:
+            # A record's own rule begins its message with the key that it is about.
+            yield f"{prefix}{exc}"
+
+
+def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
+    known = {field.encode_name for field in struct_fields(record)}
+    tag = record.__struct_config__.tag_field
+    for key, value in raw.items():
+        if key not in known and key != tag:
+            yield f"{prefix}{_shown_key(key)} = {_shown(value)}: there is no such key" + (
+                _near(key, known) or f"; known keys: {', '.join(sorted(known))}"
+            )
+
+
+def _mistakes_of_values(raw: Mapping[str, Any], known: Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
+    for key, field in known.items():
+        if key in raw:
+            yield from _mistakes_of_value(raw[key], field.type, f"{prefix}{key}")
+        elif field.required:
+            yield f"{prefix}{key}: this key is required and missing"
+
+
+def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
+    options = get_args(annotation) or (annotation,)  # of a union, its members
+    records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
+    is_mapping = get_origin(annotation) is dict
+    if (records or is_mapping) and not isinstance(value, dict):
+        yield f"{path} = {_shown(value)}: expected a table, [{path}]"
+    elif records:
+        table = cast(dict[str, Any], value)
+        yield from _mistakes_of_table(table, records, f"{path}.")
+    elif is_mapping:
+        for key, item in cast(dict[str, Any], value).items():
+            yield from _mistakes_of_value(item, get_args(annotation)[1], f"{path}.{_shown_key(key)}")
+    else:
+        try:
+            msgspec.convert(value, annotation)
+        except msgspec.ValidationError as exc:
+            yield f"{path} = {_shown(value)}: {_expectation(str(exc), value, annotation)}"
+
+
+def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], prefix: str) -> Iterator[str]:
+    """Mistakes of a table that is read as a record; of a tagged union as the one that its tag names."""
+    tag = records[0].__struct_config__.tag_field
+    if tag is None:
+        yield from _mistakes_of_record(table, records[0], prefix)
+        return
+    by_tag = {str(record.__struct_config__.tag): record for record in records}
+    name = table.get(tag)
+    if tag not in table:
+        yield f"{prefix}{tag}: this key is required and missing; {_one_of(by_tag, None)}"
+    elif not isinstance(name, str) or name not in by_tag:
+        yield f"{prefix}{tag} = {_shown(name)}: {_one_of(by_tag, name)}"
+    else:
+        yield from _mistakes_of_record(table, by_tag[name], prefix)
+
+
+_WORDS: Mapping[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+}
+
+
+def _expectation(sentence: str, value: Any, annotation: Any) -> str:
+    """What was expected of a value, in the words of a job file rather than of Python."""
+    if get_origin(annotation) is Literal:
+        return _one_of([str(choice) for choice in get_args(annotation)], value)
+    if "matching regex" in sentence:
+        return "expected a name: at most 63 letters, digits, '_', '.' and '-', and a letter or a digit first"
+    if "out of range" in sentence:
+        return "expected a number of at most 64 bits"
+
+    def words(match: re.Match[str]) -> str:
+        names = match[1].split(" | ")
+        return " or ".join(
+            _WORDS.get(name, name) for name in names if name != "null" and not (name == "int" and "float" in names)
+        )
+
+    # What was got is shown already.
+    expected = re.sub(r"`([\w| ]+)`", words, sentence.partition(", got ")[0])
+    return expected[:1].lower() + expected[1:]
+
+
+def _one_of(choices: Collection[str], value: Any) -> str:
+    return f"expected one of {', '.join(choices)}" + (_near(value, choices) if isinstance(value, str) else "")
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name[:100], known, n=2, cutoff=0.6)
+    return "; did you mean " + " or ".join(close) + "?" if close else ""
+
+
+def _shown_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else _shown(key)
+
+
+def _shown(value: Any) -> str:
+    """A value as a job file has it, shortened."""
+    match value:
+        case dict() | list():
+            return "{…}" if isinstance(value, dict) else "[…]"
+        case bool():
+            return str(value).lower()
+        case int() if value.bit_length() > 128:
+            return f"(a number of {value.bit_length()} bits)"
+        case date() | time():  # a datetime is a date
+            return value.isoformat()
+        case _:
+            text = repr(value)
+            return text if len(text) <= 60 else text[:57] + "..."

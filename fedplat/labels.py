@@ -1,0 +1,144 @@
+"""Expressions over client labels, such as `region == 'eu' and memory_mb >= 4096`.
+
+The language is a small part of Python's: comparisons (`== != < <= > >= in not in`), `and`, `or`, `not`,
+parentheses, names (labels), strings, numbers, and lists of those. It is read with Python's own parser and
+interpreted here, node by node; nothing is ever evaluated as Python. Labels are text: beside a number they are
+read as a number. A comparison with a label that the client does not have is false, and so is one with a label
+that is no number where one is needed; `x not in [...]` is true when the client has x and x equals no member.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from fedplat.errors import LabelError
+
+Labels = Mapping[str, str]
+Predicate = Callable[[Labels], bool]
+_Scalar = str | float
+
+MAX_LENGTH = 1000
+_OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+@lru_cache(maxsize=256)
+def compile_expression(text: str) -> Predicate:
+    """The predicate that `text` stands for; empty text accepts every client.
+
+    Raises `LabelError`, which shows the part that was not understood.
+
+    >>> compile_expression("memory_mb >= 4096")({"memory_mb": "8192"})
+    True
+    """
+    if not text.strip():
+        return _always
+    if len(text) > MAX_LENGTH:
+        raise LabelError(f"the expression has {len(text)} characters; at most {MAX_LENGTH} are accepted")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        return _predicate(tree.body)
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError) as exc:
+        raise LabelError(
+            f"{text!r} is no expression over labels ({exc}); "
+            "expected, for instance: region == 'eu' and memory_mb >= 4096"
+        ) from exc
+
+
+def _always(_: Labels) -> bool:
+    return True
+
+
+def _predicate(node: ast.expr) -> Predicate:
+    match node:
+        case ast.BoolOp(op=op, values=values):
+            parts = [_predicate(value) for value in values]
+            every = all if isinstance(op, ast.And) else any
+            return lambda labels: every(part(labels) for part in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = _predicate(operand)
+            return lambda labels: not inner(labels)
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            chain = [left, *comparators]
+            links = [_comparison(chain[i], op, chain[i + 1]) for i, op in enumerate(ops)]
+            return lambda labels: all(link(labels) for link in links)
+        case _:
+            raise LabelError(
+                f"{ast.unparse(node)!r} is no condition; expected a comparison such as region == 'eu', "
+                "joined by and, or, not"
+            )
+
+
+def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Predicate:
+    if isinstance(op, ast.In | ast.NotIn):
+        value, members = _scalar(left), _members(right)
+        wanted = isinstance(op, ast.In)
+
+        def contains(labels: Labels) -> bool:
+            found = value(labels)
+            if found is None:
+                return False
+            return any(_compare(operator.eq, found, member) for member in members) is wanted
+
+        return contains
+    compare = _OPERATORS.get(type(op))
+    if compare is None:
+        raise LabelError(f"the operator {type(op).__name__} is not known; expected == != < <= > >= in, not in")
+    first, second = _scalar(left), _scalar(right)
+
+    def holds(labels: Labels) -> bool:
+        a, b = first(labels), second(labels)
+        return a is not None and b is not None and _compare(compare, a, b)
+
+    return holds
+
+
+def _compare(compare: Callable[[Any, Any], bool], left: _Scalar, right: _Scalar) -> bool:
+    """Compares as numbers when one side is a number, else as text."""
+    if isinstance(left, str) and isinstance(right, str):
+        return compare(left, right)
+    try:
+        a, b = float(left), float(right)
+    except ValueError:
+        return False
+    return not (math.isnan(a) or math.isnan(b)) and compare(a, b)
+
+
+def _scalar(node: ast.expr) -> Callable[[Labels], _Scalar | None]:
+    if isinstance(node, ast.Name):
+        name = node.id
+        return lambda labels: labels.get(name)
+    value = _constant(node)
+    return lambda _: value
+
+
+def _members(node: ast.expr) -> list[_Scalar]:
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_constant(element) for element in node.elts]
+    raise LabelError(f"{ast.unparse(node)!r} is no list; expected, for instance: region in ['eu', 'us']")
+
+
+def _constant(node: ast.expr) -> _Scalar:
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.Constant(value=bool()) | ast.UnaryOp(operand=ast.Constant(value=bool())):
+            pass
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -float(number)
+        case _:
+            pass
+    raise LabelError(f"{ast.unparse(node)!r} is no label, text or number")

@@ -1,0 +1,233 @@
+"""A model is one flat buffer: `Schema` says what lies where, `Parameters` are named views of the bytes.
+
+The bytes are the data section of a safetensors file, so storing, sending and hashing a model copies nothing.
+fedplat reads the container itself (`header.py`) because the safetensors library has no way to hand out the flat
+buffer; the library is the oracle in the tests. Every model has exactly one file: tensors lie in *canonical
+order* (by decreasing item size, then dtype, then the order in which they were given), without gaps, so each view
+is aligned, each dtype is one contiguous run, and two files of equal schema have equal headers, byte for byte.
+
+Averaging knows only `Parameters.to_vector()`: all floating-point entries as one float32 vector (float16,
+bfloat16 and float64 are converted). Entries of other dtypes (counters such as BatchNorm's) are carried, not
+averaged, by the schema's `carry` rule: "keep" leaves the base version's value, "max" takes the largest value
+that a merged update had.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import ModelError
+from fedplat.model import header
+from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "FLOATING", "Bytes", "Carry", "Parameters", "Schema", "Segment", "TensorSpec", "Vector"]
+
+Vector = npt.NDArray[np.float32]
+"""One float32 vector: the floating-point entries of a model, in canonical order."""
+Bytes = npt.NDArray[np.uint8]
+"""The flat buffer."""
+
+
+class Parameters(Mapping[str, npt.NDArray[Any]]):
+    """The values of a model: named views of one flat buffer.
+
+    >>> parameters = Parameters.from_arrays({"weight": np.ones((2, 3), np.float32)})
+    >>> parameters["weight"] *= 2  # a view: the buffer changes
+    >>> parameters.to_vector()
+    array([2., 2., 2., 2., 2., 2.], dtype=float32)
+    """
+
+    def __init__(self, schema: Schema, buffer: Bytes) -> None:
+        if buffer.dtype != np.uint8 or buffer.shape != (schema.size_bytes,):
+            raise ModelError(f"the buffer is {buffer.dtype} {buffer.shape}; expected uint8 ({schema.size_bytes},)")
+        self.schema = schema
+        self.buffer = buffer
+
+    @classmethod
+    def zeros(cls, schema: Schema) -> Parameters:
+        """All entries zero."""
+        return cls(schema, np.zeros(schema.size_bytes, np.uint8))
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], carry: Carry = "keep") -> Parameters:
+        """Copies named arrays into one flat buffer."""
+        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        parameters = cls.zeros(Schema.of(contiguous, carry))
+        parameters.assign(contiguous)
+        return parameters
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Parameters:
+        """Reads a safetensors file that is in memory; shares the memory of `data` if the file is canonical.
+
+        Raises `ModelError` when the bytes are not exactly one well-formed file.
+        """
+        content = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+        if content.dtype != np.uint8 or content.ndim != 1:
+            raise ModelError(f"the file is {content.dtype} {list(content.shape)}; expected a vector of uint8")
+        size = header.header_size(content[:8].tobytes(), len(content))
+        layout = header.read_layout(content[8 : 8 + size].tobytes(), len(content) - 8 - size)
+        body = content[8 + size :]
+        if layout.schema.tensors == layout.tensors:
+            # Other software may write a header of any length; views have to be aligned all the same.
+            return cls(layout.schema, body if body.ctypes.data % 8 == 0 else body.copy())
+        # Written by other software: lay the tensors out in canonical order.
+        parameters = cls.zeros(layout.schema)
+        start = 0
+        for spec in layout.tensors:
+            end = start + spec.size_bytes
+            parameters[spec.name].reshape(-1).view(np.uint8)[:] = body[start:end]
+            start = end
+        return parameters
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Parameters:
+        """Maps a safetensors file into memory, read-only. Raises `ModelError` or `OSError`."""
+        if os.stat(path).st_size < 8:
+            raise ModelError(f"{os.fspath(path)} is too short to be a safetensors file")
+        return cls.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="r")))
+
+    def assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Copies named arrays of this schema's shapes and dtypes into the buffer."""
+        if missing := [name for name in self if name not in arrays]:
+            raise ModelError(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
+        if extra := [name for name in arrays if name not in self._index]:
+            raise ModelError(f"tensor {extra[0]!r} is not part of the model ({len(extra)} in all)")
+        for name, view in self.items():
+            array = np.asarray(arrays[name])
+            if array.shape != view.shape or array.dtype != view.dtype:
+                raise ModelError(
+                    f"tensor {name!r} is {array.dtype} {list(array.shape)}; expected {view.dtype} {list(view.shape)}"
+                )
+            view[...] = array
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {tensor.name: position for position, tensor in enumerate(self.schema.tensors)}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        position = self._index[name]
+        spec, start = self.schema.tensors[position], self.schema.offsets[position]
+        return self.buffer[start : start + spec.size_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+    def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
+        """Copies values of the same shape into the view, so that `parameters["weight"] *= 2` works too."""
+        view, values = self[name], np.asarray(array)
+        if values.shape != view.shape:
+            raise ModelError(f"tensor {name!r} has shape {list(view.shape)}; got values of shape {list(values.shape)}")
+        view[...] = values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self.schema.tensors)
+
+    def segment(self, run: Segment) -> npt.NDArray[Any]:
+        """A view of one run of equal dtype, one-dimensional."""
+        return self.buffer[run.offset : run.offset + run.size_bytes].view(DTYPES[run.dtype])
+
+    def copy(self) -> Parameters:
+        """A writable copy."""
+        return Parameters(self.schema, self.buffer.copy())
+
+    def to_vector(self) -> Vector:
+        """All floating-point entries as float32, shape [num_floating]; a view if all of them are float32.
+
+        A float64 entry beyond the range of float32 becomes infinite (and `is_finite` says so beforehand).
+        """
+        runs = [run for run in self.schema.segments if run.dtype in FLOATING]
+        if len(runs) == 1 and runs[0].dtype == "F32":
+            return self.segment(runs[0])
+        vector = np.empty(self.schema.num_floating, np.float32)
+        start = 0
+        with np.errstate(over="ignore"):
+            for run in runs:
+                vector[start : start + run.count] = self.segment(run)
+                start += run.count
+        return vector
+
+    def plus(self, step: Vector) -> Parameters:
+        """These parameters with `step` (float32 [num_floating]) added; computed at least in float32.
+
+        A result beyond the range of its dtype becomes infinite, without a warning.
+        """
+        if step.shape != (self.schema.num_floating,):
+            raise ModelError(f"the step has shape {step.shape}; expected ({self.schema.num_floating},)")
+        result = self.copy()
+        start = 0
+        with np.errstate(over="ignore"):
+            for run in self.schema.segments:
+                if run.dtype in FLOATING:
+                    view = result.segment(run)
+                    part = step[start : start + run.count]
+                    if run.dtype in ("F64", "F32"):
+                        np.add(view, part, out=view)
+                    else:
+                        view[...] = view.astype(np.float32) + part
+                    start += run.count
+        return result
+
+    def minus(self, base: Parameters) -> Parameters:
+        """The update that leads from `base` to these parameters.
+
+        Floating-point entries are differences; other entries are taken over as they are.
+        """
+        if difference := self.schema.difference_from(base.schema):
+            raise ModelError(difference)
+        result = self.copy()
+        with np.errstate(over="ignore"):
+            for run in self.schema.segments:
+                if run.dtype in FLOATING:
+                    view, origin = result.segment(run), base.segment(run)
+                    if run.dtype in ("F64", "F32"):
+                        np.subtract(view, origin, out=view)
+                    else:
+                        view[...] = view.astype(np.float32) - origin.astype(np.float32)
+        return result
+
+    def is_finite(self) -> bool:
+        """Whether no floating-point entry is NaN or infinite, as it is or as the float32 of `to_vector`."""
+        block = 1 << 18  # elements; keeps the temporary mask in the cache and memory flat
+        for run in self.schema.segments:
+            if run.dtype in FLOATING:
+                values = self.segment(run)
+                for start in range(0, run.count, block):
+                    part = values[start : start + block]
+                    if run.dtype == "F64":  # 1e300 is finite, and infinite once it is averaged
+                        with np.errstate(over="ignore"):
+                            part = part.astype(np.float32)
+                    if not np.isfinite(part).all():
+                        return False
+        return True
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file."""
+        return self.schema.header + self.buffer.tobytes()
+
+    def to_torch(self) -> dict[str, torch.Tensor]:
+        """Named torch tensors that share this buffer (needs the extra "torch").
+
+        Raises `MissingExtraError` when torch is not installed.
+        """
+        from fedplat.backends import torch as backend
+
+        return backend.to_torch(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal schema and equal bytes."""
+        if not isinstance(other, Parameters):
+            return NotImplemented
+        return self.schema == other.schema and np.array_equal(self.buffer, other.buffer)
+
+    def __repr__(self) -> str:
+        return f"Parameters({self.schema!r})"

@@ -1,0 +1,210 @@
+"""What lies where in a model's flat buffer: names, dtypes and shapes in canonical order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import ModelError
+
+Carry = Literal["keep", "max"]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "BOOL": np.dtype(np.bool_),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+"""Data types by their safetensors name."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
+
+MAX_TENSORS = 100_000
+MAX_RANK = 32
+_MAX_TENSOR_BYTES = 2**62
+METADATA_KEY = "__metadata__"
+CARRY_KEY = "fedplat.carry"
+"""Where a safetensors header keeps its metadata, and where that keeps the carry rule."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """Name, dtype (safetensors name) and shape of one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes."""
+        return self.count * DTYPES[self.dtype].itemsize
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A contiguous run of equal dtype in the flat buffer; offset and size in bytes."""
+
+    dtype: str
+    offset: int
+    size_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.size_bytes // DTYPES[self.dtype].itemsize
+
+
+class Schema:
+    """The tensors of a model in canonical order, and how its integer entries are carried."""
+
+    def __init__(self, tensors: tuple[TensorSpec, ...], carry: Carry = "keep") -> None:
+        if len(tensors) > MAX_TENSORS:
+            raise ModelError(f"the model has {len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
+        for tensor in tensors:
+            check_spec(tensor)
+        names = [tensor.name for tensor in tensors]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ModelError(f"the tensor {twice!r} appears twice; names must be unique")
+        if carry not in ("keep", "max"):
+            raise ModelError(f"carry rule {carry!r} is unknown; expected 'keep' or 'max'")
+        ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.dtype))
+        self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
+        self.carry: Carry = carry
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]], carry: Carry = "keep") -> Schema:
+        """The schema of named arrays."""
+        specs: list[TensorSpec] = []
+        for name, array in arrays.items():
+            dtype = _NAMES.get(array.dtype)
+            if dtype is None:
+                raise ModelError(
+                    f"tensor {name!r} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
+                )
+            specs.append(TensorSpec(name, dtype, tuple(array.shape)))
+        return cls(tuple(specs), carry)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins in the flat buffer, in bytes."""
+        offsets: list[int] = []
+        end = 0
+        for tensor in self.tensors:
+            offsets.append(end)
+            end += tensor.size_bytes
+        return tuple(offsets)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Size of the flat buffer."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs of equal dtype, in order."""
+        runs: list[Segment] = []
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            if runs and runs[-1].dtype == tensor.dtype:
+                last = runs.pop()
+                runs.append(Segment(last.dtype, last.offset, last.size_bytes + tensor.size_bytes))
+            else:
+                runs.append(Segment(tensor.dtype, offset, tensor.size_bytes))
+        return tuple(runs)
+
+    @cached_property
+    def num_floating(self) -> int:
+        """Length of the model's float32 vector."""
+        return sum(run.count for run in self.segments if run.dtype in FLOATING)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The safetensors header that every file of this schema begins with."""
+        entries: dict[str, Any] = {METADATA_KEY: {CARRY_KEY: self.carry}}
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": (offset, offset + tensor.size_bytes),
+            }
+        text = msgspec.json.encode(entries)
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def file_size_bytes(self) -> int:
+        """Size of a file of this schema: header and flat buffer."""
+        return len(self.header) + self.size_bytes
+
+    def difference_from(self, expected: Schema) -> str:
+        """What is first found to differ from `expected`, in words; empty when nothing does."""
+        if self == expected:
+            return ""
+        mine = {tensor.name: tensor for tensor in self.tensors}
+        theirs = {tensor.name: tensor for tensor in expected.tensors}
+        if missing := [name for name in theirs if name not in mine]:
+            return f"tensor {missing[0]!r} is missing ({len(missing)} in all)"
+        if extra := [name for name in mine if name not in theirs]:
+            return f"tensor {extra[0]!r} is not part of the model ({len(extra)} in all)"
+        for name, tensor in mine.items():
+            if tensor != theirs[name]:
+                want = theirs[name]
+                return (
+                    f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {want.dtype} {list(want.shape)}"
+                )
+        if self.tensors != expected.tensors:
+            return "the tensors lie in another order; expected the order of the base version's file"
+        return f"the carry rule is {self.carry!r}; expected {expected.carry!r}"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Schema) and (self.tensors, self.carry) == (other.tensors, other.carry)
+
+    def __hash__(self) -> int:
+        return hash((self.tensors, self.carry))
+
+    def __repr__(self) -> str:
+        return f"Schema({len(self.tensors)} tensors, {self.size_bytes} bytes, carry={self.carry!r})"
+
+
+def check_spec(tensor: TensorSpec) -> None:
+    """Raises `ModelError` when no model can hold such a tensor."""
+    if tensor.dtype not in DTYPES:
+        raise ModelError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; expected one of {', '.join(DTYPES)}")
+    if not tensor.name or tensor.name == METADATA_KEY or not _is_utf8(tensor.name):
+        raise ModelError(f"{tensor.name!r} cannot be the name of a tensor")
+    if len(tensor.shape) > MAX_RANK or any(extent < 0 for extent in tensor.shape):
+        raise ModelError(f"tensor {tensor.name!r} has the impossible shape {list(tensor.shape)[:MAX_RANK]}")
+    # NumPy refuses such extents even where a zero among them makes the tensor empty.
+    extents = math.prod(extent for extent in tensor.shape if extent)
+    if extents * DTYPES[tensor.dtype].itemsize > _MAX_TENSOR_BYTES:
+        raise ModelError(f"tensor {tensor.name!r} of shape {list(tensor.shape)} is too large for any machine")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
+        return False
+    return True

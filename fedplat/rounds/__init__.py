@@ -1,0 +1,28 @@
+"""The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
+
+Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
+comes in and goes out), `sync` (the rules of a synchronous round), `closing` (how its attempts end), `coordinator`
+(several jobs, one fleet).
+"""
+
+from fedplat.rounds.changes import Change, HistoryRow, difference
+from fedplat.rounds.coordinator import Coordinator, Proposal
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds.sync import verdict_on_report
+from fedplat.rounds.transition import Context, Verdict
+
+__all__ = [
+    "Assignment",
+    "Attempt",
+    "AttemptKey",
+    "Change",
+    "Context",
+    "Coordinator",
+    "HistoryRow",
+    "JobState",
+    "ModelVersion",
+    "Proposal",
+    "Verdict",
+    "difference",
+    "verdict_on_report",
+]

@@ -1,0 +1,109 @@
+"""What a step changed, as rows for a store: the difference of two job states, and its history."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from fedplat.rounds.cohort import cohort_of
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """One change of one state. `entity`: job, attempt, assignment or version; `kind`: an attempt's."""
+
+    entity: str
+    from_state: str
+    to_state: str
+    round: int = 0
+    attempt: int = 0
+    client_id: str = ""
+    reason: str = ""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """All that one step changed; a store writes it in one transaction, if it still holds `expected_revision`."""
+
+    job: JobState
+    expected_revision: int
+    attempt: Attempt | None
+    assignments: tuple[Assignment, ...]
+    version: ModelVersion | None
+    history: tuple[HistoryRow, ...]
+
+
+def difference(before: JobState, after: JobState) -> Change:
+    """The change that leads from one state to another; `after.revision` must be one more."""
+    assert after.revision == before.revision + 1
+    attempt = after.attempt if after.attempt is not before.attempt else None
+    old: Mapping[str, Assignment] = {}
+    if before.attempt is not None and attempt is not None and before.attempt.key == attempt.key:
+        old = before.attempt.assignments
+    changed: tuple[Assignment, ...] = ()
+    if attempt is not None and attempt.assignments is not old:
+        changed = cohort_of(attempt.assignments).changed_since(old)
+    version = after.latest if after.latest is not before.latest else None
+    return Change(
+        job=after,
+        expected_revision=before.revision,
+        attempt=attempt,
+        assignments=changed,
+        version=version,
+        history=_history(before, after, attempt, changed, old),
+    )
+
+
+def _history(
+    before: JobState,
+    after: JobState,
+    attempt: Attempt | None,
+    changed: tuple[Assignment, ...],
+    old: Mapping[str, Assignment],
+) -> tuple[HistoryRow, ...]:
+    rows: list[HistoryRow] = []
+    if attempt is not None:
+        key = attempt.key
+        for assignment in changed:
+            earlier = old.get(assignment.client_id)
+            if earlier is None or earlier.state is not assignment.state:  # else: a new token, not a new state
+                rows.append(_assignment_row(key, earlier, assignment))
+        same = before.attempt is not None and before.attempt.key == key
+        phase = before.attempt.phase if same and before.attempt is not None else ""
+        if phase != attempt.phase:
+            rows.append(_attempt_row(phase, attempt))
+    if after.latest is not before.latest:
+        new = after.latest
+        rows.append(HistoryRow("version", str(before.latest.version), str(new.version), new.round, new.attempt))
+    if after.status is not before.status:
+        rows.append(HistoryRow("job", before.status, after.status, after.round, reason=after.reason))
+    return tuple(rows)
+
+
+def _attempt_row(phase: str, attempt: Attempt) -> HistoryRow:
+    return HistoryRow(
+        entity="attempt",
+        from_state=phase,
+        to_state=attempt.phase,
+        round=attempt.key.round,
+        attempt=attempt.key.number,
+        reason=attempt.reason,
+        metrics=attempt.metrics,
+        kind=attempt.kind,
+    )
+
+
+def _assignment_row(key: AttemptKey, earlier: Assignment | None, assignment: Assignment) -> HistoryRow:
+    return HistoryRow(
+        entity="assignment",
+        from_state=earlier.state if earlier is not None else "",
+        to_state=assignment.state,
+        round=key.round,
+        attempt=key.number,
+        client_id=assignment.client_id,
+        reason=assignment.text or (assignment.reason or ""),
+        metrics=assignment.metrics,
+    )

@@ -1,0 +1,73 @@
+"""The assignments of an attempt as an immutable map that shares almost everything with the one it was made from.
+
+A report changes one assignment of thousands, and every step makes a new state. Copying a plain dictionary each time
+costs time and memory with the square of the cohort: a batch of a thousand reports held a thousand copies of it.
+Here a step copies about sqrt(cohort) entries: a shared base, and a small map of what changed since it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from typing import Generic, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+class Cohort(Mapping[str, _Value], Generic[_Value]):
+    """An immutable map in order of insertion; equal to any mapping with the same items.
+
+    >>> before = Cohort({"a": 1, "b": 2})
+    >>> after = before.updated({"b": 3})
+    >>> dict(before), dict(after), after.changed_since(before)
+    ({'a': 1, 'b': 2}, {'a': 1, 'b': 3}, (3,))
+    """
+
+    __slots__ = ("_base", "_recent")
+
+    def __init__(self, items: Mapping[str, _Value] | None = None) -> None:
+        self._base: dict[str, _Value] = dict(items or {})
+        self._recent: dict[str, _Value] = {}
+
+    def updated(self, changed: Mapping[str, _Value]) -> Cohort[_Value]:
+        """This map with some items added or replaced."""
+        after: Cohort[_Value] = Cohort()
+        after._base, after._recent = self._base, {**self._recent, **changed}
+        # Copying r recent items in each step, and n of the base every r steps, is cheapest at r = sqrt(2 n).
+        if len(after._recent) ** 2 > 2 * len(after._base):
+            after._base, after._recent = {**after._base, **after._recent}, {}
+        return after
+
+    def changed_since(self, before: Mapping[str, _Value]) -> tuple[_Value, ...]:
+        """The values that `before` has not, or has others for."""
+        names: Iterable[str] = self
+        if isinstance(before, Cohort) and before._base is self._base:
+            names = dict.fromkeys((*self._recent, *before._recent))
+        return tuple(self[name] for name in names if name in self and before.get(name) is not self[name])
+
+    def __getitem__(self, name: str) -> _Value:
+        return self._recent[name] if name in self._recent else self._base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._merged())
+
+    def __len__(self) -> int:
+        return len(self._base) + sum(name not in self._base for name in self._recent)
+
+    def values(self) -> ValuesView[_Value]:
+        """The values, in order."""
+        return self._merged().values()
+
+    def items(self) -> ItemsView[str, _Value]:
+        """The items, in order."""
+        return self._merged().items()
+
+    def __repr__(self) -> str:
+        return f"Cohort({self._merged()!r})"
+
+    def _merged(self) -> Mapping[str, _Value]:
+        return {**self._base, **self._recent} if self._recent else self._base
+
+
+def cohort_of(items: Mapping[str, _Value]) -> Cohort[_Value]:
+    """The items as a cohort; a cohort is returned as it is."""
+    return items if isinstance(items, Cohort) else Cohort(items)

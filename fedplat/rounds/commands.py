@@ -1,0 +1,84 @@
+"""What the coordinator wants done. Whoever drives it stores the change first, and then does these in order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.rounds.records import AttemptKey
+from fedplat.rounds.states import AttemptKind, Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RetryWindow:
+    """When to come back: a uniformly drawn moment, in seconds from now."""
+
+    min_s: float
+    max_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assign:
+    """Tell a waiting client what to do. `token` is the secret whose hash the assignment holds."""
+
+    key: AttemptKey
+    client_id: str
+    kind: AttemptKind
+    base_version: int
+    token: str = dataclasses.field(repr=False)
+    training_timeout_s: float
+    upload_timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell a waiting client that there is nothing for it now."""
+
+    client_id: str
+    reason: Reason
+    retry: RetryWindow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell a working client to stop."""
+
+    key: AttemptKey
+    client_id: str
+    reason: Reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fold:
+    """Add an accepted update to the attempt's partial result, with this weight."""
+
+    key: AttemptKey
+    client_id: str
+    digest: str
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Commit:
+    """Aggregate, make the new version's bytes durable, and answer with `AttemptAggregated`."""
+
+    key: AttemptKey
+    base_version: int
+    num_updates: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Abandon:
+    """Throw away what was received for the attempt."""
+
+    key: AttemptKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Fire `TimerFired` at this moment, instead of any earlier wish for the job; None: never."""
+
+    job_id: str
+    at: float | None
+
+
+Command = Assign | Refuse | Abort | Fold | Commit | Abandon | SetTimer

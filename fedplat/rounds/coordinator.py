@@ -1,0 +1,246 @@
+"""The coordinator: several jobs and one waiting room; events in, changes and commands out.
+
+It reads no clock and touches nothing outside. Its driver turns the world into events and does this:
+
+1. `proposal = coordinator.propose(events, context)`
+2. store `proposal.changes` in one transaction;
+3. stored: `coordinator.accept(proposal)`, then carry out `proposal.commands` in order;
+   not stored: `coordinator.reject(proposal)`: nothing has happened, the events may be proposed again.
+
+Only one proposal may be under way at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from fedplat.rounds import pacing, sync
+from fedplat.rounds.changes import Change, difference
+from fedplat.rounds.commands import Assign, Command, Refuse, RetryWindow, SetTimer
+from fedplat.rounds.events import (
+    AssignmentReclaimed,
+    CandidatesDrawn,
+    ClientCheckedIn,
+    ClientLeft,
+    Event,
+    JobEvent,
+    TimerFired,
+)
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
+from fedplat.rounds.selection import WaitingRoom, demand_of
+from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
+
+
+@dataclasses.dataclass
+class Proposal:
+    """What a batch of events would change, what it wants done, and the answer to each event, in order.
+
+    `drawn` holds who was given work, which the coordinator itself knows on `accept` only. `moved` holds what the
+    waiting room said, before the batch, of each client that the batch moved: `reject` puts it back.
+    """
+
+    jobs: dict[str, JobState] = dataclasses.field(default_factory=dict[str, JobState])
+    changes: list[Change] = dataclasses.field(default_factory=list[Change])
+    commands: list[Command] = dataclasses.field(default_factory=list[Command])
+    verdicts: list[Verdict] = dataclasses.field(default_factory=list[Verdict])
+    drawn: dict[str, AttemptKey] = dataclasses.field(default_factory=dict[str, AttemptKey])
+    moved: dict[str, ClientCheckedIn | None] = dataclasses.field(default_factory=dict[str, ClientCheckedIn | None])
+
+
+class Coordinator:
+    """All jobs of a server (or of a simulation). `max_waiting` bounds the waiting room."""
+
+    def __init__(self, jobs: Iterable[JobState] = (), max_waiting: int = 100_000) -> None:
+        self.jobs: dict[str, JobState] = {job.job_id: job for job in jobs}
+        self.room = WaitingRoom()
+        self.max_waiting = max_waiting
+        self._busy: dict[str, AttemptKey] = {}
+        self._timers: dict[str, float | None] = {}
+        for job in self.jobs.values():
+            self._remember(job)
+
+    def add(self, job: JobState) -> None:
+        """Takes over a job that the store holds already."""
+        assert job.job_id not in self.jobs
+        self.jobs[job.job_id] = job
+        self._remember(job)
+
+    @property
+    def num_busy(self) -> int:
+        """Number of clients with an open assignment."""
+        return len(self._busy)
+
+    def assignment_of(self, client_id: str) -> AttemptKey | None:
+        """The attempt that a client works for now."""
+        return self._busy.get(client_id)
+
+    def find(self, key: AttemptKey, client_id: str) -> tuple[Attempt, Assignment] | None:
+        """An assignment of a job's last attempt; None for older ones, which only the store knows."""
+        job = self.jobs.get(key.job_id)
+        if job is None or job.attempt is None or job.attempt.key != key:
+            return None
+        assignment = job.attempt.assignments.get(client_id)
+        return (job.attempt, assignment) if assignment is not None else None
+
+    def propose(self, events: Sequence[Event], context: Context) -> Proposal:
+        """Works out what the events do. The waiting room moves at once; jobs move on `accept`."""
+        proposal = Proposal()
+        for event in events:
+            proposal.verdicts.append(self._handle(proposal, event, context))
+        self._fill(proposal, context)
+        proposal.commands = self._last_answers(proposal.commands)
+        fired = {event.job_id for event in events if isinstance(event, TimerFired) and event.job_id in self.jobs}
+        for job_id in dict.fromkeys((*proposal.jobs, *sorted(fired))):
+            wakeup = (proposal.jobs.get(job_id) or self.jobs[job_id]).next_wakeup()
+            # A timer that fired is gone, also if it fired too early to change anything.
+            if wakeup != self._timers.get(job_id) or job_id in fired:
+                proposal.commands.append(SetTimer(job_id, wakeup))
+        return proposal
+
+    def accept(self, proposal: Proposal) -> None:
+        """The changes are stored: they are the truth now."""
+        for job_id, job in proposal.jobs.items():
+            self.jobs[job_id] = job
+            self._timers[job_id] = job.next_wakeup()
+        for change in proposal.changes:
+            for assignment in change.assignments:
+                assert change.attempt is not None
+                if assignment.is_busy:
+                    self._busy[assignment.client_id] = change.attempt.key
+                elif self._busy.get(assignment.client_id) == change.attempt.key:
+                    del self._busy[assignment.client_id]
+
+    def reject(self, proposal: Proposal) -> None:
+        """The changes were not stored: the waiting room is as before, and jobs want what they wanted before."""
+        for job_id in proposal.jobs:
+            self.room.set_demand(job_id, demand_of(self.jobs[job_id]))
+        for client_id, before in proposal.moved.items():
+            if before is None:
+                self.room.leave(client_id)
+            else:
+                self.room.enter(before)
+
+    def refusal(self, client: ClientCheckedIn) -> Refuse:
+        """What to tell a client that waited for nothing: the reason, and when to come back."""
+        running = [
+            job
+            for job in self.jobs.values()
+            if job.spec.population == client.population and job.status is JobStatus.RUNNING
+        ]
+        reason = self.room.why_not(client, running)
+        return Refuse(client.client_id, reason, self._window(client.population, reason, running))
+
+    def _window(self, population: str, reason: Reason, running: Sequence[JobState]) -> RetryWindow:
+        attempts = (job.open_attempt for job in running)
+        num_clients = self.room.num_waiting(population) + sum(a.num_busy for a in attempts if a is not None)
+        if reason is Reason.NO_WORK:
+            return pacing.idle_window(num_clients)
+        needed = sum(job.spec.selection.target for job in running)
+        round_s = min(job.spec.deadlines.training_s for job in running)
+        return pacing.busy_window(num_clients, needed, round_s)
+
+    def _handle(self, proposal: Proposal, event: Event, context: Context) -> Verdict:
+        if isinstance(event, ClientCheckedIn):
+            return self._check_in(proposal, event, context)
+        if isinstance(event, ClientLeft):
+            return self._leave(proposal, event)
+        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "these follow from other events"
+        verdict = self._step(proposal, event, context)
+        if isinstance(event, TimerFired):
+            self._end_selection(proposal, event.job_id, context)
+        return verdict
+
+    def _check_in(self, proposal: Proposal, event: ClientCheckedIn, context: Context) -> Verdict:
+        client_id, waiting = event.client_id, self.room.clients
+        key = proposal.drawn.get(client_id) or self._busy.get(client_id)
+        # Its reply was lost, or it was restarted: it gets the same work again, if that is still open.
+        if key is not None and self._step(proposal, AssignmentReclaimed(key, client_id), context).accepted:
+            return ACCEPTED
+        if len(waiting) >= self.max_waiting and client_id not in waiting:
+            proposal.commands.append(Refuse(client_id, Reason.OVERLOADED, pacing.overload_window(len(waiting))))
+            return ACCEPTED
+        proposal.moved.setdefault(client_id, waiting.get(client_id))
+        self.room.enter(event)
+        return ACCEPTED
+
+    def _leave(self, proposal: Proposal, event: ClientLeft) -> Verdict:
+        client = self.room.leave(event.client_id)
+        if client is not None:
+            proposal.moved.setdefault(event.client_id, client)
+            proposal.commands.append(self.refusal(client))
+        return ACCEPTED
+
+    def _last_answers(self, commands: Sequence[Command]) -> list[Command]:
+        """Leaves one answer for each client, the last; whoever waits again has none yet.
+
+        Else a client that left and came back within one batch would hear, where it waits now, what was meant for
+        where it waited before: a refusal while it is in the room, or a token that is fenced already.
+        """
+        last = {command.client_id: command for command in commands if isinstance(command, Assign | Refuse)}
+        return [
+            command
+            for command in commands
+            if not isinstance(command, Assign | Refuse)
+            or (last[command.client_id] is command and command.client_id not in self.room.clients)
+        ]
+
+    def _step(self, proposal: Proposal, event: JobEvent, context: Context) -> Verdict:
+        before = proposal.jobs.get(event.job_id) or self.jobs.get(event.job_id)
+        if before is None:
+            return Verdict(Reason.STALE, f"there is no job {event.job_id}")
+        transition = sync.step(before, event, context)
+        self._take(proposal, before, transition, context)
+        return transition.verdict
+
+    def _take(self, proposal: Proposal, before: JobState, transition: Transition, context: Context) -> None:
+        """Notes a transition and those that follow from it by themselves."""
+        current: Transition | None = transition
+        while current is not None:
+            proposal.commands.extend(current.commands)
+            if current.job is not before:
+                after = dataclasses.replace(current.job, revision=before.revision + 1)
+                proposal.changes.append(difference(before, after))
+                proposal.jobs[after.job_id] = before = after
+            current = sync.advance(before, context)
+        self.room.set_demand(before.job_id, demand_of(before))
+
+    def _end_selection(self, proposal: Proposal, job_id: str, context: Context) -> None:
+        """Ends a selection whose time is over, with whoever waits."""
+        job = proposal.jobs.get(job_id) or self.jobs.get(job_id)
+        attempt = job.open_attempt if job is not None else None
+        if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
+            return
+        if attempt.selection_ends_at <= context.now:
+            self._draw(proposal, job_id, context, final=True)
+
+    def _fill(self, proposal: Proposal, context: Context) -> None:
+        """Gives clients to every attempt that enough of them wait for; who has wanted longest comes first."""
+        progress = True
+        while progress:
+            progress = False
+            for job_id in list(self.room.demands):
+                if job_id in self.room.demands and self.room.is_ready(job_id):
+                    self._draw(proposal, job_id, context, final=False)
+                    progress = True
+
+    def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
+        key, drawn = self.room.demands[job_id].key, self.room.draw(job_id, context.rng)
+        client_ids = tuple(client.client_id for client in drawn)
+        self._step(proposal, CandidatesDrawn(job_id, client_ids, final), context)
+        attempt = proposal.jobs[job_id].attempt
+        taken = attempt.assignments if attempt is not None and attempt.key == key else {}
+        for client in drawn:
+            proposal.moved.setdefault(client.client_id, client)
+            if client.client_id in taken:
+                proposal.drawn[client.client_id] = key
+            else:
+                self.room.enter(client)  # too few to begin with: they go on waiting
+
+    def _remember(self, job: JobState) -> None:
+        if job.open_attempt is not None:
+            for assignment in job.open_attempt.assignments.values():
+                if assignment.is_busy:
+                    self._busy[assignment.client_id] = job.open_attempt.key
+        self.room.set_demand(job.job_id, demand_of(job))

@@ -1,0 +1,155 @@
+"""What happens to the coordinator. Whoever drives it turns sockets, clocks and operators into these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import StrEnum
+
+from fedplat.rounds.records import AttemptKey, ModelVersion
+from fedplat.rounds.states import Reason
+
+
+class Action(StrEnum):
+    """What an operator may do to a job."""
+
+    START = "start"
+    PAUSE = "pause"
+    RESUME = "resume"
+    CANCEL = "cancel"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorCommand:
+    """An operator starts, pauses, resumes or cancels a job."""
+
+    job_id: str
+    action: Action
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerRestarted:
+    """The job was read back after a restart: whatever was under way is gone."""
+
+    job_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The moment named by the last `SetTimer` for the job has come."""
+
+    job_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientCheckedIn:
+    """A client is free and waits for work."""
+
+    client_id: str
+    population: str
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    trainers: frozenset[str] = frozenset()
+    evaluators: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """A waiting client waits no longer: its time is over, or its connection is gone."""
+
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CandidatesDrawn:
+    """The waiting room gives clients to an attempt that selects. `final`: nobody else will come."""
+
+    job_id: str
+    client_ids: tuple[str, ...]
+    final: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptEvent:
+    """What the events of one attempt have in common."""
+
+    key: AttemptKey
+
+    @property
+    def job_id(self) -> str:
+        """The job it belongs to."""
+        return self.key.job_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentReclaimed(AttemptEvent):
+    """A client that has an open assignment checked in: it lost the reply, or was restarted."""
+
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UploadStarted(AttemptEvent):
+    """A client has finished training and begins to send its update."""
+
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateReported(AttemptEvent):
+    """A client commits an update (or an evaluation) whose bytes were received and checked."""
+
+    client_id: str
+    digest: str
+    num_examples: float
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateRejected(AttemptEvent):
+    """An update was received and is not acceptable."""
+
+    client_id: str
+    reason: Reason
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentFailed(AttemptEvent):
+    """A client gives its assignment up."""
+
+    client_id: str
+    reason: Reason
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptAggregated(AttemptEvent):
+    """The updates of an attempt were aggregated; the new version's bytes are durable."""
+
+    version: ModelVersion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AggregationFailed(AttemptEvent):
+    """The updates of an attempt could not be aggregated or stored."""
+
+    text: str
+
+
+JobEvent = (
+    OperatorCommand
+    | ServerRestarted
+    | TimerFired
+    | CandidatesDrawn
+    | AssignmentReclaimed
+    | UploadStarted
+    | UpdateReported
+    | UpdateRejected
+    | AssignmentFailed
+    | AttemptAggregated
+    | AggregationFailed
+)
+"""What happens to one job."""
+
+Event = JobEvent | ClientCheckedIn | ClientLeft
+"""Everything that happens to the coordinator."""

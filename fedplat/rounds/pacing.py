@@ -1,0 +1,58 @@
+"""When clients come back: pace steering, back-off and deadlines. Pure arithmetic.
+
+Pace steering follows Bonawitz et al. 2019 (arXiv 1902.01046), section 2.3: a small fleet is told to come back
+at once, so that enough clients wait together; a large one is spread, so that just enough of them arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedplat.job import Adaptive, Deadlines, Retry
+from fedplat.rounds.commands import RetryWindow
+
+ARRIVALS_PER_NEED = 3.0
+"""How many clients of a large fleet shall arrive for each one that a round needs."""
+IDLE_ARRIVALS_PER_S = 50.0
+"""How many clients may ask per second whether there is work again."""
+LONGEST_WAIT_S = 3600.0
+OVERLOAD_WAIT_S = 10.0
+
+
+def busy_window(num_clients: int, num_needed: int, round_s: float) -> RetryWindow:
+    """For clients that were not needed, while rounds of `round_s` seconds want `num_needed` each."""
+    arrivals = ARRIVALS_PER_NEED * max(num_needed, 1)
+    if num_clients <= arrivals:
+        return RetryWindow(0.0, 0.5)
+    period = min(round_s * num_clients / arrivals, LONGEST_WAIT_S)
+    return RetryWindow(period / 2, period * 1.5)
+
+
+def idle_window(num_clients: int) -> RetryWindow:
+    """For clients whose population has no running job."""
+    spread = min(num_clients / IDLE_ARRIVALS_PER_S, LONGEST_WAIT_S)
+    return RetryWindow(0.5, 1.5 + spread)
+
+
+def overload_window(num_waiting: int) -> RetryWindow:
+    """For clients that come while as many wait as the server may hold."""
+    return RetryWindow(OVERLOAD_WAIT_S, OVERLOAD_WAIT_S + num_waiting / IDLE_ARRIVALS_PER_S)
+
+
+def backoff_s(retry: Retry, failures: int, rng: np.random.Generator) -> float:
+    """How long to wait after `failures` abandoned attempts in a row: exponential, then halved to whole jitter."""
+    exponent = min(max(failures - 1, 0), 60)
+    ceiling = min(retry.base_s * math.ldexp(1.0, exponent), retry.max_s)
+    return ceiling * float(rng.uniform(0.5, 1.0))
+
+
+def training_timeout_s(deadlines: Deadlines, durations: Sequence[float]) -> float:
+    """The training deadline of a new assignment: fixed, or a percentile of what past assignments took."""
+    adaptive: Adaptive | None = deadlines.adaptive
+    if adaptive is None or len(durations) < adaptive.after:
+        return deadlines.training_s
+    learned = float(np.percentile(durations, adaptive.percentile)) * adaptive.margin
+    return min(max(learned, adaptive.min_s), deadlines.training_s)

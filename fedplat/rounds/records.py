@@ -1,0 +1,171 @@
+"""What the coordinator knows about a job, as frozen records; a store keeps one row for each.
+
+Moments (`…_at`) are seconds on the clock of whoever drives the coordinator: monotonic in the daemon, virtual in
+a simulation. They mean nothing after a restart and are not stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from fedplat.job import JobSpec
+from fedplat.rounds.cohort import Cohort, cohort_of
+from fedplat.rounds.states import (
+    BUSY_STATES,
+    OPEN_PHASES,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+    Reason,
+)
+
+
+class AttemptKey(NamedTuple):
+    """Names an attempt: (job, round, attempt)."""
+
+    job_id: str
+    round: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.job_id} round {self.round} attempt {self.number}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """One client's participation in one attempt.
+
+    `took_s` is the time from the assignment to the report; `weight` what the update counts for.
+    """
+
+    client_id: str
+    token_hash: bytes
+    state: AssignmentState
+    assigned_at: float
+    deadline_at: float
+    reason: Reason | None = None
+    text: str = ""
+    digest: str = ""
+    num_examples: float = 0.0
+    weight: float = 0.0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    took_s: float | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the client still works for the attempt."""
+        return self.state in BUSY_STATES
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One try at one round, or the federated evaluation of a committed version.
+
+    `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are assigned.
+    `counts` holds the number of assignments by state; no deadline strikes before `wakeup_at`. Both are kept up to
+    date by `with_assignments`, so that a report costs no walk over the cohort.
+    """
+
+    key: AttemptKey
+    kind: AttemptKind
+    phase: AttemptPhase
+    base_version: int
+    goal: int
+    minimum: int
+    target: int
+    opened_at: float
+    selection_ends_at: float
+    reason: str = ""
+    assignments: Mapping[str, Assignment] = dataclasses.field(default_factory=Cohort[Assignment])
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    ended_at: float | None = None
+
+    counts: Mapping[AssignmentState, int] = dataclasses.field(default_factory=dict[AssignmentState, int])
+    wakeup_at: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.phase in OPEN_PHASES
+
+    @property
+    def num_busy(self) -> int:
+        """Number of clients that still work for it."""
+        return sum(self.counts.get(state, 0) for state in BUSY_STATES)
+
+    @property
+    def num_reported(self) -> int:
+        """Number of clients whose report was accepted and is not merged yet."""
+        return self.counts.get(AssignmentState.REPORTED, 0)
+
+    def with_assignments(self, changed: Iterable[Assignment]) -> Attempt:
+        """This attempt with some assignments added or replaced."""
+        latest = {assignment.client_id: assignment for assignment in changed}
+        counts, wakeup_at = Counter(self.counts), self.wakeup_at
+        for assignment in latest.values():
+            if (before := self.assignments.get(assignment.client_id)) is not None:
+                counts[before.state] -= 1
+            counts[assignment.state] += 1
+            if assignment.is_busy:
+                wakeup_at = min(assignment.deadline_at, assignment.deadline_at if wakeup_at is None else wakeup_at)
+        assignments = cohort_of(self.assignments).updated(latest)
+        return dataclasses.replace(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """A committed global model: content-addressed bytes, and those of the server optimizer's state.
+
+    Version 0 is the initial model. `state_digest` is empty for rules that remember nothing.
+    """
+
+    version: int
+    round: int
+    attempt: int
+    digest: str
+    size_bytes: int
+    state_digest: str = ""
+    num_updates: int = 0
+    total_weight: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """A job as the coordinator sees it.
+
+    `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts
+    abandoned in a row, `durations` holds what the latest reported assignments took, in seconds. `revision` grows
+    with each stored change; the store refuses a change to another revision than it has.
+    """
+
+    job_id: str
+    spec: JobSpec
+    latest: ModelVersion
+    status: JobStatus = JobStatus.DRAFT
+    reason: str = ""
+    round: int = 0
+    attempt: Attempt | None = None
+    failures: int = 0
+    resume_at: float | None = None
+    durations: tuple[float, ...] = ()
+    revision: int = 0
+
+    @property
+    def open_attempt(self) -> Attempt | None:
+        """The attempt that has not ended, if there is one."""
+        return self.attempt if self.attempt is not None and self.attempt.is_open else None
+
+    def next_wakeup(self) -> float | None:
+        """The moment at which time alone changes this job, if there is one."""
+        attempt = self.open_attempt
+        if attempt is None:
+            return self.resume_at if self.status is JobStatus.RUNNING else None
+        if attempt.phase is AttemptPhase.SELECTING:
+            return attempt.selection_ends_at
+        if attempt.phase is AttemptPhase.COLLECTING:
+            return attempt.wakeup_at
+        return None

@@ -1,0 +1,157 @@
+"""The lifecycles of jobs, attempts and assignments, as tables; nothing here does anything.
+
+Whatever changes a state asks `require` first, so that a rule that is not in a table cannot happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+
+class JobStatus(StrEnum):
+    """What a job is doing."""
+
+    DRAFT = "DRAFT"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+class AttemptKind(StrEnum):
+    """What the cohort of an attempt is asked to do."""
+
+    TRAIN = "TRAIN"
+    EVALUATE = "EVALUATE"
+
+
+class AttemptPhase(StrEnum):
+    """How far an attempt has come."""
+
+    SELECTING = "SELECTING"
+    COLLECTING = "COLLECTING"
+    COMMITTING = "COMMITTING"
+    COMMITTED = "COMMITTED"
+    ABANDONED = "ABANDONED"
+
+
+class AssignmentState(StrEnum):
+    """How far an assignment has come. DROPPED: the attempt ended for another reason than this client."""
+
+    TRAINING = "TRAINING"
+    UPLOADING = "UPLOADING"
+    REPORTED = "REPORTED"
+    MERGED = "MERGED"
+    LATE = "LATE"
+    FAILED = "FAILED"
+    REJECTED = "REJECTED"
+    SURPLUS = "SURPLUS"
+    DROPPED = "DROPPED"
+
+
+class Reason(StrEnum):
+    """Why a request was refused or an assignment ended; `wire.v1.Reason` has the same names."""
+
+    NO_WORK = "NO_WORK"
+    NOT_SELECTED = "NOT_SELECTED"
+    NOT_ELIGIBLE = "NOT_ELIGIBLE"
+    DRAINING = "DRAINING"
+    OVERLOADED = "OVERLOADED"
+    TRAIN_TIMEOUT = "TRAIN_TIMEOUT"
+    UPLOAD_TIMEOUT = "UPLOAD_TIMEOUT"
+    SURPLUS = "SURPLUS"
+    ATTEMPT_ABANDONED = "ATTEMPT_ABANDONED"
+    JOB_PAUSED = "JOB_PAUSED"
+    JOB_CANCELLED = "JOB_CANCELLED"
+    STALE = "STALE"
+    TRAINER_ERROR = "TRAINER_ERROR"
+    UNKNOWN_TRAINER = "UNKNOWN_TRAINER"
+    CLIENT_STOPPED = "CLIENT_STOPPED"
+    TRANSFER_FAILED = "TRANSFER_FAILED"
+    REJECTED_SCHEMA = "REJECTED_SCHEMA"
+    REJECTED_NONFINITE = "REJECTED_NONFINITE"
+    REJECTED_WEIGHT = "REJECTED_WEIGHT"
+    REJECTED_DIGEST = "REJECTED_DIGEST"
+    REJECTED_CONFLICT = "REJECTED_CONFLICT"
+    REJECTED_METRICS = "REJECTED_METRICS"
+
+
+REASON_TEXTS: Mapping[Reason, str] = {
+    Reason.NO_WORK: "no running job of this population needs clients now",
+    Reason.NOT_SELECTED: "enough other clients were selected",
+    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers or evaluators",
+    Reason.DRAINING: "the server is stopping",
+    Reason.OVERLOADED: "the server holds as many waiting clients as it may",
+    Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
+    Reason.UPLOAD_TIMEOUT: "the deadline passed while the client was uploading",
+    Reason.SURPLUS: "the attempt reached its goal without this client",
+    Reason.ATTEMPT_ABANDONED: "the attempt was abandoned",
+    Reason.JOB_PAUSED: "the job was paused",
+    Reason.JOB_CANCELLED: "the job was cancelled",
+    Reason.STALE: "the token names no open assignment",
+    Reason.TRAINER_ERROR: "the trainer raised an error",
+    Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
+    Reason.CLIENT_STOPPED: "the client was stopped by its owner",
+    Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
+    Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
+    Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
+    Reason.REJECTED_WEIGHT: "the number of examples must be positive and finite",
+    Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
+    Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report stands",
+    Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many",
+}
+"""Every reason in words for people."""
+
+FAILURES = frozenset({Reason.TRAINER_ERROR, Reason.UNKNOWN_TRAINER, Reason.CLIENT_STOPPED, Reason.TRANSFER_FAILED})
+"""What a client may say when it gives an assignment up."""
+
+JOB_TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
+    JobStatus.DRAFT: frozenset({JobStatus.RUNNING, JobStatus.CANCELLED}),
+    JobStatus.RUNNING: frozenset({JobStatus.PAUSED, JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED}),
+    JobStatus.PAUSED: frozenset({JobStatus.RUNNING, JobStatus.CANCELLED}),
+    JobStatus.COMPLETED: frozenset(),
+    JobStatus.FAILED: frozenset(),
+    JobStatus.CANCELLED: frozenset(),
+}
+
+ATTEMPT_TRANSITIONS: Mapping[AttemptPhase, frozenset[AttemptPhase]] = {
+    AttemptPhase.SELECTING: frozenset({AttemptPhase.COLLECTING, AttemptPhase.ABANDONED}),
+    AttemptPhase.COLLECTING: frozenset({AttemptPhase.COMMITTING, AttemptPhase.ABANDONED}),
+    AttemptPhase.COMMITTING: frozenset({AttemptPhase.COMMITTED, AttemptPhase.ABANDONED}),
+    AttemptPhase.COMMITTED: frozenset(),
+    AttemptPhase.ABANDONED: frozenset(),
+}
+
+_S = AssignmentState
+_ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED})
+ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
+    _S.TRAINING: frozenset({_S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
+    _S.UPLOADING: frozenset({_S.REPORTED}) | _ENDED_OPEN,
+    _S.REPORTED: frozenset({_S.MERGED, _S.DROPPED}),
+    _S.MERGED: frozenset(),
+    _S.LATE: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.REJECTED: frozenset(),
+    _S.SURPLUS: frozenset(),
+    _S.DROPPED: frozenset(),
+}
+
+OPEN_PHASES = frozenset({AttemptPhase.SELECTING, AttemptPhase.COLLECTING, AttemptPhase.COMMITTING})
+"""Phases of an attempt that has not ended."""
+
+BUSY_STATES = frozenset({_S.TRAINING, _S.UPLOADING})
+"""States in which the client still works for the attempt."""
+
+ENDED_JOBS = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
+"""States that a job never leaves."""
+
+_State = TypeVar("_State", JobStatus, AttemptPhase, AssignmentState)
+
+
+def require(table: Mapping[_State, frozenset[_State]], current: _State, wanted: _State) -> _State:
+    """Returns `wanted`; asserts that the table allows it after `current`."""
+    assert wanted in table[current], f"{type(current).__name__} {current} cannot become {wanted}"
+    return wanted

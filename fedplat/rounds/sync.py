@@ -1,0 +1,352 @@
+"""Synchronous rounds, as a pure function: (state, event, context) to (state', commands, verdict).
+
+Read `HANDLERS` first: one function for each kind of event. `advance` is what a job does when nothing happens to
+it: it opens the next attempt, commits an evaluation, or ends. How attempts end is in `closing`, and what may
+follow what in `states`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedplat.rounds import closing, pacing
+from fedplat.rounds.commands import Abort, Assign, Command, Fold
+from fedplat.rounds.events import (
+    Action,
+    AggregationFailed,
+    AssignmentFailed,
+    AssignmentReclaimed,
+    AttemptAggregated,
+    CandidatesDrawn,
+    JobEvent,
+    OperatorCommand,
+    ServerRestarted,
+    TimerFired,
+    UpdateRejected,
+    UpdateReported,
+    UploadStarted,
+)
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
+from fedplat.rounds.states import (
+    ASSIGNMENT_TRANSITIONS,
+    ATTEMPT_TRANSITIONS,
+    JOB_TRANSITIONS,
+    REASON_TEXTS,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+    Reason,
+    require,
+)
+from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
+
+REMEMBERED_DURATIONS = 500
+"""How many past assignments an adaptive deadline looks at."""
+
+
+def step(job: JobState, event: JobEvent, context: Context) -> Transition:
+    """Applies one event to one job."""
+    return HANDLERS[type(event)](job, event, context)
+
+
+def advance(job: JobState, context: Context) -> Transition | None:
+    """Opens the next attempt or ends the job, if it is time to; None when there is nothing to do."""
+    attempt = job.open_attempt
+    if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
+        # Nothing to aggregate. It is a step of its own, because each change of a state has its row in the history.
+        return Transition(closing.committed(job, attempt, context))
+    if job.status is not JobStatus.RUNNING or attempt is not None:
+        return None
+    if job.resume_at is not None and job.resume_at > context.now:
+        return None
+    if _evaluation_is_due(job):
+        return Transition(_open(job, AttemptKind.EVALUATE, context))
+    if job.round >= job.spec.rounds:
+        return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
+    return Transition(_open(job, AttemptKind.TRAIN, context))
+
+
+def _evaluation_is_due(job: JobState) -> bool:
+    evaluation, last = job.spec.evaluation, job.attempt
+    if evaluation.clients is None or last is None or last.kind is not AttemptKind.TRAIN:
+        return False
+    if last.phase is not AttemptPhase.COMMITTED:
+        return False
+    return job.round % evaluation.every == 0 or job.round >= job.spec.rounds
+
+
+def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
+    round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
+    number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
+    selection = job.spec.selection
+    goal, minimum, target = selection.goal, selection.minimum, selection.target
+    if kind is AttemptKind.EVALUATE:
+        clients = job.spec.evaluation.clients
+        assert clients is not None
+        goal = target = clients.goal
+        minimum = max(1, int(np.ceil(round(clients.min_fraction * clients.goal, 9))))
+    attempt = Attempt(
+        key=AttemptKey(job.job_id, round_, number),
+        kind=kind,
+        phase=AttemptPhase.SELECTING,
+        base_version=job.latest.version,
+        goal=goal,
+        minimum=minimum,
+        target=target,
+        opened_at=context.now,
+        selection_ends_at=context.now + job.spec.deadlines.selection_s,
+    )
+    return dataclasses.replace(job, attempt=attempt, resume_at=None)
+
+
+# --- operators ---------------------------------------------------------------------------------------------
+
+
+def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
+    wanted, reason = _ACTIONS[event.action]
+    if job.status is wanted:
+        return Transition(job)  # asked twice: done already
+    if wanted not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_WORD:
+        possible = [a.value for a in Action if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
+        possible = [a for a in possible if (Action(a), job.status) not in _WRONG_WORD]
+        hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
+        return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
+    if reason is None:
+        return Transition(dataclasses.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
+    attempt = job.open_attempt
+    # A pause lets bytes that are being made durable become a version; a cancellation does not.
+    if attempt is None or (wanted is JobStatus.PAUSED and attempt.phase is AttemptPhase.COMMITTING):
+        return Transition(closing.set_status(job, wanted, REASON_TEXTS[reason]))
+    ended, commands = closing.abandon(job, reason, REASON_TEXTS[reason], context)
+    return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)
+
+
+_ACTIONS: Mapping[Action, tuple[JobStatus, Reason | None]] = {
+    Action.START: (JobStatus.RUNNING, None),
+    Action.RESUME: (JobStatus.RUNNING, None),
+    Action.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
+    Action.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
+}
+_WRONG_WORD = frozenset({(Action.START, JobStatus.PAUSED), (Action.RESUME, JobStatus.DRAFT)})
+
+
+def _on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transition:
+    # A job that had nothing under way is not written: servers keep thousands that have ended.
+    fresh = dataclasses.replace(job, resume_at=None) if job.resume_at is not None else job
+    if job.open_attempt is None:
+        return Transition(fresh)
+    return Transition(*closing.abandon(fresh, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
+
+
+# --- selection ---------------------------------------------------------------------------------------------
+
+
+def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
+    attempt = job.open_attempt
+    if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
+        return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
+    found = len(event.client_ids)
+    if found < (attempt.minimum if event.final else 1):
+        text = f"{found} of at least {attempt.minimum} needed clients were there to be selected"
+        return closing.fail_attempt(job, text, context)
+    training_s, upload_s = _timeouts(job, attempt)
+    assignments: list[Assignment] = []
+    commands: list[Command] = []
+    for client_id in event.client_ids:
+        secret, token_hash = context.new_token()
+        assignments.append(
+            Assignment(
+                client_id=client_id,
+                token_hash=token_hash,
+                state=AssignmentState.TRAINING,
+                assigned_at=context.now,
+                deadline_at=context.now + training_s,
+            )
+        )
+        commands.append(
+            Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, training_s, upload_s)
+        )
+    phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
+    attempt = dataclasses.replace(attempt, phase=phase).with_assignments(assignments)
+    return Transition(dataclasses.replace(job, attempt=attempt, reason=""), tuple(commands))
+
+
+def _timeouts(job: JobState, attempt: Attempt) -> tuple[float, float]:
+    clients = job.spec.evaluation.clients
+    if attempt.kind is AttemptKind.EVALUATE and clients is not None:
+        return clients.timeout_s, 0.0
+    deadlines = job.spec.deadlines
+    # Only reports in time are learned from. A fleet that has become slower would miss what was learned for ever, so
+    # a round that failed is tried again with all the time there is.
+    durations = job.durations if job.failures == 0 else ()
+    return pacing.training_timeout_s(deadlines, durations), deadlines.upload_s
+
+
+def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -> Transition:
+    """Hands an open assignment out again, with a new token (the old one is fenced) and the time that is left."""
+    attempt, assignment = _find(job, event.key, event.client_id)
+    if attempt is None or assignment is None or not assignment.is_busy:
+        return Transition(job, verdict=Verdict(Reason.STALE))
+    if assignment.deadline_at <= context.now:  # the timer is about to fire, and there is no time to hand out
+        late = _on_timer(job, TimerFired(job.job_id), context)
+        return dataclasses.replace(late, verdict=Verdict(Reason.STALE))
+    secret, token_hash = context.new_token()
+    _, upload_s = _timeouts(job, attempt)
+    left = assignment.deadline_at - context.now
+    again = Assign(attempt.key, event.client_id, attempt.kind, attempt.base_version, secret, left, upload_s)
+    return Transition(closing.put(job, dataclasses.replace(assignment, token_hash=token_hash)), (again,))
+
+
+# --- reporting ---------------------------------------------------------------------------------------------
+
+
+def _on_upload_started(job: JobState, event: UploadStarted, context: Context) -> Transition:
+    attempt, assignment = _find(job, event.key, event.client_id)
+    if attempt is None or assignment is None or not assignment.is_busy:
+        return Transition(job, verdict=_verdict_on_ended(assignment))
+    if attempt.kind is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
+        return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
+    if assignment.state is AssignmentState.UPLOADING:
+        return Transition(job)
+    uploading = dataclasses.replace(
+        assignment,
+        state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.UPLOADING),
+        deadline_at=context.now + job.spec.deadlines.upload_s,
+    )
+    return Transition(closing.put(job, uploading))
+
+
+def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Transition:
+    attempt, assignment = _find(job, event.key, event.client_id)
+    if attempt is None or assignment is None or not assignment.is_busy:
+        return Transition(job, verdict=verdict_on_report(assignment, event.digest))
+    reported = dataclasses.replace(
+        assignment,
+        state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
+        digest=event.digest,
+        num_examples=event.num_examples,
+        weight=job.spec.weight(event.num_examples),
+        metrics=dict(event.metrics),
+        took_s=context.now - assignment.assigned_at,
+    )
+    after = closing.put(job, reported)
+    commands: tuple[Command, ...] = ()
+    if attempt.kind is AttemptKind.TRAIN:
+        durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
+        after = dataclasses.replace(after, durations=durations)
+        commands = (Fold(attempt.key, event.client_id, event.digest, reported.weight),)
+    return closing.close_if_due(after, commands, context)
+
+
+def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
+    return _end_one(job, event, AssignmentState.REJECTED, context)
+
+
+def _on_failed(job: JobState, event: AssignmentFailed, context: Context) -> Transition:
+    return _end_one(job, event, AssignmentState.FAILED, context)
+
+
+def _end_one(
+    job: JobState, event: UpdateRejected | AssignmentFailed, state: AssignmentState, context: Context
+) -> Transition:
+    _, assignment = _find(job, event.key, event.client_id)
+    if assignment is None or not assignment.is_busy:
+        same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
+        return Transition(job, verdict=ACCEPTED if same else _verdict_on_ended(assignment))
+    ended = closing.ended(assignment, state, event.reason, event.text)
+    return closing.close_if_due(closing.put(job, ended), (), context)
+
+
+def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
+    """The answer to a report on an assignment that is no longer open; the first report gets its receipt again."""
+    if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
+        same = assignment.digest == digest
+        return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
+    return _verdict_on_ended(assignment)
+
+
+def _verdict_on_ended(assignment: Assignment | None) -> Verdict:
+    if assignment is None or assignment.reason is None:
+        return Verdict(Reason.STALE)
+    return Verdict(assignment.reason, assignment.text)
+
+
+# --- deadlines and the end of an attempt -------------------------------------------------------------------
+
+
+def _on_timer(job: JobState, _: TimerFired, context: Context) -> Transition:
+    """Drops who is late; a selection that is over is ended by the coordinator, which knows who waits."""
+    attempt = job.open_attempt
+    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
+        return Transition(job)
+    if attempt.wakeup_at is not None and attempt.wakeup_at > context.now:
+        return Transition(job)  # too early, or for a wish that was replaced
+    commands: list[Command] = []
+    late: list[Assignment] = []
+    wakeup_at: float | None = None
+    for assignment in attempt.assignments.values():
+        if not assignment.is_busy:
+            continue
+        if assignment.deadline_at <= context.now:
+            training = assignment.state is AssignmentState.TRAINING
+            reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
+            late.append(closing.ended(assignment, AssignmentState.LATE, reason))
+            commands.append(Abort(attempt.key, assignment.client_id, reason))
+        elif wakeup_at is None or assignment.deadline_at < wakeup_at:
+            wakeup_at = assignment.deadline_at
+    attempt = dataclasses.replace(attempt.with_assignments(late), wakeup_at=wakeup_at)
+    return closing.close_if_due(dataclasses.replace(job, attempt=attempt), tuple(commands), context)
+
+
+def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> Transition:
+    attempt = job.open_attempt
+    if attempt is None or attempt.key != event.key or attempt.phase is not AttemptPhase.COMMITTING:
+        return Transition(job, verdict=Verdict(Reason.STALE))
+    assert event.version.version == attempt.base_version + 1
+    if event.version.num_updates != attempt.num_reported:
+        text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
+        return closing.fail_attempt(job, text, context)
+    after = closing.committed(job, attempt, context)
+    # A job that was paused meanwhile keeps the reason for its pause.
+    reason = "" if job.status is JobStatus.RUNNING else job.reason
+    return Transition(
+        dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
+    )
+
+
+def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Context) -> Transition:
+    attempt = job.open_attempt
+    if attempt is None or attempt.key != event.key:
+        return Transition(job, verdict=Verdict(Reason.STALE))
+    return closing.fail_attempt(job, f"aggregation failed: {event.text}", context)
+
+
+# --- small pieces ------------------------------------------------------------------------------------------
+
+
+def _find(job: JobState, key: AttemptKey, client_id: str) -> tuple[Attempt | None, Assignment | None]:
+    """The attempt and the assignment that an event speaks of, if they are the job's last attempt's."""
+    attempt = job.attempt
+    if attempt is None or attempt.key != key:
+        return None, None
+    return attempt, attempt.assignments.get(client_id)
+
+
+HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
+    OperatorCommand: _on_operator,
+    ServerRestarted: _on_restart,
+    TimerFired: _on_timer,
+    CandidatesDrawn: _on_candidates,
+    AssignmentReclaimed: _on_reclaimed,
+    UploadStarted: _on_upload_started,
+    UpdateReported: _on_reported,
+    UpdateRejected: _on_rejected,
+    AssignmentFailed: _on_failed,
+    AttemptAggregated: _on_aggregated,
+    AggregationFailed: _on_aggregation_failed,
+}

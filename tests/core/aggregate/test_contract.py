@@ -1,0 +1,281 @@
+"""One suite for all aggregation rules: add an algorithm by adding a row to `CASES`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fedplat.aggregate import RULES, Options, Partial, Rule, state_from_bytes, state_to_bytes
+from fedplat.aggregate.mean import BLOCK
+from fedplat.model import Vector
+
+SIZE = BLOCK + 37  # more than one block, and not a whole number of them
+NUM_ROUNDS = 5
+Wide = npt.NDArray[np.float64]
+Reference = Callable[[Any, Iterator[Wide]], Iterator[Wide]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A rule's options in a job file, values to refuse, and the paper's formula in float64: deltas to steps."""
+
+    options: dict[str, Any]
+    bad: dict[str, Sequence[Any]]
+    reference: Reference
+
+
+BAD_RATE = (0, -0.1, float("inf"), float("nan"), "fast", True)
+BAD_DECAY = (-0.1, 1, 1.5, float("nan"))
+BAD_TAU = (0, -1e-3, 1e-40, float("inf"))
+
+
+def fedavg(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
+    return (o.learning_rate * delta for delta in deltas)
+
+
+def fedavgm(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
+    velocity = np.zeros(SIZE)
+    for delta in deltas:
+        velocity = o.momentum * velocity + delta
+        yield o.learning_rate * velocity
+
+
+def adaptive(second_moment: Callable[[Any, Wide, Wide], Wide]) -> Reference:
+    def reference(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
+        m, v = np.zeros(SIZE), np.full(SIZE, o.tau**2)
+        for delta in deltas:
+            m = o.beta1 * m + (1 - o.beta1) * delta
+            v = second_moment(o, v, delta)
+            yield o.learning_rate * m / (np.sqrt(v) + o.tau)
+
+    return reference
+
+
+CASES = {
+    "fedavg": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, fedavg),
+    "fedavgm": Case(
+        {"learning_rate": 0.5, "momentum": 0.8}, {"learning_rate": BAD_RATE, "momentum": BAD_DECAY}, fedavgm
+    ),
+    "fedadam": Case(
+        {"learning_rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.01},
+        {"learning_rate": BAD_RATE, "beta1": BAD_DECAY, "beta2": BAD_DECAY, "tau": BAD_TAU},
+        adaptive(lambda o, v, d: o.beta2 * v + (1 - o.beta2) * d**2),
+    ),
+    "fedyogi": Case(
+        {"learning_rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.01},
+        {"learning_rate": BAD_RATE, "beta1": BAD_DECAY, "beta2": BAD_DECAY, "tau": BAD_TAU},
+        adaptive(lambda o, v, d: v - (1 - o.beta2) * d**2 * np.sign(v - d**2)),
+    ),
+    "fedadagrad": Case(
+        {"learning_rate": 0.03, "beta1": 0.3, "tau": 0.01},
+        {"learning_rate": BAD_RATE, "beta1": BAD_DECAY, "tau": BAD_TAU},
+        adaptive(lambda o, v, d: v + d**2),
+    ),
+}
+every_rule = pytest.mark.parametrize("name", CASES)
+
+
+def make_options(name: str) -> Options:
+    return msgspec.convert({"rule": name, **CASES[name].options}, Options)
+
+
+def make_rule(name: str) -> Rule:
+    return make_options(name).build()
+
+
+def make_updates(round_number: int = 0, num_updates: int = 4) -> list[tuple[Vector, float]]:
+    rng = np.random.default_rng(round_number)
+    weights = [3.0, 10.0, 1.5, 7.0, 2.0, 31.0][:num_updates]
+    return [(rng.normal(0.02, 0.1, SIZE).astype(np.float32), weight) for weight in weights]
+
+
+def fold_all(rule: Rule, updates: list[tuple[Vector, float]]) -> Partial:
+    partial = rule.start(SIZE)
+    for update, weight in updates:
+        partial = rule.fold(partial, update, weight)
+    return partial
+
+
+def run(rule: Rule, rounds: list[list[tuple[Vector, float]]]) -> list[Vector]:
+    state, steps = rule.init(SIZE), list[Vector]()
+    for updates in rounds:
+        step, state = rule.apply(state, fold_all(rule, updates))
+        steps.append(step)
+    return steps
+
+
+def assert_close(actual: Sequence[npt.NDArray[Any]], expected: Sequence[npt.NDArray[Any]], tolerance: float) -> None:
+    assert len(actual) == len(expected) > 0
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=tolerance * np.abs(right).max())
+
+
+def rounds_of_updates() -> list[list[tuple[Vector, float]]]:
+    return [make_updates(number) for number in range(NUM_ROUNDS)]
+
+
+def test_every_rule_has_a_row():
+    assert CASES.keys() == RULES.keys()
+
+
+def test_the_union_and_the_table_agree():
+    for name, record in RULES.items():
+        assert type(msgspec.convert({"rule": name}, Options)) is record
+        assert msgspec.to_builtins(record())["rule"] == name
+
+
+@every_rule
+def test_steps_equal_the_papers_formula(name: str):
+    rounds = rounds_of_updates()
+    means = (
+        sum(weight * update.astype(np.float64) for update, weight in updates) / sum(w for _, w in updates)
+        for updates in rounds
+    )
+    expected = list(CASES[name].reference(make_options(name), means))  # type: ignore[arg-type]
+    assert_close(run(make_rule(name), rounds), expected, 2e-6)
+
+
+@every_rule
+def test_steps_and_state_are_float32_of_the_models_length(name: str):
+    rule = make_rule(name)
+    step, state = rule.apply(rule.init(SIZE), fold_all(rule, make_updates()))
+    assert state.keys() == rule.init(SIZE).keys()
+    for vector in (step, *rule.init(SIZE).values(), *state.values()):
+        assert (vector.dtype, vector.shape) == (np.float32, (SIZE,))
+
+
+@every_rule
+def test_order_of_updates_changes_rounding_only(name: str):
+    rounds = rounds_of_updates()
+    backwards = [updates[::-1] for updates in rounds]
+    assert_close(run(make_rule(name), backwards), run(make_rule(name), rounds), 1e-6)
+
+
+@every_rule
+def test_same_order_gives_same_bits(name: str):
+    first, second = (run(make_rule(name), rounds_of_updates()) for _ in range(2))
+    assert [step.tobytes() for step in first] == [step.tobytes() for step in second]
+
+
+@every_rule
+def test_merged_partials_equal_one_partial(name: str):
+    rule, updates = make_rule(name), make_updates(num_updates=6)
+    merged = rule.merge(fold_all(rule, updates[:2]), fold_all(rule, updates[2:]))
+    whole = fold_all(rule, updates)
+    assert (merged.weight, merged.num_updates) == (whole.weight, whole.num_updates)
+    state = rule.init(SIZE)
+    assert_close([rule.apply(state, merged)[0]], [rule.apply(state, whole)[0]], 1e-6)
+
+
+@every_rule
+def test_merging_with_an_empty_partial_changes_nothing(name: str):
+    rule, updates = make_rule(name), make_updates()
+    expected = rule.apply(rule.init(SIZE), fold_all(rule, updates))[0]
+    for merged in (
+        rule.merge(rule.start(SIZE), fold_all(rule, updates)),
+        rule.merge(fold_all(rule, updates), rule.start(SIZE)),
+    ):
+        assert rule.apply(rule.init(SIZE), merged)[0].tobytes() == expected.tobytes()
+
+
+@every_rule
+def test_apply_changes_neither_state_nor_partial(name: str):
+    rule = make_rule(name)
+    _, state = rule.apply(rule.init(SIZE), fold_all(rule, make_updates(0)))
+    partial = fold_all(rule, make_updates(1))
+    for vector in (*state.values(), partial.total):
+        vector.flags.writeable = False  # a write would raise
+    first, second = rule.apply(state, partial), rule.apply(state, partial)
+    assert first[0].tobytes() == second[0].tobytes()
+    for name_of_vector, vector in first[1].items():
+        assert vector.tobytes() == second[1][name_of_vector].tobytes()
+        assert not np.shares_memory(vector, state[name_of_vector])
+        assert not np.shares_memory(vector, first[0])
+
+
+@every_rule
+def test_state_survives_the_store_bit_for_bit(name: str):
+    rule = make_rule(name)
+    _, state = rule.apply(rule.init(SIZE), fold_all(rule, make_updates(0)))
+    restored = state_from_bytes(state_to_bytes(state))
+    assert restored.keys() == state.keys()
+    partial = fold_all(rule, make_updates(1))
+    step, after = rule.apply(state, partial)
+    step_restored, after_restored = rule.apply(restored, partial)
+    assert step.tobytes() == step_restored.tobytes()
+    assert state_to_bytes(after) == state_to_bytes(after_restored)
+
+
+@every_rule
+@pytest.mark.parametrize(("factor", "tolerance"), [(1024.0, 0.0), (0.001, 2e-6), (1e6, 2e-6)])
+def test_the_unit_of_the_weights_does_not_matter(name: str, factor: float, tolerance: float):
+    rounds = rounds_of_updates()
+    scaled = [[(update, weight * factor) for update, weight in updates] for updates in rounds]
+    assert_close(run(make_rule(name), scaled), run(make_rule(name), rounds), tolerance)
+
+
+@every_rule
+def test_fold_leaves_the_update_alone(name: str):
+    rule, [(update, weight), *_] = make_rule(name), make_updates()
+    before = update.copy()
+    update.flags.writeable = False
+    partial = rule.fold(rule.start(SIZE), update, weight)
+    partial = rule.fold(partial, update, weight)
+    assert update.tobytes() == before.tobytes()
+    assert not np.shares_memory(partial.total, update)
+    assert (partial.num_updates, partial.weight) == (2, 2 * weight)
+
+
+@every_rule
+def test_a_mean_of_nothing_is_refused(name: str):
+    rule, update = make_rule(name), np.ones(SIZE, np.float32)
+    with pytest.raises(ValueError, match="no update was folded"):
+        rule.apply(rule.init(SIZE), rule.start(SIZE))
+    with pytest.raises(ValueError, match="add up to 0"):
+        rule.apply(rule.init(SIZE), rule.fold(rule.start(SIZE), update, 0.0))
+
+
+@every_rule
+def test_no_change_is_no_step(name: str):
+    rule = make_rule(name)
+    step, _ = rule.apply(rule.init(3), rule.fold(rule.start(3), np.zeros(3, np.float32), 1.0))
+    assert step.tolist() == [0, 0, 0]
+
+
+@every_rule
+def test_a_model_without_floating_entries_has_an_empty_step(name: str):
+    rule = make_rule(name)
+    step, _ = rule.apply(rule.init(0), rule.fold(rule.start(0), np.zeros(0, np.float32), 1.0))
+    assert step.shape == (0,)
+
+
+@every_rule
+def test_options_survive_a_job_file(name: str):
+    options = make_options(name)
+    assert msgspec.convert(msgspec.to_builtins(options), Options) == options
+    assert {field: getattr(options, field) for field in CASES[name].options} == CASES[name].options
+    assert set(type(options).__struct_fields__) == set(CASES[name].options) == set(CASES[name].bad)
+
+
+@every_rule
+def test_options_refuse_values_out_of_range_and_unknown_keys(name: str):
+    for field, values in CASES[name].bad.items():
+        for value in values:
+            with pytest.raises(msgspec.ValidationError, match=f"\\$.{field}"):
+                msgspec.convert({"rule": name, field: value}, Options)
+            with pytest.raises(ValueError, match=f"^{field} is"):
+                RULES[name](**{field: value})
+    with pytest.raises(msgspec.ValidationError, match="learning_rat`"):
+        msgspec.convert({"rule": name, "learning_rat": 1.0}, Options)
+
+
+@every_rule
+def test_options_are_frozen(name: str):
+    with pytest.raises(AttributeError):
+        make_options(name).learning_rate = 1.0  # type: ignore[misc]

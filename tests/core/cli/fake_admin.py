@@ -1,0 +1,340 @@
+"""A scripted Admin service on a loopback port; `State` survives its servers, as a database would."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NoReturn
+
+import grpc
+
+from fedplat.job import parse_job
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
+
+S = admin_pb2.JobStatus
+Status = admin_pb2.JobStatus.ValueType
+ENDED = (admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED)
+T0 = 1_700_000_000.0
+
+
+@dataclass
+class State:
+    """What the fake server knows; tests write here."""
+
+    jobs: dict[str, admin_pb2.Job] = field(default_factory=dict[str, admin_pb2.Job])
+    events: list[admin_pb2.JobEvent] = field(default_factory=list[admin_pb2.JobEvent])
+    rounds: list[admin_pb2.Round] = field(default_factory=list[admin_pb2.Round])
+    clients: list[admin_pb2.Client] = field(default_factory=list[admin_pb2.Client])
+    versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
+    models: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    by_key: dict[str, str] = field(default_factory=dict[str, str])
+    watched_after: list[int] = field(default_factory=list[int])
+    refusal: tuple[grpc.StatusCode, str] | None = None
+    refusal_code: str = ""
+    """Sent along with a refusal, as the real server does."""
+    damage: str = ""
+    """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
+    refuses_start: bool = False
+    ends_started_jobs: bool = False
+    """A started job is COMPLETED as soon as somebody watches it."""
+    stop_watch_after: int = 0
+    """Ends each watch after so many events, if it is not 0."""
+    left: threading.Event = field(default_factory=threading.Event)
+    """Set when a watch is over, for whatever reason."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def add_job(self, name: str = "digits", status: Status = S.JOB_STATUS_RUNNING) -> admin_pb2.Job:
+        job = admin_pb2.Job(
+            job_id=f"{len(self.jobs):032x}",
+            name=name,
+            population="demo",
+            status=status,
+            round=1,
+            num_rounds=3,
+            created_unix_s=T0,
+        )
+        self.jobs[job.job_id] = job
+        return job
+
+    def add_version(self, data: bytes, version: int = 0) -> admin_pb2.ModelVersion:
+        digest = hashlib.sha256(data).hexdigest()
+        self.models[digest] = data
+        ref = model_pb2.ModelRef(version=version, digest=digest, size_bytes=len(data))
+        self.versions.append(
+            admin_pb2.ModelVersion(
+                model=ref, round=version, created_unix_s=T0, num_updates=8, total_weight=1234.5, metrics={"loss": 0.25}
+            )
+        )
+        return self.versions[-1]
+
+    def add_events(self, *events: admin_pb2.JobEvent) -> None:
+        """Appends events with the next sequence numbers, a second apart, and wakes the watchers."""
+        with self.changed:
+            for event in events:
+                event.sequence = 10 * (len(self.events) + 1)
+                event.unix_s = T0 + len(self.events)
+                self.events.append(event)
+                if event.entity == "job":
+                    for job in self.jobs.values():
+                        job.status = S.Value(f"JOB_STATUS_{event.to_state}")
+                        job.reason = event.reason
+            self.changed.notify_all()
+
+
+class FakeAdmin(admin_pb2_grpc.AdminServicer):
+    """The handlers."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def GetStatus(self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.GetStatusResponse(
+            software_version="0.1.0",
+            protocol_version=1,
+            uptime_s=3725.0,
+            peak_rss_bytes=200 * 2**20,
+            num_clients=12,
+            num_waiting=9,
+            num_busy=3,
+            num_jobs={"RUNNING": 2, "DRAFT": 1},
+            process_id=4711,
+            evaluators=["digits"],
+        )
+
+    def UploadModel(self, request_iterator: Iterator[admin_pb2.UploadModelRequest], context: grpc.ServicerContext):
+        self._check(context)
+        data = b"".join(request.data for request in request_iterator)
+        digest = hashlib.sha256(data).hexdigest()
+        self.state.models[digest] = data
+        return admin_pb2.UploadModelResponse(
+            digest="0" * 64 if self.state.damage == "digest" else digest, size_bytes=len(data)
+        )
+
+    def CreateJob(self, request: admin_pb2.CreateJobRequest, context: grpc.ServicerContext):
+        self._check(context)
+        assert request.idempotency_key
+        if request.initial_digest not in self.state.models:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the initial model was not uploaded")
+        if request.idempotency_key in self.state.by_key:
+            return self.state.jobs[self.state.by_key[request.idempotency_key]]
+        spec = parse_job(request.job_file)
+        job = self.state.add_job(spec.name, S.JOB_STATUS_DRAFT)
+        job.job_file = request.job_file
+        job.num_rounds = spec.rounds
+        job.model.digest = request.initial_digest
+        self.state.by_key[request.idempotency_key] = job.job_id
+        return job
+
+    def ListJobs(self, request: admin_pb2.ListJobsRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.ListJobsResponse(jobs=self.state.jobs.values())
+
+    def ShowJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        return self._find(request.job, context)
+
+    def StartJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        if self.state.refuses_start:
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "not today")
+        return self._change(request.job, S.JOB_STATUS_DRAFT, S.JOB_STATUS_RUNNING, context)
+
+    def PauseJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_PAUSED, context)
+
+    def ResumeJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        return self._change(request.job, S.JOB_STATUS_PAUSED, S.JOB_STATUS_RUNNING, context)
+
+    def CancelJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
+        return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_CANCELLED, context)
+
+    def WatchJob(self, request: admin_pb2.WatchJobRequest, context: grpc.ServicerContext):
+        job = self._find(request.job, context)
+        self.state.watched_after.append(request.after_sequence)
+        if self.state.ends_started_jobs:
+            job.status = S.JOB_STATUS_COMPLETED
+
+        def wake() -> None:
+            self.state.left.set()
+            with self.state.changed:
+                self.state.changed.notify_all()
+
+        context.add_callback(wake)
+        position, limit = 0, self.state.stop_watch_after
+        while context.is_active():
+            with self.state.changed:
+                while position == len(self.state.events) and job.status not in ENDED and context.is_active():
+                    self.state.changed.wait()
+                fresh = self.state.events[position:]
+            if not fresh:
+                return
+            position += len(fresh)
+            for event in fresh[: limit or None]:
+                if event.sequence > request.after_sequence:
+                    yield event
+            if limit:
+                return
+
+    def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        abandoned = admin_pb2.ATTEMPT_PHASE_ABANDONED
+        return admin_pb2.ListRoundsResponse(
+            rounds=[r for r in self.state.rounds if request.all_attempts or r.phase != abandoned]
+        )
+
+    def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.ListClientsResponse(
+            clients=[c for c in self.state.clients if request.population in ("", c.population)]
+        )
+
+    def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        return admin_pb2.ListModelVersionsResponse(versions=self.state.versions)
+
+    def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        if self.state.damage == "empty":
+            return
+        wanted = request.version if request.HasField("version") else self.state.versions[-1].model.version
+        found = [v.model for v in self.state.versions if v.model.version == wanted]
+        if not found:
+            _refuse(context, grpc.StatusCode.NOT_FOUND, f"the job has no version {wanted}")
+        yield admin_pb2.ExportModelResponse(model=found[0])
+        data = self.state.models[found[0].digest]
+        match self.state.damage:
+            case "bytes":
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            case "short":
+                data = data[:-1]
+            case "long":
+                data += b"x"
+            case _:
+                pass
+        for start in range(0, len(data), 2**20):
+            yield admin_pb2.ExportModelResponse(data=data[start : start + 2**20])
+
+    def _check(self, context: grpc.ServicerContext) -> None:
+        if self.state.refusal is not None:
+            if self.state.refusal_code:
+                context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
+            _refuse(context, *self.state.refusal)
+
+    def _find(self, name: str, context: grpc.ServicerContext) -> admin_pb2.Job:
+        self._check(context)
+        for job in self.state.jobs.values():
+            if name in (job.job_id, job.name):
+                return job
+        _refuse(context, grpc.StatusCode.NOT_FOUND, f"there is no job {name!r}")
+
+    def _change(self, name: str, before: Status, after: Status, context: grpc.ServicerContext) -> admin_pb2.Job:
+        job = self._find(name, context)
+        if job.status != before:
+            text = f"job {job.name!r} is {S.Name(job.status)[11:]}; expected {S.Name(before)[11:]}"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+        job.status = after
+        return job
+
+
+def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
+    context.abort(code, text)
+    raise AssertionError("abort raises")
+
+
+class FakeServer:
+    """A server of a state; `restart` kills it and starts another on the same port."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.port = 0
+        self._start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def _start(self) -> None:
+        self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        admin_pb2_grpc.add_AdminServicer_to_server(FakeAdmin(self.state), self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def script() -> list[admin_pb2.JobEvent]:
+    """Two rounds of a job: one abandoned attempt, one late and one failed client, and an evaluation."""
+    event = admin_pb2.JobEvent
+
+    def assignment(place: tuple[int, int], client: str, before: str, after: str) -> admin_pb2.JobEvent:
+        return event(
+            entity="assignment",
+            round=place[0],
+            attempt=place[1],
+            client_id=client,
+            from_state=before,
+            to_state=after,
+        )
+
+    def attempt(place: tuple[int, int], before: str, after: str, reason: str = "", **metrics: float):
+        return event(
+            entity="attempt",
+            round=place[0],
+            attempt=place[1],
+            from_state=before,
+            to_state=after,
+            reason=reason,
+            metrics=metrics,
+            kind=admin_pb2.ATTEMPT_KIND_EVALUATE if place == c else admin_pb2.ATTEMPT_KIND_TRAIN,
+        )
+
+    a, b, c, d = (1, 1), (1, 2), (1, 3), (2, 1)
+    return [
+        event(entity="job", from_state="DRAFT", to_state="RUNNING"),
+        attempt(a, "", "SELECTING"),
+        attempt(a, "SELECTING", "ABANDONED", "3 of 8 clients came"),
+        attempt(b, "", "SELECTING"),
+        *(assignment(b, f"client-{i}", "", "TRAINING") for i in range(4)),
+        attempt(b, "SELECTING", "COLLECTING"),
+        assignment(b, "client-0", "TRAINING", "UPLOADING"),
+        assignment(b, "client-0", "UPLOADING", "REPORTED"),
+        assignment(b, "client-1", "TRAINING", "REPORTED"),
+        assignment(b, "client-2", "TRAINING", "FAILED"),
+        assignment(b, "client-3", "TRAINING", "LATE"),
+        attempt(b, "COLLECTING", "COMMITTING"),
+        assignment(b, "client-0", "REPORTED", "MERGED"),
+        assignment(b, "client-1", "REPORTED", "MERGED"),
+        attempt(b, "COMMITTING", "COMMITTED", loss=0.5),
+        event(entity="version", round=1, attempt=2, from_state="0", to_state="1"),
+        event(entity="version", round=1, attempt=2, from_state="1", to_state="1", metrics={"accuracy": 0.75}),
+        attempt(c, "", "SELECTING"),
+        assignment(c, "client-0", "", "TRAINING"),
+        attempt(c, "SELECTING", "COLLECTING"),
+        assignment(c, "client-0", "TRAINING", "REPORTED"),
+        attempt(c, "COLLECTING", "COMMITTING"),
+        attempt(c, "COMMITTING", "COMMITTED", accuracy=0.7),
+        attempt(d, "", "SELECTING"),
+        assignment(d, "client-1", "", "TRAINING"),
+        attempt(d, "SELECTING", "COLLECTING"),
+    ]
+
+
+def ending(status: str = "COMPLETED", reason: str = "") -> admin_pb2.JobEvent:
+    """The last event of a job."""
+    return admin_pb2.JobEvent(entity="job", from_state="RUNNING", to_state=status, reason=reason)

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedplat
+from core.cli.conftest import Run, parsed
+from core.cli.fake_admin import T0, FakeServer, S, State, ending, script
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
+
+MODEL = Parameters.from_arrays({"w": np.ones(2, np.float32)})
+JOB = """
+name = "digits"
+population = "demo"
+trainer = "digits"
+rounds = 3
+[model]
+initial = "model.safetensors"
+[selection]
+goal = 8
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    (tmp_path / "model.safetensors").write_bytes(MODEL.to_bytes())
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+@pytest.fixture
+def job(state: State) -> admin_pb2.Job:
+    """A running job with two versions and three attempts."""
+    running = state.add_job()
+    state.add_version(b"first", 0)
+    running.model.CopyFrom(state.add_version(b"second" * 1000, 1).model)
+    abandoned, committed, open_attempt = (
+        admin_pb2.Round(round=number, attempt=attempt, kind=admin_pb2.ATTEMPT_KIND_TRAIN, phase=phase, goal=8)
+        for number, attempt, phase in (
+            (1, 1, admin_pb2.ATTEMPT_PHASE_ABANDONED),
+            (1, 2, admin_pb2.ATTEMPT_PHASE_COMMITTED),
+            (2, 1, admin_pb2.ATTEMPT_PHASE_COLLECTING),
+        )
+    )
+    abandoned.reason = "too few clients came"
+    committed.assigned, committed.reported, committed.late, committed.failed, committed.seconds = 11, 8, 2, 1, 3.21
+    committed.client_metrics["loss"] = 0.31214
+    committed.server_metrics["accuracy"] = 0.912
+    open_attempt.assigned = 11
+    state.rounds = [abandoned, committed, open_attempt]
+    running.current.CopyFrom(open_attempt)
+    return running
+
+
+def test_status(run: Run, server: FakeServer):
+    result = run("status")
+    assert result.exit_code == 0
+    assert result.stdout == (
+        f"server       {server.address}\n"
+        "version      0.1.0 (protocol 1)\n"
+        "process      4711\n"
+        "running for  1 h 2 min\n"
+        "peak memory  200.0 MiB\n"
+        "clients      12 enrolled, 9 waiting, 3 busy\n"
+        "jobs         1 DRAFT, 2 RUNNING\n"
+        "evaluators   digits\n"
+    )
+    assert parsed(run("status", "--json"))["num_jobs"] == {"DRAFT": 1, "RUNNING": 2}
+
+
+def test_job_list(run: Run, state: State):
+    empty = run("job", "list")
+    assert (empty.exit_code, empty.stdout) == (0, "")
+    assert empty.stderr == "no jobs yet; submit one with: fedplat job submit FILE\n"
+    assert parsed(run("job", "list", "--json")) == []
+    jobs = [state.add_job("digits"), state.add_job("[red]x\x1b[2J", S.JOB_STATUS_FAILED)]
+    header, *rows = run("job", "list").stdout.splitlines()
+    assert header.split() == ["JOB", "NAME", "POPULATION", "STATUS", "ROUND", "CREATED", "REASON"]
+    assert rows[0].split()[:5] == [jobs[0].job_id, "digits", "demo", "RUNNING", "1/3"]
+    assert rows[1].split()[:4] == [jobs[1].job_id, "[red]x\\x1b[2J", "demo", "FAILED"]
+    listed = parsed(run("job", "list", "--json"))
+    assert [entry["name"] for entry in listed] == ["digits", "[red]x\x1b[2J"]
+    assert listed[0]["status"] == "RUNNING"
+    assert listed[0]["created_unix_s"] == T0
+    assert listed[0]["current"] is None
+
+
+def test_job_show(run: Run, job: admin_pb2.Job):
+    text = run("job", "show", "digits").stdout
+    assert f"job         {job.job_id}\n" in text
+    assert "status      RUNNING\n" in text
+    assert "rounds      1 of 3 committed\n" in text
+    assert f"model       version 1, 5.9 KiB, sha256 {job.model.digest}\n" in text
+    assert "attempt     round 2 attempt 1 collecting: 11 assigned, 0 of 8 reported, 0 late, 0 failed" in text
+    shown = parsed(run("job", "show", job.job_id, "--json"))
+    assert shown["current"]["phase"] == "COLLECTING"
+    assert shown["model"] == {"version": 1, "digest": job.model.digest, "size_bytes": 6000}
+
+
+@pytest.mark.usefixtures("job")
+def test_job_rounds(run: Run):
+    header, *rows = run("job", "rounds", "digits").stdout.splitlines()
+    assert header.split()[:4] == ["ROUND", "TRY", "KIND", "PHASE"]
+    assert [" ".join(row.split()) for row in rows] == [
+        "1 2 train committed 11 8 2 1 0 3.2 s server: accuracy 0.912; clients: loss 0.3121",
+        "2 1 train collecting 11 0 0 0 0 -",
+    ]
+    assert "too few clients came" in run("job", "rounds", "digits", "--all").stdout
+    assert [entry["attempt"] for entry in parsed(run("job", "rounds", "digits", "--json", "--all"))] == [1, 2, 1]
+
+
+def test_client_list(run: Run, state: State):
+    assert run("client", "list").stderr == "no clients are enrolled\n"
+    assert run("client", "list", "--population", "p").stderr == "no clients are enrolled in p\n"
+    state.clients = [
+        admin_pb2.Client(client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j"),
+        admin_pb2.Client(client_id="c2", population="other", state="away", software_version="0.1.0"),
+    ]
+    rows = run("client", "list").stdout.splitlines()[1:]
+    assert [" ".join(row.split()) for row in rows] == [
+        "c1 demo busy j - a=x y b=2",
+        "c2 other away - - 0.1.0",
+    ]
+    only = parsed(run("client", "list", "--population", "other", "--json"))
+    assert [client["client_id"] for client in only] == ["c2"]
+
+
+@pytest.mark.usefixtures("job")
+def test_model_list(run: Run, state: State):
+    rows = run("model", "list", "digits").stdout.splitlines()[1:]
+    digest = state.versions[1].model.digest
+    assert [rows[1].split()[i] for i in (0, 1, 2, 3, 4, 5)] == ["1", "1", "8", "1234.5", "5.9", "KiB"]
+    assert rows[1].endswith(f"{digest[:12]}  loss 0.25")
+    assert parsed(run("model", "list", "digits", "--json"))[1]["model"]["digest"] == digest
+
+
+@pytest.mark.usefixtures("job")
+def test_model_export(run: Run, state: State, tmp_path: Path):
+    path = tmp_path / "m.safetensors"
+    result = run("model", "export", "digits", "--output", str(path))
+    assert result.stdout == f"version 1 (5.9 KiB) is in {path}\n"
+    assert path.read_bytes() == b"second" * 1000
+    record = parsed(run("model", "export", "digits", "--version", "0", "--output", str(path), "--json"))
+    assert record == {"version": 0, "digest": state.versions[0].model.digest, "size_bytes": 5, "path": str(path)}
+    assert path.read_bytes() == b"first"
+
+
+@pytest.mark.usefixtures("job")
+def test_model_export_that_fails(run: Run, state: State, tmp_path: Path):
+    path = tmp_path / "m.safetensors"
+    for target in (tmp_path, tmp_path / "nowhere" / "m"):
+        result = run("model", "export", "digits", "--output", str(target))
+        assert result.exit_code == 2
+        assert result.stderr == f"error: --output is {target}; expected a file in a folder that exists\n"
+    result = run("model", "export", "digits", "--output", str(tmp_path / ("x" * 300)))
+    assert result.exit_code == 1
+    assert result.stderr.endswith("cannot be written: File name too long\n")
+    state.damage = "bytes"
+    result = run("model", "export", "digits", "--output", str(path))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the model that arrived is damaged: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_job_control(run: Run, job: admin_pb2.Job):
+    assert run("job", "pause", "digits").stdout == f"job digits ({job.job_id}) is PAUSED\n"
+    assert parsed(run("job", "resume", "digits", "--json"))["status"] == "RUNNING"
+    refused = run("job", "start", "digits")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "error: job 'digits' is RUNNING; expected DRAFT\n"
+    assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
+
+
+def test_job_submit(run: Run, state: State, job_file: str):
+    result = run("job", "submit", job_file)
+    (job,) = state.jobs.values()
+    assert result.exit_code == 0
+    assert result.stdout == f"job digits ({job.job_id}) is RUNNING\n"
+    assert result.stderr == f"watch it with: fedplat job watch {job.job_id}\n"
+    assert job.job_file == JOB
+    assert state.models[job.model.digest] == MODEL.to_bytes()
+
+
+def test_job_submit_as_a_draft(run: Run, state: State, job_file: str):
+    draft = parsed(run("job", "submit", job_file, "--no-start", "--json"))
+    assert (draft["status"], draft["num_rounds"]) == ("DRAFT", 3)
+    assert len(state.jobs) == 1
+
+
+def test_job_submit_twice_with_one_key_gives_one_job(run: Run, state: State, job_file: str):
+    first = parsed(run("job", "submit", job_file, "--idempotency-key", "k", "--json"))
+    again = parsed(run("job", "submit", job_file, "--idempotency-key", "k", "--json"))
+    assert again == first
+    assert first["status"] == "RUNNING"
+    other = parsed(run("job", "submit", job_file, "--json"))
+    assert other["job_id"] != first["job_id"]
+    assert len(state.by_key) == 2
+
+
+def test_job_submit_that_cannot_start_says_where_the_draft_is(run: Run, state: State, job_file: str):
+    state.refuses_start = True
+    result = run("job", "submit", job_file)
+    (job,) = state.jobs.values()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"error: not today\nthe job exists and is a draft; start it with: fedplat job start {job.job_id}\n"
+    )
+
+
+def test_job_submit_and_watch(run: Run, state: State, job_file: str):
+    state.add_events(*script(), ending())
+    state.ends_started_jobs = True
+    result = run("job", "submit", job_file, "--watch")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("is RUNNING")
+    assert lines[1] == "job digits is RUNNING"
+    assert lines[-1].endswith("is COMPLETED")
+    assert result.stderr == ""
+
+
+def test_job_watch_as_json_prints_each_event(run: Run, state: State, job: admin_pb2.Job):
+    state.add_events(*script(), ending())
+    result = run("job", "watch", job.job_id, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["sequence"] for event in events] == [10 * (i + 1) for i in range(len(state.events))]
+    assert [event["metrics"] for event in events if event["metrics"]] == [
+        {"loss": 0.5},
+        {"accuracy": 0.75},
+        {"accuracy": 0.7},
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [("COMPLETED", 0), ("FAILED", 1), ("CANCELLED", 1)])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_job_watch_exits_as_the_job_ended(
+    status: str, code: int, form: tuple[str, ...], run: Run, state: State, job: admin_pb2.Job
+):
+    state.add_events(*script(), ending(status, "so it is"))
+    result = run("job", "watch", job.job_id, *form)
+    assert result.exit_code == code
+    if not form:
+        assert result.stdout.endswith(f"job digits ({job.job_id}) is {status}: so it is\n")
+
+
+def test_job_check_needs_no_server(run: Run, job_file: str):
+    result = run("--server", "nobody.invalid:1", "job", "check", job_file)
+    assert result.exit_code == 0
+    assert result.stdout == (
+        f"{job_file} is a valid job: digits, 3 rounds for population demo, 11 clients assigned and 8 reports wanted "
+        f"in each; its model has 1 tensors ({len(MODEL.to_bytes())} B)\n"
+    )
+    record = parsed(run("job", "check", job_file, "--json"))
+    assert record["valid"] is True
+    assert record["num_tensors"] == 1
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+def test_a_wrong_job_file_has_a_line_for_each_mistake(command: str, run: Run, state: State, tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("goal = 8", "goall = 8").replace("rounds = 3", "rounds = -3"))
+    result = run("job", command, str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"error: {path}: rounds = -3: expected a whole number >= 1",
+        f"error: {path}: selection.goall = 8: there is no such key; did you mean goal?",
+        f"error: {path}: selection.goal: this key is required and missing",
+    ]
+    assert state.jobs == {}
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+def test_a_job_file_without_its_model(command: str, run: Run, tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    result = run("job", command, str(path))
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {path}: model.initial = 'model.safetensors': {tmp_path}/model.safetensors cannot be read: "
+        "No such file or directory\n"
+    )
+
+
+def test_job_check_as_json_lists_the_mistakes(run: Run, tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xff\xfe")
+    result = run("job", "check", str(path), "--json")
+    assert result.exit_code == 2
+    record = json.loads(result.stdout)
+    assert record["valid"] is False
+    assert len(record["mistakes"]) == 1
+    assert "cannot be read" in record["mistakes"][0]
+
+
+COMMANDS = [
+    ("status",),
+    ("job", "list"),
+    ("job", "show", "x"),
+    ("job", "rounds", "x"),
+    ("job", "start", "x"),
+    ("job", "watch", "x"),
+    ("job", "pause", "x"),
+    ("job", "resume", "x"),
+    ("job", "cancel", "x"),
+    ("client", "list"),
+    ("model", "list", "x"),
+    ("model", "export", "x", "--output", "never-written"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...], run: Run, closed_port: str):
+    result = run(*command, "--server", closed_port)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"error: no fedplat server answers at {closed_port} (Connection refused); "
+        "is it running? start one with: fedplat-server run\n"
+    )
+
+
+def test_submit_without_a_server(run: Run, job_file: str, closed_port: str):
+    result = run("--server", closed_port, "job", "submit", job_file)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: no fedplat server answers at {closed_port}")
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "x" in command], ids=" ".join)
+def test_an_unknown_job_is_refused(command: tuple[str, ...], run: Run):
+    result = run(*command)
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "error: there is no job 'x'\n")
+
+
+def test_global_options_stand_before_or_after(run: Run, server: FakeServer, closed_port: str):
+    before = run("--server", server.address, "--json", "status")
+    assert parsed(run("status", "--json", "--server", server.address)) == parsed(before)
+    assert run("--server", closed_port, "status", "--server", server.address).exit_code == 0
+    assert run("--server", closed_port, "status").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("jbo",), "No such command 'jbo'. Did you mean 'job'?"),
+        (("job", "lst"), "Did you mean 'list'?"),
+        (("job", "show"), "Missing argument 'JOB'"),
+        (("job", "show", "a", "b"), "unexpected extra argument"),
+        (("job", "list", "--jason"), "No such option"),
+        (("job", "submit"), "Missing argument 'FILE'"),
+        (("model", "export", "j"), "Missing option '--output'"),
+        (("model", "export", "j", "--output", "f", "--version", "x"), "Invalid value for '--version'"),
+        (("model", "export", "j", "--output", "f", "--version", "-1"), "Invalid value for '--version'"),
+        (("status", "--server", "nowhere"), "expected host:port"),
+        (("--server", "1:2:3", "status"), "expected host:port"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], message: str, run: Run):
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version_and_help(run: Run):
+    assert run("--version").stdout == f"fedplat {fedplat.__version__}\n"
+    assert "--server and --json may stand before or after the command" in run("-h").stdout
+    for group in ("job", "client", "model"):
+        assert run(group, "--help").exit_code == 0

@@ -1,0 +1,83 @@
+"""The command as a process of its own: signals, streams, and what is installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from core.cli.fake_admin import FakeServer, State, ending, script
+
+FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
+
+
+def environment(server: FakeServer, **more: str) -> Mapping[str, str]:
+    return {**os.environ, "FEDPLAT_SERVER": server.address, **more}
+
+
+def start(server: FakeServer, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*FEDPLAT, *arguments],
+        env=environment(server),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("server_is_gone", [False, True])
+def test_ctrl_c_leaves_the_watch(server_is_gone: bool, state: State, server: FakeServer):
+    job = state.add_job()
+    state.add_events(*script())
+    with start(server, "job", "watch", "digits", "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in state.events:
+            process.stdout.readline()
+        if server_is_gone:
+            server.stop()
+            assert "went away; waiting for it" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}\n"
+
+
+def test_the_end_of_a_server_is_told_in_our_words_only(state: State, server: FakeServer):
+    state.add_job()
+    state.add_events(*script())
+    with start(server, "job", "watch", "digits") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "job digits is RUNNING\n"
+        server.restart()
+        state.add_events(ending("FAILED", "nobody came"))
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.endswith("is FAILED: nobody came\n")
+    assert [line.split("; ")[0] for line in errors.splitlines()] == [
+        f"the server at {server.address} went away",
+        "the server is back",
+    ]
+
+
+def test_no_colour_without_a_terminal(state: State, server: FakeServer):
+    state.add_job("naïve ✓")
+    for more in ({}, {"NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}):
+        done = subprocess.run(
+            [*FEDPLAT, "job", "list"], env=environment(server, **more), capture_output=True, check=True
+        )
+        assert b"\x1b" not in done.stdout
+        assert done.stderr == b""
+        assert (b"na\\xefve \\u2713" if "PYTHONIOENCODING" in more else "naïve ✓".encode()) in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_what_to_install(missing: str):
+    code = f"import sys; sys.modules[{missing!r}] = None; from fedplat.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: the command fedplat needs {missing}; install it with: pip install 'fedplat[cli]'\n"

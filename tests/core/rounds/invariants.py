@@ -1,0 +1,274 @@
+"""What must hold after every step, checked against nothing but the stored changes and the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedplat.rounds import (
+    Assignment,
+    Attempt,
+    AttemptKey,
+    Change,
+    Coordinator,
+    HistoryRow,
+    JobState,
+    ModelVersion,
+    Proposal,
+)
+from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
+from fedplat.rounds.events import ClientCheckedIn, Event, TimerFired
+from fedplat.rounds.selection import demand_of
+from fedplat.rounds.states import (
+    ASSIGNMENT_TRANSITIONS,
+    ATTEMPT_TRANSITIONS,
+    JOB_TRANSITIONS,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+)
+
+
+def _table(transitions: Mapping[Any, frozenset[Any]], first: str) -> dict[str, frozenset[str]]:
+    return {str(state): frozenset(map(str, after)) for state, after in transitions.items()} | {"": frozenset({first})}
+
+
+_TABLES: Mapping[str, Mapping[str, frozenset[str]]] = {
+    "assignment": _table(ASSIGNMENT_TRANSITIONS, "TRAINING"),
+    "attempt": _table(ATTEMPT_TRANSITIONS, "SELECTING"),
+    "job": _table(JOB_TRANSITIONS, "DRAFT"),
+}
+_Name = tuple[AttemptKey, str]
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """All that a coordinator knows."""
+
+    jobs: dict[str, JobState]
+    waiting: dict[str, ClientCheckedIn]
+    demands: dict[str, object]
+    busy: dict[str, AttemptKey | None]
+
+
+class Ledger:
+    """A store that applies changes row by row, a desk where clients wait for an answer, and the checks."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.jobs = dict(coordinator.jobs)
+        self.attempts: dict[AttemptKey, Attempt] = {}
+        self.cohorts: dict[AttemptKey, dict[str, Assignment]] = {}
+        self.busy: dict[str, AttemptKey] = {}
+        self.open: dict[str, AttemptKey] = {}
+        self.versions: dict[str, list[ModelVersion]] = {job_id: [job.latest] for job_id, job in self.jobs.items()}
+        self.history: dict[str, list[HistoryRow]] = {job_id: [] for job_id in self.jobs}
+        self.desk: dict[str, ClientCheckedIn] = {}
+        self.tokens: set[str] = set()
+        self.given: set[_Name] = set()
+        self.folded: dict[AttemptKey, list[str]] = {}
+        self._states: dict[tuple[str, ...], str] = {("job", job_id): job.status for job_id, job in self.jobs.items()}
+
+    # --- storing ---
+
+    def store(self, changes: Sequence[Change]) -> None:
+        """Writes what a database would get, and nothing else."""
+        for change in changes:
+            job_id, before = change.job.job_id, self.jobs[change.job.job_id]
+            assert before.revision == change.expected_revision == change.job.revision - 1
+            # A row of the job has no attempt in it: that comes from its own rows below.
+            self.jobs[job_id] = dataclasses.replace(change.job, attempt=before.attempt)
+            if change.attempt is not None:
+                key = change.attempt.key
+                self.attempts[key] = dataclasses.replace(change.attempt, assignments={})
+                if change.attempt.is_open:
+                    assert self.open.setdefault(job_id, key) == key, "two attempts are open"
+                else:
+                    self.open.pop(job_id, None)
+                for each in change.assignments:
+                    self._write(key, each)
+                self.jobs[job_id] = dataclasses.replace(change.job, attempt=self.attempts[key])
+            if change.version is not None:
+                assert change.version.version == len(self.versions[job_id])
+                self.versions[job_id].append(change.version)
+            for row in change.history:
+                self._follow(job_id, row)
+            self._check_history(change)
+
+    def _write(self, key: AttemptKey, row: Assignment) -> None:
+        """No client may be busy twice, not even within a batch."""
+        if row.is_busy:
+            assert self.busy.setdefault(row.client_id, key) == key
+        elif self.busy.get(row.client_id) == key:
+            del self.busy[row.client_id]
+        self.cohorts.setdefault(key, {})[row.client_id] = row
+
+    def _follow(self, job_id: str, row: HistoryRow) -> None:
+        """Every row begins where the entity's last one ended, and its table allows the step."""
+        self.history[job_id].append(row)
+        if row.entity == "version":
+            assert int(row.to_state) == int(row.from_state) + 1 == len(self.versions[job_id]) - 1
+            return
+        place = ("job", job_id)
+        if row.entity != "job":
+            place = (row.entity, job_id, str(row.round), str(row.attempt), row.client_id)
+        assert self._states.get(place, "") == row.from_state, row
+        assert row.to_state in _TABLES[row.entity][row.from_state], row
+        self._states[place] = row.to_state
+
+    def _check_history(self, change: Change) -> None:
+        """The history leads to the states that were written: no change is without its row."""
+        job_id = change.job.job_id
+        assert self._states["job", job_id] == change.job.status
+        if change.attempt is not None:
+            number = (job_id, str(change.attempt.key.round), str(change.attempt.key.number))
+            assert self._states[("attempt", *number, "")] == change.attempt.phase
+            for each in change.assignments:
+                assert self._states[("assignment", *number, each.client_id)] == each.state
+        versions = [row for row in change.history if row.entity == "version"]
+        assert len(versions) == (change.version is not None)
+
+    def reload(self, coordinator: Coordinator) -> None:
+        """Gives a new coordinator what a database would: moments are forgotten, and so is who waited."""
+        self.coordinator, self.desk = coordinator, {}
+        moments = {"assigned_at": 0.0, "deadline_at": 0.0}
+        for cohort in self.cohorts.values():
+            cohort |= {name: dataclasses.replace(row, **moments) for name, row in cohort.items()}
+        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None}
+        self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
+        for job_id, job in self.jobs.items():
+            last = self.attempts[job.attempt.key] if job.attempt is not None else None
+            self.jobs[job_id] = dataclasses.replace(job, attempt=last, resume_at=None)
+            if last is not None:
+                cohort = self.cohorts.get(last.key, {})
+                last = dataclasses.replace(last, counts={}).with_assignments(cohort.values())
+                last = dataclasses.replace(last, wakeup_at=None)
+            coordinator.add(dataclasses.replace(self.jobs[job_id], attempt=last))
+
+    # --- checking ---
+
+    def snapshot(self) -> Snapshot:
+        """What a rejected proposal must leave as it is."""
+        coordinator = self.coordinator
+        return Snapshot(
+            dict(coordinator.jobs),
+            dict(coordinator.room.clients),
+            dict(coordinator.room.demands),
+            {client_id: coordinator.assignment_of(client_id) for client_id in (*self.busy, *self.desk)},
+        )
+
+    def check_nothing_happened(self, before: Snapshot) -> None:
+        """After `reject` all is as it was."""
+        assert self.snapshot() == before
+
+    def check(self, events: Sequence[Event], proposal: Proposal, now: float, timers: Mapping[str, float]) -> None:
+        """After `accept` every invariant holds."""
+        self._check_answers(events, proposal)
+        self._check_aggregation(proposal)
+        self._check_fleet()
+        for job_id, job in self.coordinator.jobs.items():
+            self._check_rows(job)
+            assert timers.get(job_id) == job.next_wakeup(), f"{job_id} would sleep for ever, or wake for nothing"
+            if job.attempt is not None:
+                self._check_attempt(job, job.attempt)
+        for event in events:
+            if isinstance(event, TimerFired) and event.job_id in self.coordinator.jobs:
+                self._check_deadlines(self.coordinator.jobs[event.job_id], now)
+
+    def _check_answers(self, events: Sequence[Event], proposal: Proposal) -> None:
+        """Everybody who waits is in the room or is answered once; work goes to those who may have it."""
+        self.desk |= {event.client_id: event for event in events if isinstance(event, ClientCheckedIn)}
+        answers = [command for command in proposal.commands if isinstance(command, Assign | Refuse)]
+        assert max(Counter(answer.client_id for answer in answers).values(), default=1) == 1
+        for answer in answers:
+            client = self.desk.pop(answer.client_id)
+            if isinstance(answer, Assign):
+                self._check_assign(answer, client)
+        assert self.coordinator.room.clients == self.desk
+
+    def _check_assign(self, command: Assign, client: ClientCheckedIn) -> None:
+        name = (command.key, command.client_id)
+        assert command.token not in self.tokens
+        spec = self.jobs[command.key.job_id].spec
+        assert client.population == spec.population
+        assert self.cohorts[command.key][command.client_id].token_hash == command.token.encode()
+        if name not in self.given:  # who lost its reply gets its work again, whatever it says of itself now
+            evaluation = spec.evaluation.clients
+            if command.kind is AttemptKind.TRAIN:
+                assert spec.trainer in client.trainers
+            else:
+                assert evaluation is not None
+                assert evaluation.evaluator in client.evaluators
+            assert spec.selection.where in ("", f"region == '{client.labels.get('region')}'")
+        self.tokens.add(command.token)
+        self.given.add(name)
+
+    def _check_aggregation(self, proposal: Proposal) -> None:
+        """Updates are folded once, when they are accepted; nothing is committed below the minimum."""
+        for command in proposal.commands:
+            if isinstance(command, Fold):
+                folded = self.folded.setdefault(command.key, [])
+                assert command.client_id not in folded
+                folded.append(command.client_id)
+                found = self.cohorts[command.key][command.client_id]
+                assert found.digest == command.digest
+                assert found.state in (AssignmentState.REPORTED, AssignmentState.DROPPED)
+            elif isinstance(command, Commit):
+                assert command.num_updates == len(self.folded[command.key]) >= self.attempts[command.key].minimum
+            elif isinstance(command, Abandon):
+                assert self.attempts[command.key].phase is AttemptPhase.ABANDONED
+        for change in proposal.changes:
+            if change.version is not None:
+                assert change.attempt is not None
+                merged = [c for c, a in change.attempt.assignments.items() if a.state is AssignmentState.MERGED]
+                assert sorted(self.folded[change.attempt.key]) == sorted(merged)
+                assert len(merged) >= change.attempt.minimum
+
+    def _check_fleet(self) -> None:
+        """Every busy client works for one attempt, does not wait, and the coordinator knows it."""
+        assert len(self.busy) == self.coordinator.num_busy
+        for client_id, key in self.busy.items():
+            assert self.coordinator.assignment_of(client_id) == key
+            assert client_id not in self.coordinator.room.clients
+        room = self.coordinator.room
+        waiting = Counter(client.population for client in room.clients.values())
+        assert all(room.num_waiting(population) == waiting[population] for population in {*waiting, "demo"})
+
+    def _check_rows(self, job: JobState) -> None:
+        """The rows say what the coordinator says."""
+        attempt = job.attempt
+        bare = dataclasses.replace(attempt, assignments={}) if attempt is not None else None
+        assert self.jobs[job.job_id] == dataclasses.replace(job, attempt=bare)
+        assert self.versions[job.job_id][-1] == job.latest
+        assert job.latest.version == job.round <= job.spec.rounds
+        assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
+        assert self.coordinator.room.demands.get(job.job_id) == demand_of(job)
+        if job.status is not JobStatus.RUNNING and job.open_attempt is not None:
+            assert (job.status, job.open_attempt.phase) == (JobStatus.PAUSED, AttemptPhase.COMMITTING)
+
+    def _check_attempt(self, job: JobState, attempt: Attempt) -> None:
+        rows = self.cohorts.get(attempt.key, {})
+        assert dict(attempt.assignments) == rows
+        recount = Counter(row.state for row in rows.values())
+        assert {state: count for state, count in attempt.counts.items() if count} == dict(recount)
+        deadlines = [row.deadline_at for row in rows.values() if row.is_busy]
+        if deadlines:
+            assert attempt.phase is AttemptPhase.COLLECTING
+            assert attempt.wakeup_at is not None
+            assert attempt.wakeup_at <= min(deadlines)
+        if attempt.phase is AttemptPhase.COLLECTING:
+            assert deadlines, "nobody is left to wait for"
+        if not attempt.is_open:
+            assert attempt.num_reported == 0, "an accepted report has no end"
+
+    def _check_deadlines(self, job: JobState, now: float) -> None:
+        """Once the timer has fired nothing is open past its deadline."""
+        attempt = job.open_attempt
+        if attempt is None:
+            return
+        if attempt.phase is AttemptPhase.SELECTING:
+            assert attempt.selection_ends_at > now
+        assert all(each.deadline_at > now for each in attempt.assignments.values() if each.is_busy)

@@ -1,0 +1,117 @@
+"""Whole jobs with a bad fleet and a bad database; the same seed gives the same story; and large rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from core.rounds.driver import Tokens, batches, make_aggregated, make_client, make_job, make_spec
+from core.rounds.fleet import Behaviour, Fleet
+from core.rounds.test_cohort import num_copied
+from fedplat.job import JobSpec
+from fedplat.rounds import Assignment, Context, Coordinator, Proposal
+from fedplat.rounds.cohort import Cohort
+from fedplat.rounds.commands import Assign, Commit, Fold, SetTimer
+from fedplat.rounds.events import Action, ClientCheckedIn, Event, OperatorCommand, UpdateReported, UploadStarted
+from fedplat.rounds.selection import Demand
+from fedplat.rounds.states import AttemptPhase, JobStatus
+
+BAD = Behaviour(fails=0.1, vanishes=0.15, loses_replies=0.1)
+SLOW = Behaviour(train_s=200.0)
+
+
+def play(seed: int, lost: float = 0.05, num_rounds: int = 4) -> Fleet:
+    clients = {f"bad{i}": BAD for i in range(9)} | {f"slow{i}": SLOW for i in range(2)}
+    evaluation = {"every": 2, "clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 40.0}}
+    selection = {"over_selection": 1.3, "min_fraction": 1.0}
+    specs = [
+        make_spec(4, num_rounds, selection=selection, evaluation=evaluation),
+        make_spec(3, num_rounds, selection=selection, deadlines={"adaptive": {"after": 5}}),
+    ]
+    fleet = Fleet([make_job(f"j{i}", spec) for i, spec in enumerate(specs)], clients, seed, lost)
+    fleet.driver.do(*(OperatorCommand(f"j{i}", Action.START) for i in range(2)))
+    fleet.run(until_s=20_000)
+    return fleet
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_jobs_complete_with_a_bad_fleet_and_a_bad_database(seed: int) -> None:
+    fleet = play(seed)
+    ledger = fleet.driver.ledger
+    for job in fleet.driver.coordinator.jobs.values():
+        assert job.status is JobStatus.COMPLETED, job
+        assert [v.version for v in ledger.versions[job.job_id]] == list(range(5))
+    ended = Counter(str(row.state) for cohort in ledger.cohorts.values() for row in cohort.values())
+    assert not {"TRAINING", "UPLOADING", "REPORTED"} & set(ended)
+    assert {"MERGED", "LATE", "FAILED"} <= set(ended)  # the fleet was bad indeed
+    assert any(row.phase is AttemptPhase.ABANDONED for row in ledger.attempts.values())
+
+
+def test_the_same_seed_tells_the_same_story() -> None:
+    one, two, other = play(7, num_rounds=2), play(7, num_rounds=2), play(8, num_rounds=2)
+    assert len(one.commands) > 50
+    assert one.commands == two.commands
+    assert one.driver.now == two.driver.now
+    assert one.driver.ledger.history == two.driver.ledger.history
+    assert one.commands != other.commands
+
+
+# --- size ---
+
+
+class Counted:
+    """Runs one large round, and counts what it costs."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.coordinator = Coordinator([make_job(spec=spec)])
+        self.work: Counter[str] = Counter()
+        self._rng, self._tokens = np.random.default_rng(0), Tokens()
+
+    def do(self, *events: Event) -> Proposal:
+        proposal = self.coordinator.propose(events, Context(0.0, self._rng, self._tokens))
+        self.coordinator.accept(proposal)
+        self.work.update(type(command).__name__ for command in proposal.commands)
+        self.work["rows"] += sum(len(change.assignments) for change in proposal.changes)
+        return proposal
+
+
+def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    goal, num_waiting, batch = 2000, 20_000, 250
+    run = Counted(make_spec(goal, rounds=1, selection={"where": "region == 'eu'"}))
+    accepts, updated = Demand.accepts, Cohort[Assignment].updated
+
+    def counted_accepts(demand: Demand, client: ClientCheckedIn) -> bool:
+        run.work["labels looked at"] += 1
+        return accepts(demand, client)
+
+    def counted_updated(cohort: Cohort[Assignment], changed: dict[str, Assignment]) -> Cohort[Assignment]:
+        after = updated(cohort, changed)
+        run.work["assignments copied"] += num_copied(after)
+        return after
+
+    monkeypatch.setattr(Demand, "accepts", counted_accepts)
+    monkeypatch.setattr(Cohort, "updated", counted_updated)
+    clients = [make_client(f"c{i}", labels={"region": "eu"}) for i in range(num_waiting)]
+    for some in batches(clients, batch):
+        run.do(*some)
+    assert run.work["labels looked at"] == 0  # nobody wants them yet
+    run.do(OperatorCommand("j", Action.START))
+    assert run.work["labels looked at"] == num_waiting
+    assert run.work[Assign.__name__] == goal
+    attempt = run.coordinator.jobs["j"].attempt
+    assert attempt is not None
+    working = list(attempt.assignments)
+    for some in batches(working, batch):
+        run.do(*(UploadStarted(attempt.key, name) for name in some))
+    for some in batches(working, batch):
+        run.do(*(UpdateReported(attempt.key, name, "digest", 1.0) for name in some))
+    run.do(make_aggregated(run.coordinator.jobs["j"]))
+    assert run.coordinator.jobs["j"].status is JobStatus.COMPLETED
+    assert (run.work[Fold.__name__], run.work[Commit.__name__]) == (goal, 1)
+    assert run.work["labels looked at"] == num_waiting
+    assert run.work["rows"] == 4 * goal  # assigned, uploading, reported, merged
+    # Both a copy per step of the whole cohort, and one row per step and client, would be 8 million.
+    assert run.work["assignments copied"] < 3 * 2 * goal**1.5
+    assert run.work[SetTimer.__name__] <= 2 * (2 + num_waiting / batch)

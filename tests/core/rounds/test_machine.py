@@ -1,0 +1,198 @@
+"""Arbitrary schedules of everything that can happen to two jobs and one fleet, with all invariants after each step.
+
+A failure prints the shortest schedule that Hypothesis found, as a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
+from fedplat.rounds import AttemptKey
+from fedplat.rounds.events import (
+    Action,
+    AggregationFailed,
+    AssignmentFailed,
+    AttemptAggregated,
+    ClientCheckedIn,
+    ClientLeft,
+    Event,
+    OperatorCommand,
+    ServerRestarted,
+    TimerFired,
+    UpdateRejected,
+    UpdateReported,
+    UploadStarted,
+)
+from fedplat.rounds.states import ENDED_JOBS, AttemptPhase, JobStatus, Reason
+
+PROFILE = hypothesis.settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=120,
+    stateful_step_count=30,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+JOBS = {
+    "a": make_spec(
+        2,
+        2,
+        selection={"over_selection": 1.5, "where": "region == 'eu'", "wait_for": 4},
+        deadlines={"adaptive": {"after": 2, "min_s": 5.0}},
+        evaluation={"clients": {"evaluator": "digits-eval", "goal": 2, "timeout_s": 20.0}},
+        retry={"base_s": 2.0, "max_s": 8.0},
+    ),
+    "b": make_spec(3, 2, selection={"wait_for": 6}, retry={"base_s": 1.0, "max_attempts": 4}),
+}
+FLEET: dict[str, ClientCheckedIn] = {
+    f"c{i}": make_client(f"c{i}", labels={"region": "us" if i == 7 else "eu"}) for i in range(7)
+} | {
+    "trainer": make_client("trainer", evaluators=frozenset[str]()),
+    "evaluator": make_client("evaluator", trainers=frozenset[str](), labels={"region": "eu"}),
+    "other": make_client("other", population="other"),
+}
+Step = tuple[str, str, str, int]
+WORDS = "check_in check_in leave upload report report reject fail timer timer operate restart done undone"
+STEPS = st.tuples(
+    st.sampled_from(WORDS.split()),
+    st.sampled_from(sorted(JOBS)),
+    st.sampled_from(sorted(FLEET)),
+    st.integers(0, 3),
+)
+
+
+def make_event(driver: Driver, step: Step) -> Event:
+    """An event as it may come from the world as it is before the batch: so it may be out of date in it."""
+    what, job_id, client_id, variant = step
+    job = driver.coordinator.jobs[job_id]
+    key = driver.coordinator.assignment_of(client_id)
+    if key is None:
+        key = job.attempt.key if job.attempt is not None else AttemptKey(job_id, 1, 1)
+    by_name: dict[str, Event] = {
+        "check_in": FLEET[client_id],
+        "leave": ClientLeft(client_id),
+        "upload": UploadStarted(key, client_id),
+        "report": UpdateReported(key, client_id, f"digest-{variant % 2}", 1.0 + variant, {"loss": float(variant)}),
+        "reject": UpdateRejected(key, client_id, Reason.REJECTED_NONFINITE, "text"),
+        "fail": AssignmentFailed(key, client_id, Reason.TRAINER_ERROR, "text"),
+        "timer": TimerFired(job_id),
+        "operate": OperatorCommand(job_id, tuple(Action)[variant]),
+        "restart": ServerRestarted(job_id),
+        "done": make_aggregated(job) if job.attempt is not None else TimerFired(job_id),
+        "undone": AggregationFailed(key, "text"),
+    }
+    return by_name[what]
+
+
+class Schedules(RuleBasedStateMachine):
+    """The driver checks the invariants; this only invents what happens."""
+
+    @initialize(seed=st.integers(0, 3), started=st.booleans(), max_waiting=st.sampled_from((3, 100)))
+    def begin(self, seed: int, started: bool, max_waiting: int) -> None:
+        jobs = (make_job(job_id, spec) for job_id, spec in JOBS.items())
+        self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
+        if started:
+            self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
+
+    @rule(
+        steps=st.lists(STEPS, min_size=1, max_size=6),
+        late_s=st.sampled_from((0.0, 0.0, 1.0, 70.0)),
+        stored=st.sampled_from((True, True, True, False)),
+    )
+    def a_batch(self, steps: list[Step], late_s: float, stored: bool) -> None:
+        self.driver.now += late_s  # the server is slow: timers are overdue
+        events = [make_event(self.driver, step) for step in steps]
+        self.driver.do(*events, stored=stored)
+        if not stored:
+            self.driver.do(*events)  # "nothing has happened, the events may be proposed again"
+
+    @rule(client_ids=st.sets(st.sampled_from(sorted(FLEET)), min_size=1, max_size=6))
+    def many_check_in(self, client_ids: set[str]) -> None:
+        self.driver.do(*(FLEET[client_id] for client_id in sorted(client_ids)))
+
+    @rule(job_id=st.sampled_from(sorted(JOBS)), count=st.integers(1, 4))
+    def some_report(self, job_id: str, count: int) -> None:
+        self.driver.do(*reports(self.driver, job_id)[:count])
+
+    @rule(job_id=st.sampled_from(sorted(JOBS)))
+    def it_is_aggregated(self, job_id: str) -> None:
+        self.driver.do(*aggregations(self.driver, job_id))
+
+    @rule(seconds=st.sampled_from((0.0, 0.5, 3.0, 29.0, 61.0, 150.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.driver.wait(seconds)
+
+    @rule(client_ids=st.sets(st.sampled_from(sorted(FLEET)), min_size=1, max_size=6))
+    def clients_come_back_when_time_is_over(self, client_ids: set[str]) -> None:
+        self.driver.now += 70.0
+        self.driver.do(*map(TimerFired, JOBS), *(FLEET[client_id] for client_id in sorted(client_ids)))
+
+    @rule(job_id=st.sampled_from(sorted(JOBS)), which=st.integers(0, 2))
+    def one_uploads(self, job_id: str, which: int) -> None:
+        working = reports(self.driver, job_id)
+        self.driver.do(*(UploadStarted(each.key, each.client_id) for each in working[which : which + 1]))
+
+    @rule()
+    @precondition(lambda self: self.driver.now > 0)
+    def the_server_crashes(self) -> None:
+        self.driver.crash()
+
+    def teardown(self) -> None:
+        """Whatever has happened: when the fleet behaves from now on, every job ends."""
+        if hasattr(self, "driver"):
+            finish(self.driver)
+
+
+def finish(driver: Driver) -> None:
+    """Lets operators resume what is paused, and a good fleet do its work."""
+    for job in list(driver.coordinator.jobs.values()):
+        action = {JobStatus.DRAFT: Action.START, JobStatus.PAUSED: Action.RESUME}.get(job.status)
+        if action is not None:
+            driver.do(OperatorCommand(job.job_id, action))
+    driver.coordinator.max_waiting = 100
+    for _ in range(60):
+        if all(job.status in ENDED_JOBS for job in driver.coordinator.jobs.values()):
+            break
+        busy, waiting = driver.coordinator.assignment_of, driver.coordinator.room.clients
+        driver.do(*(FLEET[name] for name in FLEET if name not in waiting and busy(name) is None))
+        for job_id in JOBS:
+            driver.do(*reports(driver, job_id))
+            driver.do(*aggregations(driver, job_id))
+        driver.wait(min(driver.timers.values(), default=driver.now) - driver.now)
+    for job_id, job in driver.coordinator.jobs.items():
+        assert job.status in ENDED_JOBS, f"{job_id} hangs: {job.status} {job.reason} {job.attempt}"
+        assert job.status is not JobStatus.COMPLETED or job.latest.version == job.spec.rounds
+    assert driver.timers == {}
+    assert driver.coordinator.num_busy == 0
+
+
+def reports(driver: Driver, job_id: str) -> Sequence[UpdateReported]:
+    """What the clients that work for a job would say."""
+    attempt = driver.coordinator.jobs[job_id].attempt
+    working = [a.client_id for a in attempt.assignments.values() if a.is_busy] if attempt is not None else []
+    return [UpdateReported(attempt.key, name, f"of-{name}", 2.0) for name in working] if attempt is not None else []
+
+
+def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
+    """What the aggregation of a job would say."""
+    job = driver.coordinator.jobs[job_id]
+    committing = job.open_attempt is not None and job.open_attempt.phase is AttemptPhase.COMMITTING
+    return [make_aggregated(job)] if committing else []
+
+
+def test_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=PROFILE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_good_fleet_ends_every_job(seed: int) -> None:
+    driver = Driver(*(make_job(job_id, spec) for job_id, spec in JOBS.items()), seed=seed)
+    finish(driver)
+    assert {job.status for job in driver.coordinator.jobs.values()} == {JobStatus.COMPLETED}
