@@ -1,0 +1,18 @@
+"""What both ends of a connection agree on: the generated stubs (`v1`) and a few constants."""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""The version that this code speaks; CheckIn carries it in both directions."""
+
+METADATA_AUTHORIZATION: Final = "authorization"
+"""Metadata key of every call but Enroll; its value is `Bearer <credential>`."""
+
+CHUNK_BYTES: Final = 2 * 2**20
+"""Size of a chunk of a streamed file, in bytes."""
+
+INLINE_BYTES: Final = 256 * 2**10
+"""Largest update that may travel with its report, in bytes: for small ones an upload costs more than it saves."""
+
+MAX_MESSAGE_BYTES: Final = 8 * 2**20
+"""Largest message that either side accepts, in bytes."""
