@@ -1,0 +1,28 @@
+"""The operator's command `fedplat` (extra "cli"), and its Python counterpart, `fedplat.cli.admin.AdminClient`.
+
+Only the command needs typer and rich; the modules `admin`, `initial` and `submission` do without.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+def main() -> None:
+    """Runs the command with the arguments of this process."""
+    # gRPC's C library writes lines of its own to stderr when a server goes away; we say that in words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
+    try:
+        from fedplat.cli.app import app
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
+            raise
+        sys.stderr.write(f"error: the command fedplat needs {missing}; install it with: pip install 'fedplat[cli]'\n")
+        sys.exit(2)
+    app(prog_name="fedplat")

@@ -1,0 +1,266 @@
+"""`AdminClient`: the Admin service as Python sees it; deadlines and gRPC's errors are dealt with here and nowhere else.
+
+>>> with AdminClient("127.0.0.1:7443") as client:  # doctest: +SKIP
+...     for job in client.list_jobs():
+...         print(job.name, job.round, job.num_rounds)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TypeVar
+
+import grpc
+
+from fedplat import wire
+from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
+
+DEFAULT_SERVER = "127.0.0.1:7443"
+Progress = Callable[[int, int], object]
+"""Is told the bytes that are done and the bytes in all."""
+Response = TypeVar("Response")
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    # A watch may be silent for hours; pings find out whether the server is still there.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A person waits for the server to come back: look often. (min_reconnect_backoff_ms would also be the time that
+    # a connection may take to be made, and a server far away needs its 20 seconds.)
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+)
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")
+_METADATA_CODE = "fedplat-code"
+"""Comes with every refusal that the server itself made."""
+_GONE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,  # by the server, which is stopping: no call is cancelled here and then waited for
+    }
+)
+
+
+class AdminClient:
+    """A connection to one server.
+
+    Every method raises `ServerUnreachableError` when no server answers, and `ServerRefusedError` with the server's
+    words when it says no. `job` is a job's id, or a name that only one job has. Nothing is connected before the
+    first call. Raises `ValueError` when `server` is not `host:port`.
+    """
+
+    def __init__(self, server: str = DEFAULT_SERVER, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
+        match = _ADDRESS.fullmatch(server)
+        if match is None or not 1 <= int(match[3]) <= 65535:
+            raise ValueError(f"server is {server!r}; expected host:port, for instance {DEFAULT_SERVER}")
+        self.server = server
+        self._timeout_s = timeout_s
+        self._transfer_s = transfer_s
+        self._channel = grpc.insecure_channel(
+            server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression
+        )
+        self._stub = admin_pb2_grpc.AdminStub(self._channel)
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; calls under way are cancelled."""
+        self._channel.close()
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
+        """Returns the server's status as soon as it answers; waits for ever, or raises `ServerUnreachableError`."""
+        # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
+        with self._translated(timeout_s):
+            return self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        """What the server says of itself."""
+        return self._call(self._stub.GetStatus, admin_pb2.GetStatusRequest())
+
+    def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
+        """Stores a safetensors file, given in pieces of at most `wire.MAX_MESSAGE_BYTES`; its digest is checked."""
+        digest = hashlib.sha256()
+
+        def requests() -> Iterator[admin_pb2.UploadModelRequest]:
+            for chunk in chunks:
+                digest.update(chunk)
+                yield admin_pb2.UploadModelRequest(data=chunk)
+
+        with self._translated(self._transfer_s):
+            response = self._stub.UploadModel(requests(), timeout=self._transfer_s)
+        if response.digest != digest.hexdigest():
+            raise ServerRefusedError(
+                f"the server stored a model with the digest {response.digest or '(none)'}, but "
+                f"{digest.hexdigest()} was sent; try again"
+            )
+        return response
+
+    def create_job(self, job_file: str, initial_digest: str, idempotency_key: str) -> admin_pb2.Job:
+        """Makes a job, status DRAFT, from the text of a job file; a known key returns the job that has it."""
+        request = admin_pb2.CreateJobRequest(
+            job_file=job_file, initial_digest=initial_digest, idempotency_key=idempotency_key
+        )
+        return self._call(self._stub.CreateJob, request)
+
+    def list_jobs(self) -> Sequence[admin_pb2.Job]:
+        """All jobs."""
+        return self._call(self._stub.ListJobs, admin_pb2.ListJobsRequest()).jobs
+
+    def show_job(self, job: str) -> admin_pb2.Job:
+        """One job."""
+        return self._call(self._stub.ShowJob, admin_pb2.JobRequest(job=job))
+
+    def start(self, job: str) -> admin_pb2.Job:
+        """DRAFT becomes RUNNING."""
+        return self._call(self._stub.StartJob, admin_pb2.JobRequest(job=job))
+
+    def pause(self, job: str) -> admin_pb2.Job:
+        """RUNNING becomes PAUSED."""
+        return self._call(self._stub.PauseJob, admin_pb2.JobRequest(job=job))
+
+    def resume(self, job: str) -> admin_pb2.Job:
+        """PAUSED becomes RUNNING."""
+        return self._call(self._stub.ResumeJob, admin_pb2.JobRequest(job=job))
+
+    def cancel(self, job: str) -> admin_pb2.Job:
+        """Ends the job for good: CANCELLED."""
+        return self._call(self._stub.CancelJob, admin_pb2.JobRequest(job=job))
+
+    def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:
+        """The events of a job after a sequence number, past ones first; ends when the job has ended.
+
+        Close the generator to leave earlier.
+        It also ends, or raises `ServerUnreachableError`, when the server stops: `fedplat.cli.watch.follow` goes on.
+        """
+        call = self._stub.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence))
+        try:
+            with self._translated(None):
+                yield from call
+        finally:
+            call.cancel()
+
+    def list_rounds(self, job: str, *, all_attempts: bool = False) -> Sequence[admin_pb2.Round]:
+        """The attempts of a job that are committed or open; with `all_attempts` the abandoned ones too."""
+        request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts)
+        return self._call(self._stub.ListRounds, request).rounds
+
+    def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
+        """The enrolled clients, of one population or of all."""
+        return self._call(self._stub.ListClients, admin_pb2.ListClientsRequest(population=population)).clients
+
+    def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
+        """The model versions of a job."""
+        return self._call(self._stub.ListModelVersions, admin_pb2.ListModelVersionsRequest(job=job)).versions
+
+    def export_model(
+        self, job: str, version: int | None, path: str | os.PathLike[str], progress: Progress | None = None
+    ) -> model_pb2.ModelRef:
+        """Writes a version (None: the latest) to a safetensors file, whole and checked or not at all.
+
+        Raises `ModelError` when the bytes that arrive are not those of the version, and `OSError` when they cannot
+        be written.
+        """
+        target = Path(path)
+        temporary = target.with_name(f".fedplat-{secrets.token_hex(8)}.part")
+        request = admin_pb2.ExportModelRequest(job=job)
+        if version is not None:
+            request.version = version
+        try:
+            with temporary.open("xb") as file:
+                model = self._receive_model(request, file, progress)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return model
+
+    def _receive_model(
+        self, request: admin_pb2.ExportModelRequest, file: BinaryIO, progress: Progress | None
+    ) -> model_pb2.ModelRef:
+        model: model_pb2.ModelRef | None = None
+        digest = hashlib.sha256()
+        size = 0
+        call = self._stub.ExportModel(request, timeout=self._transfer_s)
+        try:
+            with self._translated(self._transfer_s):
+                for message in call:
+                    if model is None:
+                        model = message.model
+                    digest.update(message.data)
+                    size += file.write(message.data)
+                    if size > model.size_bytes:
+                        break
+                    if progress is not None:
+                        progress(size, model.size_bytes)
+        finally:
+            call.cancel()
+        if model is None or size != model.size_bytes or digest.hexdigest() != model.digest:
+            promised = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
+            raise ModelError(
+                f"the model that arrived is damaged: the server promised {promised}; {size} bytes "
+                f"with the digest {digest.hexdigest()} came; try again"
+            )
+        return model
+
+    def _call(self, method: Callable[..., Response], request: object) -> Response:
+        with self._translated(self._timeout_s):
+            return method(request, timeout=self._timeout_s)
+
+    @contextlib.contextmanager
+    def _translated(self, timeout_s: float | None) -> Generator[None]:
+        try:
+            yield
+        except grpc.RpcError as exc:
+            code, details = exc.code(), exc.details() or exc.code().name
+            if any(entry.key == _METADATA_CODE for entry in exc.trailing_metadata() or ()):  # fedplat's own words
+                if code is grpc.StatusCode.UNAVAILABLE:
+                    text = f"the fedplat server at {self.server} does not serve now: {details}"
+                    raise ServerUnreachableError(text) from exc
+                raise ServerRefusedError(details) from exc
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+                raise self._unreachable(f"no answer within {timeout_s:g} s") from exc
+            if code in _GONE:
+                raise self._unreachable(_reason(details)) from exc
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                raise ServerRefusedError(
+                    f"what answers at {self.server} does not know this request ({details}); "
+                    "is it a fedplat server of this version?"
+                ) from exc
+            if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+                details = f"the server at {self.server} failed ({details}); its log says more"
+            raise ServerRefusedError(details) from exc
+
+    def _unreachable(self, reason: str) -> ServerUnreachableError:
+        return ServerUnreachableError(
+            f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run"
+        )
+
+
+def _reason(details: str) -> str:
+    """The part of gRPC's account that a person can use."""
+    if "address lookup failed" in details:
+        return "the host name is not known"
+    for prefix in ("Failed to connect to remote host: ", "last error: "):
+        if prefix in details:
+            return details.rpartition(prefix)[2]
+    return details

@@ -1,0 +1,73 @@
+"""The command `fedplat`: its global options, `fedplat status`, and the groups of the other modules."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import fedplat
+from fedplat.cli import clients, formats, jobs, models
+from fedplat.cli.admin import DEFAULT_SERVER
+from fedplat.cli.output import to_record
+from fedplat.cli.session import JsonOption, ServerOption, Settings, session
+
+# No panels: usage errors are plain lines, as all other errors are.
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(jobs.app, name="job")
+app.add_typer(clients.app, name="client")
+app.add_typer(models.app, name="model")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"fedplat {fedplat.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    server: Annotated[
+        str, typer.Option("--server", envvar="FEDPLAT_SERVER", metavar="HOST:PORT", help="The server.")
+    ] = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Operate a fedplat server: submit jobs, follow them, export models.
+
+    --server and --json may stand before or after the command.
+    """
+    del version  # its callback did all
+    context.obj = Settings(server, as_json)
+
+
+@app.command()
+def status(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+    """Show how the server is."""
+    with session(context, server, as_json) as here:
+        state = here.client.status()
+        if here.output.as_json:
+            here.output.json(to_record(state))
+            return
+        jobs_by_state = ", ".join(f"{count} {name}" for name, count in sorted(state.num_jobs.items()))
+        here.output.fields(
+            {
+                "server": here.client.server,
+                "version": f"{state.software_version} (protocol {state.protocol_version})",
+                "process": str(state.process_id),
+                "running for": formats.duration(state.uptime_s),
+                "peak memory": formats.size(state.peak_rss_bytes),
+                "clients": f"{state.num_clients} enrolled, {state.num_waiting} waiting, {state.num_busy} busy",
+                "jobs": jobs_by_state or "none",
+                "evaluators": ", ".join(state.evaluators) or "none",
+            }
+        )

@@ -1,0 +1,106 @@
+"""What a watcher knows of a job: its attempts, put together from the job's events. No input, no output, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fedplat.wire.v1 import admin_pb2
+
+_OPEN = frozenset(
+    {admin_pb2.ATTEMPT_PHASE_SELECTING, admin_pb2.ATTEMPT_PHASE_COLLECTING, admin_pb2.ATTEMPT_PHASE_COMMITTING}
+)
+_ENDED_JOB = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+_COUNTED = {
+    "reported": ("REPORTED", "MERGED"),
+    "late": ("LATE",),
+    "failed": ("FAILED",),
+    "rejected": ("REJECTED",),
+    "surplus": ("SURPLUS",),
+    "dropped": ("DROPPED",),
+}
+
+
+class Board:
+    """The attempts of a job, oldest first, as the server's ListRounds would tell them.
+
+    The server's moments count only among themselves: the seconds of an open attempt are those until its last event.
+    """
+
+    def __init__(self) -> None:
+        self.attempts: list[admin_pb2.Round] = []
+        self.committed_rounds = 0
+        self.job_status = ""
+        self._states: list[Counter[str]] = []
+        self._positions: dict[tuple[int, int], int] = {}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job will have no more events."""
+        return self.job_status in _ENDED_JOB
+
+    def latest(self, count: int) -> Sequence[admin_pb2.Round]:
+        """The last attempts."""
+        return self.attempts[-count:] if count > 0 else []
+
+    def add(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
+        """Takes an event in; returns the attempt that it ended, or the one whose version it scored, if it did so."""
+        match event.entity:
+            case "job":
+                self.job_status = event.to_state
+            case "version":
+                return self._add_version(event)
+            case "assignment":
+                self._add_assignment(event)
+            case "attempt":
+                return self._add_attempt(event)
+            case _:  # of a newer server
+                pass
+        return None
+
+    def _position(self, event: admin_pb2.JobEvent) -> int:
+        key = (event.round, event.attempt)
+        if key not in self._positions:
+            self._positions[key] = len(self.attempts)
+            self._states.append(Counter())
+            self.attempts.append(
+                admin_pb2.Round(
+                    round=event.round,
+                    attempt=event.attempt,
+                    kind=admin_pb2.ATTEMPT_KIND_TRAIN,
+                    phase=admin_pb2.ATTEMPT_PHASE_SELECTING,
+                    opened_unix_s=event.unix_s,
+                )
+            )
+        return self._positions[key]
+
+    def _add_assignment(self, event: admin_pb2.JobEvent) -> None:
+        position = self._position(event)
+        attempt, states = self.attempts[position], self._states[position]
+        if event.from_state:
+            states[event.from_state] -= 1
+        else:
+            attempt.assigned += 1
+        states[event.to_state] += 1
+        for field, names in _COUNTED.items():
+            setattr(attempt, field, max(0, sum(states[name] for name in names)))
+        if attempt.phase in _OPEN:
+            attempt.seconds = event.unix_s - attempt.opened_unix_s
+
+    def _add_attempt(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
+        attempt = self.attempts[self._position(event)]
+        phase = admin_pb2.AttemptPhase.DESCRIPTOR.values_by_name.get(f"ATTEMPT_PHASE_{event.to_state}")
+        attempt.phase = admin_pb2.AttemptPhase.ValueType(phase.number if phase is not None else 0)
+        attempt.reason = event.reason
+        attempt.seconds = event.unix_s - attempt.opened_unix_s
+        attempt.kind = event.kind or attempt.kind
+        attempt.client_metrics.update(event.metrics)
+        return None if attempt.phase in _OPEN else attempt
+
+    def _add_version(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
+        self.committed_rounds = max(self.committed_rounds, event.round)
+        position = self._positions.get((event.round, event.attempt))
+        if not event.metrics or position is None:
+            return None
+        self.attempts[position].server_metrics.update(event.metrics)
+        return self.attempts[position]

@@ -1,0 +1,47 @@
+"""`fedplat client ...`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fedplat.cli import formats
+from fedplat.cli.output import to_record
+from fedplat.cli.session import JsonOption, ServerOption, session
+
+app = typer.Typer(no_args_is_help=True, help="See who is enrolled.", rich_markup_mode=None)
+
+
+@app.callback()
+def clients() -> None:
+    """See who is enrolled."""
+
+
+@app.command("list")
+def list_clients(
+    context: typer.Context,
+    population: Annotated[str, typer.Option(metavar="NAME", help="Only clients of this population.")] = "",
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the enrolled clients."""
+    with session(context, server, as_json) as here:
+        found = here.client.list_clients(population)
+        if here.output.as_json:
+            here.output.json([to_record(client) for client in found])
+            return
+        rows = [
+            (
+                client.client_id,
+                client.population,
+                client.state,
+                client.job_id or formats.NOTHING,
+                formats.moment(client.last_seen_unix_s),
+                client.software_version,
+                " ".join(f"{name}={value}" for name, value in sorted(client.labels.items())),
+            )
+            for client in found
+        ]
+        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "VERSION", "LABELS")
+        here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))

@@ -1,0 +1,91 @@
+"""Sizes, durations, moments and numbers as people read them, and text that is safe to print."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import datetime
+
+from google.protobuf.descriptor import EnumDescriptor
+
+from fedplat.wire.v1 import admin_pb2
+
+NOTHING = "-"
+
+
+def size(num_bytes: float) -> str:
+    """`36.1 KiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    value = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95 or unit == "TiB":
+            return f"{value:.1f} {unit}"
+    raise AssertionError("the last unit has no upper end")
+
+
+def duration(seconds: float) -> str:
+    """`230 ms`, `2.1 s`, `3 min 5 s`, `2 h 40 min`, `3 d 4 h`."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def moment(unix_s: float) -> str:
+    """Local time, `2026-07-23 14:03:05`; `-` for 0, which stands for never."""
+    if not unix_s:
+        return NOTHING
+    try:
+        return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # NaN, or a year that no calendar has
+        return NOTHING
+
+
+def metrics(client: Mapping[str, float], server: Mapping[str, float]) -> str:
+    """`loss 0.312` of clients alone; of both `server: accuracy 0.91; clients: loss 0.312`."""
+    if not server:
+        return _listed(client)
+    return f"server: {_listed(server)}" + (f"; clients: {_listed(client)}" if client else "")
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+
+
+def name_of(enum: EnumDescriptor, number: int) -> str:
+    """The name of an enum's value without the enum's own name: `RUNNING` of `JOB_STATUS_RUNNING`."""
+    value = enum.values_by_number.get(number)
+    if value is None:  # from a newer server
+        return str(number)
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper()
+    return str(value.name).removeprefix(f"{prefix}_")
+
+
+def job_status(status: int) -> str:
+    """`RUNNING`."""
+    return name_of(admin_pb2.JobStatus.DESCRIPTOR, status)
+
+
+def attempt_phase(phase: int) -> str:
+    """`COLLECTING`."""
+    return name_of(admin_pb2.AttemptPhase.DESCRIPTOR, phase)
+
+
+def attempt_kind(kind: int) -> str:
+    """`TRAIN`."""
+    return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind)
+
+
+def printable(text: str) -> str:
+    """The text with every control character escaped: labels and reasons come from devices, not from us."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

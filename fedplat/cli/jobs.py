@@ -1,0 +1,238 @@
+"""`fedplat job ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedplat.cli import formats, watch
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.output import Output, to_record
+from fedplat.cli.session import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_USAGE,
+    JobArgument,
+    JsonOption,
+    ServerOption,
+    Session,
+    reporting,
+    session,
+)
+from fedplat.cli.submission import Submission, load, submit
+from fedplat.errors import JobFileError
+from fedplat.wire.v1 import admin_pb2
+
+app = typer.Typer(no_args_is_help=True, help="Submit jobs, follow them and control them.", rich_markup_mode=None)
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A job file (TOML).")]
+
+
+@app.command("submit")
+def submit_job(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    file: FileArgument,
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Start the job, or leave it a draft.")] = True,
+    follow: Annotated[bool, typer.Option("--watch", help="Watch the job until it ends.")] = False,
+    idempotency_key: Annotated[
+        str, typer.Option(metavar="KEY", help="8 to 200 characters; submitting again with them gives the same job.")
+    ] = "",
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Upload the initial model, create the job and start it."""
+    with session(context, server, as_json) as here:
+        submission = _load(file)
+        with here.output.transfer("uploading the model") as progress:
+            job = submit(here.client, submission, start=start, idempotency_key=idempotency_key, progress=progress)
+        _print_state(here.output, job)
+        if follow:
+            _watch(here, job)
+        elif not here.output.as_json:
+            here.output.note(f"watch it with: fedplat job watch {job.job_id}")
+
+
+@app.command("check")
+def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = False) -> None:
+    """Check a job file and its initial model, without a server."""
+    with reporting(context, as_json) as output:
+        try:
+            submission = _load(file)
+        except JobFileError as exc:
+            if not output.as_json:
+                raise
+            output.json({"valid": False, "mistakes": str(exc).splitlines()})
+            raise typer.Exit(WRONG_USAGE) from exc
+        spec, schema = submission.spec, submission.parameters.schema
+        if output.as_json:
+            output.json(
+                {
+                    "valid": True,
+                    "mistakes": [],
+                    "name": spec.name,
+                    "num_rounds": spec.rounds,
+                    "num_tensors": len(schema.tensors),
+                    "model_size_bytes": schema.file_size_bytes,
+                }
+            )
+            return
+        output.line(
+            f"{file} is a valid job: {spec.name}, {spec.rounds} rounds for population {spec.population}, "
+            f"{spec.selection.target} clients assigned and {spec.selection.goal} reports wanted in each; "
+            f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
+        )
+
+
+@app.command("list")
+def list_jobs(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+    """List all jobs."""
+    with session(context, server, as_json) as here:
+        jobs = here.client.list_jobs()
+        if here.output.as_json:
+            here.output.json([to_record(job) for job in jobs])
+            return
+        rows = [
+            (
+                job.job_id,
+                job.name,
+                job.population,
+                formats.job_status(job.status),
+                f"{job.round}/{job.num_rounds}",
+                formats.moment(job.created_unix_s),
+                job.reason,
+            )
+            for job in jobs
+        ]
+        columns = ("JOB", "NAME", "POPULATION", "STATUS", "#ROUND", "CREATED", "REASON")
+        here.output.table(columns, rows, "no jobs yet; submit one with: fedplat job submit FILE")
+
+
+@app.command("show")
+def show_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Show one job."""
+    with session(context, server, as_json) as here:
+        found = here.client.show_job(job)
+        if here.output.as_json:
+            here.output.json(to_record(found))
+            return
+        model = found.model
+        fields = {
+            "job": found.job_id,
+            "name": found.name,
+            "population": found.population,
+            "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
+            "rounds": f"{found.round} of {found.num_rounds} committed",
+            "model": f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}",
+            "created": formats.moment(found.created_unix_s),
+        }
+        if found.HasField("current"):
+            fields["attempt"] = _sentence(found.current)
+        here.output.fields(fields)
+
+
+@app.command("rounds")
+def list_rounds(
+    context: typer.Context,
+    job: JobArgument,
+    all_attempts: Annotated[bool, typer.Option("--all", help="Abandoned attempts too.")] = False,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List a job's rounds: who took part, how long it took, and how good the model was."""
+    with session(context, server, as_json) as here:
+        rounds = here.client.list_rounds(job, all_attempts=all_attempts)
+        if here.output.as_json:
+            here.output.json([to_record(attempt) for attempt in rounds])
+            return
+        here.output.table(watch.ROUND_COLUMNS, [watch.round_row(attempt) for attempt in rounds], "no rounds yet")
+
+
+@app.command("watch")
+def watch_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Follow a job until it ends; the exit status is 0 if it is completed. Ctrl-C leaves, and the job goes on."""
+    with session(context, server, as_json) as here:
+        _watch(here, here.client.show_job(job))
+
+
+@app.command("start")
+def start_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Start a draft."""
+    with session(context, server, as_json) as here:
+        _control(here, AdminClient.start, job)
+
+
+@app.command("pause")
+def pause_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Pause a running job; the open attempt is given up."""
+    with session(context, server, as_json) as here:
+        _control(here, AdminClient.pause, job)
+
+
+@app.command("resume")
+def resume_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Let a paused job go on."""
+    with session(context, server, as_json) as here:
+        _control(here, AdminClient.resume, job)
+
+
+@app.command("cancel")
+def cancel_job(
+    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """End a job for good; its models stay."""
+    with session(context, server, as_json) as here:
+        _control(here, AdminClient.cancel, job)
+
+
+def _load(file: Path) -> Submission:
+    try:
+        return load(file)
+    except JobFileError as exc:
+        raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
+
+
+def _control(here: Session, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
+    _print_state(here.output, change(here.client, job))
+
+
+def _print_state(output: Output, job: admin_pb2.Job) -> None:
+    if output.as_json:
+        output.json(to_record(job))
+    else:
+        reason = f": {job.reason}" if job.reason else ""
+        output.line(f"job {job.name} ({job.job_id}) is {formats.job_status(job.status)}{reason}")
+
+
+def _watch(here: Session, job: admin_pb2.Job) -> None:
+    try:
+        with watch.view_for(here.output, job) as view:
+            ended = watch.follow(here.client, job.job_id, view)
+    except KeyboardInterrupt as exc:
+        here.output.note(f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}")
+        raise typer.Exit(INTERRUPTED) from exc
+    if not here.output.as_json:
+        _print_state(here.output, ended)
+    if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
+        raise typer.Exit(FAILED)
+
+
+def _sentence(attempt: admin_pb2.Round) -> str:
+    text = (
+        f"round {attempt.round} attempt {attempt.attempt} {formats.attempt_phase(attempt.phase).lower()}: "
+        f"{attempt.assigned} assigned, {attempt.reported} of {attempt.goal} reported, {attempt.late} late, "
+        f"{attempt.failed} failed, {attempt.rejected} rejected"
+    )
+    return text + (f" ({attempt.reason})" if attempt.reason else "")

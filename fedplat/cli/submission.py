@@ -1,0 +1,54 @@
+"""From a job file to a job on the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from pathlib import Path
+
+from fedplat.cli import initial
+from fedplat.cli.admin import AdminClient, Progress
+from fedplat.errors import FedplatError, JobFileError
+from fedplat.job import JobSpec, parse_job
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """A job file that was found good, and the model that it starts from."""
+
+    text: str
+    spec: JobSpec
+    parameters: Parameters
+
+
+def load(path: Path) -> Submission:
+    """Reads a job file and makes its initial model. Raises `JobFileError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        raise JobFileError(f"the file cannot be read: {reason}") from exc
+    spec = parse_job(text)
+    return Submission(text, spec, initial.resolve(spec.model.initial, path.absolute().parent))
+
+
+def submit(
+    client: AdminClient,
+    submission: Submission,
+    *,
+    start: bool = True,
+    idempotency_key: str = "",
+    progress: Progress | None = None,
+) -> admin_pb2.Job:
+    """Uploads the model, creates the job and starts it; the same key again returns the same job."""
+    uploaded = client.upload_model(initial.chunks(submission.parameters, progress))
+    job = client.create_job(submission.text, uploaded.digest, idempotency_key or uuid.uuid4().hex)
+    if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
+        return job
+    try:
+        return client.start(job.job_id)
+    except FedplatError as exc:
+        exc.add_note(f"the job exists and is a draft; start it with: fedplat job start {job.job_id}")
+        raise

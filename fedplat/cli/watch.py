@@ -1,0 +1,189 @@
+"""Watching a job: its events, across restarts of the server, as lines, as a live table or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fedplat.cli import formats
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.board import Board
+from fedplat.cli.output import Output, table, to_record
+from fedplat.errors import ServerUnreachableError
+from fedplat.wire.v1 import admin_pb2
+
+ENDED = frozenset({admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED})
+"""States that a job never leaves."""
+ROUND_COLUMNS = (
+    "#ROUND",
+    "#TRY",
+    "KIND",
+    "PHASE",
+    "#ASSIGNED",
+    "#REPORTED",
+    "#LATE",
+    "#FAILED",
+    "#REJECTED",
+    "#TIME",
+    "METRICS",
+)
+PICTURE_COLUMNS = ("#ROUND", "PHASE", "#ASSIGNED", "#REPORTED", "#LATE", "#FAILED", "#TIME", "METRICS")
+"""Fewer, for a terminal of 80 columns; rejected updates count as failed here."""
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What becomes of a job's events, and of a sentence about the watch itself."""
+
+    show: Callable[[admin_pb2.JobEvent], object]
+    tell: Callable[[str], object]
+
+
+def follow(
+    client: AdminClient, job_id: str, view: View, pause: Callable[[float], object] = time.sleep
+) -> admin_pb2.Job:
+    """Shows every event of a job once, in order, until the job has ended; returns it as it is then.
+
+    When the server goes away, this says so, waits for it as long as that takes, and goes on after the last event
+    that was shown. Raises `ServerRefusedError` when the server knows the job no more.
+    """
+    last_sequence, num_breaks, is_lost, has_ended = 0, 0, False, False
+    while True:
+        try:
+            if is_lost:
+                client.wait_until_ready()
+                view.tell(f"the server is back; the watch goes on after event {last_sequence}")
+                is_lost = False
+            for event in client.watch_job(job_id, last_sequence):
+                view.show(event)
+                last_sequence, num_breaks = event.sequence, 0
+            job = client.show_job(job_id)
+            if has_ended:
+                return job
+            has_ended = job.status in ENDED
+            if has_ended:
+                continue  # once more: the watch may have been cut off before the job ended
+            what = "ended the watch"
+        except ServerUnreachableError:
+            what = "went away"
+        if not is_lost:
+            view.tell(f"the server at {client.server} {what}; waiting for it (Ctrl-C leaves, the job goes on)")
+        is_lost = True
+        if num_breaks:
+            pause(min(_LONGEST_PAUSE_S, 0.25 * 2.0 ** min(num_breaks, 10)))
+        num_breaks += 1
+
+
+@contextlib.contextmanager
+def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
+    """JSON lines for programs, a live table on a terminal, else a line for each attempt."""
+    if output.as_json:
+        yield View(lambda event: output.json(to_record(event)), output.note)
+    elif output.screen.is_terminal and not output.screen.is_dumb_terminal:
+        with Live(console=output.screen, refresh_per_second=4) as live:
+            board = Board()
+
+            def show(event: admin_pb2.JobEvent) -> None:
+                board.add(event)
+                live.update(picture(board, job, output.screen.height))
+
+            live.update(picture(board, job, output.screen.height))
+            # Not on stderr: the table is drawn where the cursor was, and only its own console knows where that is.
+            yield View(show, lambda text: output.screen.print(Text(formats.printable(text))))
+    else:
+        yield View(lines(output.line, job), output.note)
+
+
+def picture(board: Board, job: admin_pb2.Job, height: int) -> Group:
+    """The latest attempts, as many as fit, above a progress bar over the job's rounds."""
+    rows = [_short_row(attempt) for attempt in board.latest(max(1, height - 4))]
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        Text(formats.printable(job.name), style="bold"),
+        ProgressBar(total=max(1, job.num_rounds), completed=board.committed_rounds, width=40),
+        Text(f"{board.committed_rounds}/{job.num_rounds} rounds"),
+        Text(board.job_status or formats.job_status(job.status)),
+    )
+    return Group(table(PICTURE_COLUMNS, rows), bar)
+
+
+def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
+    """Prints a line for each attempt that ended, each version that the server scored, and each state of the job."""
+    board = Board()
+
+    def show(event: admin_pb2.JobEvent) -> None:
+        attempt = board.add(event)
+        if event.entity == "job" and not board.has_ended:  # the end is told by whoever watches
+            line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
+        if attempt is None:
+            return
+        place = f"round {attempt.round}/{job.num_rounds}"
+        if event.entity == "version":
+            line(f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}")
+            return
+        if attempt.attempt > 1:
+            place += f" attempt {attempt.attempt}"
+        kind = "evaluation " if attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE else ""
+        parts = [
+            place,
+            kind + formats.attempt_phase(attempt.phase).lower(),
+            f"assigned {attempt.assigned}",
+            f"reported {attempt.reported}",
+            f"late {attempt.late}",
+            f"failed {attempt.failed}",
+            f"rejected {attempt.rejected}",
+            formats.duration(attempt.seconds),
+            formats.metrics(attempt.client_metrics, {}),
+            attempt.reason,
+        ]
+        line("  ".join(part for part in parts if part))
+
+    return show
+
+
+def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
+    """The cells of `ROUND_COLUMNS`."""
+    return (
+        str(attempt.round),
+        str(attempt.attempt),
+        formats.attempt_kind(attempt.kind).lower(),
+        formats.attempt_phase(attempt.phase).lower(),
+        str(attempt.assigned),
+        str(attempt.reported),
+        str(attempt.late),
+        str(attempt.failed),
+        str(attempt.rejected),
+        _time(attempt),
+        _outcome(attempt),
+    )
+
+
+def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
+    is_evaluation = attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
+    return (
+        str(attempt.round) + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
+        "evaluated" if is_evaluation else formats.attempt_phase(attempt.phase).lower(),
+        str(attempt.assigned),
+        str(attempt.reported),
+        str(attempt.late),
+        str(attempt.failed + attempt.rejected),
+        _time(attempt),
+        _outcome(attempt),
+    )
+
+
+def _time(attempt: admin_pb2.Round) -> str:
+    return formats.duration(attempt.seconds) if attempt.seconds else formats.NOTHING
+
+
+def _outcome(attempt: admin_pb2.Round) -> str:
+    return formats.metrics(attempt.client_metrics, attempt.server_metrics) or attempt.reason
