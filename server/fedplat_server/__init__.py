@@ -1,0 +1,3 @@
+"""The server daemon of fedplat."""
+
+__version__ = "0.1.0"

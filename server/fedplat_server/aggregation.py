@@ -1,0 +1,137 @@
+"""Folds the updates of open attempts as they arrive, in threads, and makes new versions durable.
+
+One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
+bits. A version's bytes are on the disk before anybody hears of it. Whatever goes wrong, the coordinator hears how
+the attempt ended: an attempt that nobody ends would stop its job for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from fedplat.aggregate import Accumulator, Rule, state_from_bytes, state_to_bytes
+from fedplat.errors import FedplatError, ModelError
+from fedplat.model import Parameters
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat_server import logs
+from fedplat_server.blobs import BlobStore
+from fedplat_server.errors import BlobError
+from fedplat_server.uploads import UploadKey, UploadStore
+
+Post = Callable[[AttemptAggregated | AggregationFailed], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """An attempt that is being aggregated, and the task that does it."""
+
+    queue: asyncio.Queue[Fold | Commit]
+    task: asyncio.Task[None]
+
+
+class Aggregation:
+    """All open attempts. `post` hears how each of them ended."""
+
+    def __init__(self, blobs: BlobStore, uploads: UploadStore, post: Post) -> None:
+        self._blobs = blobs
+        self._uploads = uploads
+        self._post = post
+        self._open: dict[AttemptKey, _Work] = {}
+        self._discarding: set[asyncio.Task[None]] = set()
+
+    def take(self, job: JobState, command: Fold | Commit) -> None:
+        """Queues an update to be folded, or the end of the attempt."""
+        work = self._open.get(command.key)
+        if work is None:
+            queue: asyncio.Queue[Fold | Commit] = asyncio.Queue()
+            task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
+            work = self._open[command.key] = _Work(queue, task)
+        work.queue.put_nowait(command)
+
+    def abandon(self, key: AttemptKey) -> None:
+        """Forgets an attempt and what was received for it."""
+        work = self._open.pop(key, None)
+        if work is not None:
+            work.task.cancel()
+        self._discard(key)
+
+    async def close(self) -> None:
+        """Cancels all that is under way."""
+        works, self._open = list(self._open.values()), {}
+        for work in works:
+            work.task.cancel()
+        await asyncio.gather(*(work.task for work in works), *self._discarding, return_exceptions=True)
+
+    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> None:
+        outcome: AttemptAggregated | AggregationFailed
+        try:
+            outcome = AttemptAggregated(key, await self._aggregate(job, key, queue))
+        except (FedplatError, OSError, ValueError) as exc:
+            logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
+            outcome = AggregationFailed(key, str(exc))
+        except Exception as exc:  # a task boundary: out of memory, or a bug; the round is tried again, and seen
+            logs.get().exception("an attempt could not be aggregated", attempt=str(key))
+            outcome = AggregationFailed(key, type(exc).__name__)
+        self._open.pop(key, None)
+        self._post(outcome)
+        if isinstance(outcome, AttemptAggregated):  # else `abandon` follows
+            self._discard(key)
+
+    async def _aggregate(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> ModelVersion:
+        base = await asyncio.to_thread(Parameters.open, self._blobs.path(job.latest.digest))
+        rule = job.spec.rule()
+        accumulator = Accumulator(base.schema, rule)
+        while isinstance(command := await queue.get(), Fold):
+            await asyncio.to_thread(self._fold, accumulator, command)
+        return await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
+
+    def _fold(self, accumulator: Accumulator, command: Fold) -> None:
+        upload_key = UploadKey(*command.key, command.client_id)
+        path = self._uploads.complete(upload_key, command.digest)
+        if path is None:
+            raise FileNotFoundError(f"the update of {command.client_id} is gone")
+        with np.errstate(over="ignore", invalid="ignore"):  # `_commit` looks at the sum
+            accumulator.fold(Parameters.open(path), command.weight)
+        self._uploads.discard(upload_key)
+
+    def _commit(
+        self, job: JobState, key: AttemptKey, rule: Rule, accumulator: Accumulator, base: Parameters
+    ) -> ModelVersion:
+        digest = job.latest.state_digest
+        size = base.schema.num_floating
+        state = state_from_bytes(self._blobs.path(digest).read_bytes()) if digest else rule.init(size)
+        with np.errstate(all="ignore"):
+            result, state = accumulator.finish(base, state)
+        # Finite updates may add up to more than float32 holds, and a job never recovers from such a version.
+        if not (result.is_finite() and all(np.isfinite(vector).all() for vector in state.values())):
+            raise ModelError("the aggregate of the updates is not finite: some of them are far too large")
+        model = self._blobs.put_chunks([result.schema.header, result.buffer.data])
+        state_bytes = state_to_bytes(state)
+        return ModelVersion(
+            version=job.latest.version + 1,
+            round=key.round,
+            attempt=key.number,
+            digest=model.digest,
+            size_bytes=model.size_bytes,
+            state_digest=self._blobs.put_chunks([state_bytes]).digest if state_bytes else "",
+            num_updates=accumulator.num_updates,
+            total_weight=accumulator.total_weight,
+        )
+
+    def _discard(self, key: AttemptKey) -> None:
+        """Throws received updates away, in a thread: unlinking gigabytes must not hold up the event loop."""
+        task = asyncio.create_task(self._discard_now(key), name=f"discard {key}")
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+
+    async def _discard_now(self, key: AttemptKey) -> None:
+        try:
+            await asyncio.to_thread(self._uploads.discard_attempt, *key)
+        except BlobError as exc:  # no harm to the round; the next start clears the folder
+            logs.get().error("updates could not be thrown away", attempt=str(key), error=str(exc))

@@ -1,0 +1,144 @@
+"""Content-addressed files: `folder/aa/bb/<sha256>`, where aa and bb are the first digits of the digest.
+
+A blob is there as a whole or not at all: it is written under a temporary name, synced, renamed, and its folder
+synced. Which blobs are needed, only the database knows; `remove_orphans` removes the others. Everything here
+blocks: asyncio calls it in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import uuid
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+
+from fedplat_server import files
+from fedplat_server.errors import BlobError
+
+_TEMPORARY = ".tmp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blob:
+    """What was stored."""
+
+    digest: str
+    size_bytes: int
+
+
+class BlobStore:
+    """Blobs in a folder, which is made if it is not there.
+
+    Errors are `BlobFullError` when there is no room on the disk, and `BlobError`. After either the blob counts as
+    not written, and nothing of it is left.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._synced: set[Path] = set()
+        with files.translated(f"making the folder {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def put_chunks(self, chunks: Iterable[files.Bytes]) -> Blob:
+        """Stores bytes that come in parts."""
+        temporary = self._temporary()
+        with files.translated("writing a blob"), _removed_on_error(temporary):
+            digest, size_bytes = hashlib.sha256(), 0
+            descriptor = files.create(temporary)
+            try:
+                for chunk in chunks:
+                    files.write_all(descriptor, chunk)
+                    digest.update(chunk)
+                    size_bytes += memoryview(chunk).nbytes
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            blob = Blob(digest.hexdigest(), size_bytes)
+            self._move_in(temporary, blob.digest)
+        return blob
+
+    def put_file(self, path: Path) -> Blob:
+        """Stores a copy of a file."""
+        return self.put_chunks(_parts(path))
+
+    def adopt(self, path: Path, digest: str) -> Blob:
+        """Moves a finished file of the same file system in; the caller has computed its digest."""
+        self.path(digest)
+        with files.translated(f"adopting {path}"):
+            files.sync(path)
+            size_bytes = path.stat().st_size
+            self._move_in(path, digest)
+        return Blob(digest, size_bytes)
+
+    def path(self, digest: str) -> Path:
+        """Where a blob is, if it is there. Raises `BlobError` if the digest is none: no other path can be named."""
+        if not files.is_digest(digest):
+            raise BlobError(f"{digest[:100]!r} is not a digest: expected 64 lowercase hexadecimal digits")
+        return self.folder / digest[:2] / digest[2:4] / digest
+
+    def exists(self, digest: str) -> bool:
+        """Whether a blob is there."""
+        return self.path(digest).is_file()
+
+    def size(self, digest: str) -> int:
+        """How many bytes a blob has. Raises `BlobError` if it is not there."""
+        with files.translated(f"reading the blob {digest}"):
+            return self.path(digest).stat().st_size
+
+    def delete(self, digest: str) -> None:
+        """Removes a blob, if it is there."""
+        with files.translated(f"removing the blob {digest}"):
+            self.path(digest).unlink(missing_ok=True)
+
+    def all_digests(self) -> frozenset[str]:
+        """The digests of all blobs."""
+        with files.translated("listing the blobs"):
+            return frozenset(path.name for path in self.folder.glob("??/??/*") if files.is_digest(path.name))
+
+    def remove_orphans(self, referenced: frozenset[str]) -> int:
+        """Removes blobs that are not referenced, and returns how many; and temporary files of a crash.
+
+        Only for the start: a blob that was just written is not referenced yet.
+        """
+        with files.translated("removing temporary files"):
+            for path in self.folder.glob(f"*{_TEMPORARY}"):
+                path.unlink(missing_ok=True)
+        orphans = self.all_digests() - referenced
+        for digest in orphans:
+            self.delete(digest)
+        return len(orphans)
+
+    def _temporary(self) -> Path:
+        return self.folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
+
+    def _move_in(self, source: Path, digest: str) -> None:
+        target = self.path(digest)
+        folder = target.parent
+        if folder not in self._synced:
+            folder.mkdir(parents=True, exist_ok=True)
+            files.sync(self.folder)
+            files.sync(folder.parent)
+            self._synced.add(folder)
+        # A blob of this digest that is there already is replaced: its entry in the folder might not be durable.
+        os.replace(source, target)
+        with _removed_on_error(target):
+            files.sync(folder)
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: Path) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(files.READ_BYTES):
+            yield part

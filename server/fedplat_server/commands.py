@@ -1,0 +1,136 @@
+"""The commands of `fedplat-server`: run the daemon, and look after its database."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedplat_server import __version__, evaluators, logs
+from fedplat_server.config import ServerConfig
+from fedplat_server.daemon import Daemon, stop_on_signals
+from fedplat_server.errors import ConfigError
+from fedplat_server.rpc import requests
+from fedplat_server.store import schema
+
+DEFAULT_LISTEN = "127.0.0.1:7443"
+# No panels: usage errors are plain lines, as all other errors are.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(database_app, name="db", help="Look after the database.")
+
+DataDir = Annotated[
+    Path, typer.Option(envvar="FEDPLAT_DATA_DIR", help="Folder for models, updates and the SQLite database.")
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        envvar="FEDPLAT_DATABASE",
+        help="Database URL, e.g. postgresql://user:password@host/name. Default: DATA_DIR/fedplat.sqlite.",
+    ),
+]
+DEFAULT_DATA_DIR = Path("fedplat-data")
+
+
+@app.callback(invoke_without_command=True)
+def common(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    """The server daemon of fedplat."""
+    if version:
+        print(f"fedplat-server {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(  # noqa: PLR0913 -- one parameter for each option of the command line
+    listen: Annotated[str, typer.Option(envvar="FEDPLAT_LISTEN", help="HOST:PORT to serve.")] = DEFAULT_LISTEN,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    database: Database = None,
+    evaluator: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=module:function that scores models on this server's data; may be repeated."),
+    ] = None,
+    evaluation_s: Annotated[float, typer.Option(help="Longest time that an evaluator may take for a model.")] = 600.0,
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    json_log: Annotated[
+        bool | None, typer.Option("--json-log/--text-log", help="Default: text on a terminal, else JSON.")
+    ] = None,
+) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C."""
+    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"--log-level {log_level}: expected DEBUG, INFO, WARNING or ERROR")
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
+    if not math.isfinite(grace_s):
+        raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
+    if not evaluation_s > 0.0:
+        raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
+    scorers = _evaluators(evaluator or [])
+    config = ServerConfig(
+        listen=listen,
+        data_dir=data_dir.resolve(),
+        database=_database_url(data_dir, database),
+        evaluators=scorers,
+        evaluation_s=evaluation_s,
+        grace_s=grace_s,
+    )
+    log = logs.configure(log_level, json=json_log)
+    try:
+        asyncio.run(_serve(config))
+    finally:
+        log.finish(timeout_s=1.0)
+
+
+def _evaluators(items: list[str]) -> dict[str, str]:
+    """Reads the options `--evaluator`; a mistake is found now, not when the first model shall be scored."""
+    found: dict[str, str] = {}
+    for item in items:
+        name, sign, reference = item.partition("=")
+        if not sign or not requests.is_name(name):
+            raise ConfigError(f"--evaluator {item}: expected NAME=module:function or NAME=/path/to/file.py:function")
+        if name in found:
+            raise ConfigError(f"--evaluator {item}: {name} is {found[name]} already")
+        try:
+            evaluators.check(reference)
+        except ConfigError as exc:
+            raise ConfigError(f"--evaluator {item}: {exc}") from exc
+        found[name] = reference
+    return found
+
+
+async def _serve(config: ServerConfig) -> None:
+    daemon = Daemon(config)
+    with stop_on_signals(daemon.stop):
+        await daemon.run()
+    logs.get().info("the server has stopped")
+
+
+@database_app.command()
+def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
+    """Create the database's tables, or bring them to this version. Safe to repeat."""
+    url = _database_url(data_dir, database)
+    before = schema.current(url)
+    schema.upgrade(url)
+    after = schema.current(url)
+    print(f"the database is at revision {after}" + (" already" if before == after else ""))
+
+
+@database_app.command()
+def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
+    """Show the revision of the database and that of this code."""
+    url = _database_url(data_dir, database)
+    print(f"database {schema.current(url) or 'empty'}, code {schema.head()}")
+
+
+def _database_url(data_dir: Path, database: str | None) -> str:
+    if database is not None:
+        return database
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"the data folder {data_dir} cannot be made: {exc.strerror}") from exc
+    return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"

@@ -1,0 +1,105 @@
+"""Who waits for the server to say something: free clients for work, working clients for an order to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+
+from fedplat.rounds import AttemptKey
+from fedplat.rounds.commands import Abort, Assign, Refuse
+
+Answer = Assign | Refuse
+_Name = tuple[AttemptKey, str]
+
+
+class Place:
+    """Where one call of a client waits. It hears what the coordinator says once it knows of this call.
+
+    What was said before that was meant for an earlier call: its token is dead, or its refusal is out of date.
+    """
+
+    def __init__(self) -> None:
+        self._answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self._is_open = False
+
+    def open(self) -> None:
+        """The coordinator has seen this call's check-in."""
+        self._is_open = True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self._answer.done()
+
+    @property
+    def answer(self) -> Answer | None:
+        """What was said; None if nothing was, or if the client was sent away."""
+        return self._answer.result() if self._answer.done() else None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when there is an answer, or when the time is over."""
+        await asyncio.wait([self._answer], timeout=timeout_s)
+
+    def tell(self, answer: Answer) -> None:
+        """Hears an answer, if it is meant for this call."""
+        if self._is_open and not self._answer.done():
+            self._answer.set_result(answer)
+
+    def send_away(self) -> None:
+        """Ends the waiting without an answer."""
+        if not self._answer.done():
+            self._answer.set_result(None)
+
+
+class Desk:
+    """Connects commands with the calls that wait for them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Place] = {}
+        self._working: dict[_Name, set[asyncio.Event]] = {}
+
+    @contextlib.contextmanager
+    def waiting(self, client_id: str) -> Generator[Place]:
+        """A place to wait for work; the client's earlier call, if there is one, is sent away."""
+        place = Place()
+        if (earlier := self._waiting.get(client_id)) is not None:
+            earlier.send_away()
+        self._waiting[client_id] = place
+        try:
+            yield place
+        finally:
+            if self._waiting.get(client_id) is place:
+                del self._waiting[client_id]
+
+    def is_latest(self, client_id: str, place: Place) -> bool:
+        """Whether this is the call by which the client waits."""
+        return self._waiting.get(client_id) is place
+
+    def tell(self, answer: Answer) -> None:
+        """Answers a waiting client; one that is gone will ask again."""
+        if (place := self._waiting.get(answer.client_id)) is not None:
+            place.tell(answer)
+
+    def send_away(self) -> None:
+        """Ends all waiting for work."""
+        for place in self._waiting.values():
+            place.send_away()
+
+    @contextlib.contextmanager
+    def working(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
+        """An event that is set when the client shall stop its work."""
+        name, event = (key, client_id), asyncio.Event()
+        self._working.setdefault(name, set()).add(event)
+        try:
+            yield event
+        finally:
+            calls = self._working[name]
+            calls.remove(event)
+            if not calls:
+                del self._working[name]
+
+    def stop(self, command: Abort) -> None:
+        """Wakes every heartbeat that a working client has pending, so that it hears at once."""
+        for event in self._working.get((command.key, command.client_id), ()):
+            event.set()

@@ -1,0 +1,60 @@
+"""The errors of the server, as one tree below `fedplat.errors.FedplatError`.
+
+```
+ServerError
+├── ConfigError            the daemon cannot start as it was told to; says what to change
+├── StoreError
+│   ├── StoreUnavailableError   the database does not answer; worth trying again
+│   ├── EnrolmentError          a client that is enrolled in another population
+│   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
+│   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
+├── BlobError              bytes that are missing or damaged, or cannot be written
+│   └── BlobFullError           there is no room on the disk; worth trying again when there is
+├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
+└── RefusedError           what a caller is told: a code of the catalogue in `rpc.errors`, and why
+```
+"""
+
+from __future__ import annotations
+
+from fedplat.errors import FedplatError
+
+
+class ServerError(FedplatError):
+    """The base of the server's errors."""
+
+
+class ConfigError(ServerError):
+    """The daemon cannot start as it was told to."""
+
+
+class StoreError(ServerError):
+    """The store could not do what it was asked for."""
+
+
+class StoreUnavailableError(StoreError):
+    """The database does not answer."""
+
+
+class EnrolmentError(StoreError):
+    """A client that is enrolled in one population enrols in another."""
+
+
+class StaleRevisionError(StoreError):
+    """A job was changed by somebody else since it was read."""
+
+
+class SchemaVersionError(StoreError):
+    """The database's schema is older or newer than this code."""
+
+
+class BlobError(ServerError):
+    """Bytes that are missing or damaged, or cannot be written."""
+
+
+class BlobFullError(BlobError):
+    """There is no room on the disk."""
+
+
+class UploadError(ServerError):
+    """An upload that cannot go on."""

@@ -1,0 +1,57 @@
+"""Durable writing: the few calls to the operating system that blobs and uploads share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import TypeAlias
+
+from fedplat_server.errors import BlobError, BlobFullError
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+READ_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is a SHA-256 in lowercase hexadecimal digits."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Generator[None]:
+    """Turns errors of the operating system into `BlobFullError` or `BlobError`."""
+    try:
+        yield
+    except OSError as exc:
+        kind = BlobFullError if exc.errno in _FULL else BlobError
+        raise kind(f"{doing} failed: {exc}") from exc
+
+
+def create(path: Path) -> int:
+    """Makes a new file, for its owner only, and opens it for writing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def write_all(descriptor: int, data: Bytes) -> None:
+    """Writes all of the data: one call of the operating system may write less."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or a folder's entries, survive a power failure.
+
+    An error is final: the kernel may have dropped what it could not write, and a second call would succeed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

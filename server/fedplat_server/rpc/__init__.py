@@ -1,0 +1,1 @@
+"""Thin gRPC handlers: decode, call the service, encode."""

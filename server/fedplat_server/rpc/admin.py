@@ -1,0 +1,226 @@
+"""The service of `admin.proto`: what operators say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+from grpc import aio
+
+from fedplat import wire
+from fedplat.errors import JobFileError, ModelError
+from fedplat.job import JobSpec, parse_job
+from fedplat.model import Parameters
+from fedplat.rounds import JobState, ModelVersion
+from fedplat.rounds.events import Action, OperatorCommand
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server import __version__
+from fedplat_server.rpc import convert, requests, streams
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.services import Services
+from fedplat_server.store.port import JobRecord
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """Every method: find the job, ask or tell, encode."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+        """How the daemon is."""
+        services = self._services
+        coordinator = services.runner.coordinator
+        jobs = Counter(record.state.status.value for record in services.jobs.all())
+        return admin_pb2.GetStatusResponse(
+            software_version=__version__,
+            protocol_version=wire.PROTOCOL_VERSION,
+            uptime_s=time.time() - services.started_unix_s,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            num_clients=len(await services.store.list_clients()),
+            num_waiting=len(coordinator.room.clients),
+            num_busy=coordinator.num_busy,
+            num_jobs=dict(jobs),
+            process_id=os.getpid(),
+            evaluators=services.evaluation.names,
+        )
+
+    async def UploadModel(
+        self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: Context
+    ) -> admin_pb2.UploadModelResponse:
+        """Stores an initial model."""
+        limit = self._services.config.limits.max_model_bytes
+        idle_s = self._services.config.limits.idle_s
+        parts = (part.data async for part in streams.steadily(request_iterator, idle_s))
+        blob = await streams.store_model(self._services.blobs, parts, limit)
+        return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
+
+    async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
+        """Makes a job in state DRAFT."""
+        services = self._services
+        spec = await asyncio.to_thread(self._parse, request.job_file)
+        self._check_evaluator(spec)
+        digest = requests.digest(request.initial_digest)
+        size_bytes = await asyncio.to_thread(self._check_model, digest)
+        state = JobState(
+            job_id=services.new_id("j"),
+            spec=spec,
+            latest=ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes),
+        )
+        record = await services.store.create_job(state, request.job_file, requests.key(request.idempotency_key))
+        services.jobs.add(record)
+        return await self._job(services.jobs.find(record.state.job_id))
+
+    async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
+        """Every job."""
+        jobs = [await self._job(record) for record in self._services.jobs.all()]
+        return admin_pb2.ListJobsResponse(jobs=jobs)
+
+    async def ShowJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
+        """One job."""
+        return await self._job(self._services.jobs.find(request.job))
+
+    async def StartJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
+        """Starts a draft."""
+        return await self._act(request.job, Action.START)
+
+    async def PauseJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
+        """Pauses a running job: the open attempt is abandoned, its clients are told to stop."""
+        return await self._act(request.job, Action.PAUSE)
+
+    async def ResumeJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
+        """Lets a paused job go on."""
+        return await self._act(request.job, Action.RESUME)
+
+    async def CancelJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
+        """Ends a job for good."""
+        return await self._act(request.job, Action.CANCEL)
+
+    async def WatchJob(self, request: admin_pb2.WatchJobRequest, context: Context) -> AsyncIterator[admin_pb2.JobEvent]:
+        """The job's history, then every new row, until the job has ended and its last version is scored."""
+        services = self._services
+        job_id = services.jobs.find(request.job).state.job_id
+        sequence = request.after_sequence
+        while True:
+            changed = services.jobs.next_change(job_id)
+            over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)
+            rows = await services.store.history(job_id, sequence)
+            for record in rows:
+                sequence = record.sequence
+                yield convert.event(record)
+            if rows:
+                continue
+            if over:
+                return
+            if services.draining:  # an end without an error would say that the job has ended
+                raise RefusedError(Code.DRAINING)
+            await changed.wait()
+
+    async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
+        """The attempts of a job."""
+        job_id = self._services.jobs.find(request.job).state.job_id
+        attempts = await self._services.store.list_attempts(job_id, all_attempts=request.all_attempts)
+        scores = {
+            (record.version.round, record.version.attempt): record.metrics
+            for record in await self._services.store.list_versions(job_id)
+        }
+        rounds = [convert.round_(attempt, scores.get(attempt.key[1:], {})) for attempt in attempts]
+        return admin_pb2.ListRoundsResponse(rounds=rounds)
+
+    async def ListClients(
+        self, request: admin_pb2.ListClientsRequest, context: Context
+    ) -> admin_pb2.ListClientsResponse:
+        """The enrolled clients, and what each of them does."""
+        services = self._services
+        coordinator = services.runner.coordinator
+        clients: list[admin_pb2.Client] = []
+        for record in await services.store.list_clients(request.population or None):
+            key = coordinator.assignment_of(record.client_id)
+            waiting = record.client_id in coordinator.room.clients
+            clients.append(
+                admin_pb2.Client(
+                    client_id=record.client_id,
+                    population=record.population,
+                    labels=dict(record.labels),
+                    state="busy" if key is not None else "waiting" if waiting else "away",
+                    enrolled_unix_s=record.enrolled_unix_s,
+                    last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
+                    software_version=record.software_version,
+                    job_id=key.job_id if key is not None else "",
+                )
+            )
+        return admin_pb2.ListClientsResponse(clients=clients)
+
+    async def ListModelVersions(
+        self, request: admin_pb2.ListModelVersionsRequest, context: Context
+    ) -> admin_pb2.ListModelVersionsResponse:
+        """The committed versions of a job."""
+        job_id = self._services.jobs.find(request.job).state.job_id
+        records = await self._services.store.list_versions(job_id)
+        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record) for record in records])
+
+    async def ExportModel(
+        self, request: admin_pb2.ExportModelRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
+        """Sends the file of a version."""
+        job = self._services.jobs.find(request.job).state
+        wanted = request.version if request.HasField("version") else job.latest.version
+        versions = await self._services.store.list_versions(job.job_id)
+        found = next((record.version for record in versions if record.version.version == wanted), None)
+        if found is None:
+            raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
+        yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))
+        async for data in streams.read(self._services.blobs.path(found.digest), 0):
+            yield admin_pb2.ExportModelResponse(data=data)
+
+    async def _act(self, name: str, action: Action) -> admin_pb2.Job:
+        job_id = self._services.jobs.find(name).state.job_id
+        verdict = await self._services.runner.submit(OperatorCommand(job_id, action))
+        if not verdict.accepted:
+            raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
+        return await self._job(self._services.jobs.find(job_id))
+
+    async def _job(self, record: JobRecord) -> admin_pb2.Job:
+        last = await self._services.store.last_attempt(record.state.job_id)
+        return convert.job(record, convert.round_(last, {}) if last is not None else None)
+
+    def _parse(self, job_file: str) -> JobSpec:
+        limit = self._services.config.limits.max_job_file_bytes
+        if len(job_file.encode()) > limit:
+            raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {limit} bytes")
+        try:
+            return parse_job(job_file)
+        except JobFileError as exc:
+            raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
+
+    def _check_evaluator(self, spec: JobSpec) -> None:
+        wanted, names = spec.evaluation.server, self._services.evaluation.names
+        if wanted is not None and wanted not in names:
+            have = f"it has {', '.join(names)}" if names else "it has none"
+            raise RefusedError(
+                Code.NO_SUCH_EVALUATOR,
+                f"{wanted!r}; {have}. Start it with --evaluator {wanted}=module:function, "
+                "or leave evaluation.server out of the job file",
+            )
+
+    def _check_model(self, digest: str) -> int:
+        path = self._services.blobs.path(digest)
+        try:
+            parameters = Parameters.open(path)
+        except FileNotFoundError as exc:
+            raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)") from exc
+        except ModelError as exc:
+            raise RefusedError(Code.INVALID_MODEL, str(exc)) from exc
+        if parameters.schema.num_floating == 0:
+            raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
+        if not parameters.is_finite():
+            raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
+        return path.stat().st_size

@@ -1,0 +1,133 @@
+"""Where exceptions become gRPC statuses: once, for every method of every service."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import quote, unquote
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from fedplat_server import logs
+from fedplat_server.errors import BlobFullError, StoreUnavailableError
+from fedplat_server.rpc.errors import Code, RefusedError
+
+METADATA_CODE = "fedplat-code"
+MAX_QUOTED = 6000
+"""Bytes of a message as gRPC quotes it in the trailers, of which it takes 8 KiB in all."""
+_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+# A string: these classes are generic for the type checker only.
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
+
+
+class Boundary(aio.ServerInterceptor):
+    """Turns what a handler raises into what a caller may know; the rest goes to the log, under a number."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps the handler of a call."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method: str = handler_call_details.method
+        codec = {
+            "request_deserializer": _decoder(handler.request_deserializer),
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **codec)
+        if handler.stream_unary:
+            inner = handler.stream_unary
+            return grpc.stream_unary_rpc_method_handler(
+                _unary(lambda requests, context: inner(_well_formed(requests), context), method), **codec
+            )
+        if handler.unary_stream:
+            # A handler either yields its responses or writes them (that of the health service does).
+            wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
+            return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
+        return handler
+
+
+class _Malformed:
+    """Stands for a request that could not be decoded. gRPC itself would log a traceback for each."""
+
+
+_MALFORMED = _Malformed()
+
+
+def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode_or_mark(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _MALFORMED
+
+    return decode_or_mark
+
+
+def _require_well_formed(request: Any) -> Any:
+    if request is _MALFORMED:
+        raise RefusedError(Code.INVALID_REQUEST, "its bytes are not a message of this protocol")
+    return request
+
+
+async def _well_formed(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+    async for request in requests:
+        yield _require_well_formed(request)
+
+
+def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        async with _translated(context, method):
+            return await inner(_require_well_formed(request), context)
+
+    return call
+
+
+def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        async with (
+            _translated(context, method),
+            contextlib.aclosing(inner(_require_well_formed(request), context)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    return call
+
+
+@contextlib.asynccontextmanager
+async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> AsyncGenerator[None]:
+    try:
+        yield
+    except RefusedError as exc:
+        await _abort(context, exc)
+    except StoreUnavailableError:
+        await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
+    except BlobFullError:
+        await _abort(context, RefusedError(Code.STORAGE_FULL))
+    except aio.AbortError:
+        raise
+    except Exception:  # the RPC boundary: logged with its traceback, told to nobody
+        number = secrets.token_hex(4)
+        logs.get().exception("a call failed", method=method, number=number)
+        await _abort(context, RefusedError(Code.INTERNAL, number))
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], refused: RefusedError) -> None:
+    await context.abort(refused.status, _shortened(str(refused)), ((METADATA_CODE, refused.code.value),))
+
+
+def _shortened(text: str) -> str:
+    quoted = quote(text, safe=_PLAIN)
+    if len(quoted) <= MAX_QUOTED:
+        return text
+    return unquote(re.sub("%.?$", "", quoted[:MAX_QUOTED]), errors="ignore") + " ..."

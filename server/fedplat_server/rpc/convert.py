@@ -1,0 +1,134 @@
+"""Between the records of the core and the messages of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedplat.job import JobSpec, Scalar
+from fedplat.rounds import ModelVersion
+from fedplat.rounds.commands import RetryWindow
+from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+
+REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
+    reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
+}
+_REASONS_BACK = {wire: reason for reason, wire in REASONS.items()}
+_STATUSES = {status: admin_pb2.JobStatus.Value(f"JOB_STATUS_{status.name}") for status in JobStatus}
+_KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind in AttemptKind}
+_PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
+TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb2.TASK_EVALUATE}
+
+
+def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
+    """The reason that a message names; None when it is unset or from a newer version."""
+    return _REASONS_BACK.get(value)
+
+
+def refusal(reason: Reason, window: RetryWindow, text: str = "") -> fleet_pb2.Refusal:
+    """A refusal with its reason in words."""
+    return fleet_pb2.Refusal(
+        reason=REASONS[reason],
+        text=text or REASON_TEXTS[reason],
+        retry=model_pb2.RetryWindow(min_s=window.min_s, max_s=window.max_s),
+    )
+
+
+def value(scalar: Scalar) -> model_pb2.Value:
+    """A hyper-parameter."""
+    if isinstance(scalar, bool):  # before int: a bool is one
+        return model_pb2.Value(bool_value=scalar)
+    if isinstance(scalar, int):
+        return model_pb2.Value(int_value=scalar)
+    if isinstance(scalar, float):
+        return model_pb2.Value(double_value=scalar)
+    return model_pb2.Value(string_value=scalar)
+
+
+def model_ref(version: ModelVersion) -> model_pb2.ModelRef:
+    """Names a version and its content."""
+    return model_pb2.ModelRef(version=version.version, digest=version.digest, size_bytes=version.size_bytes)
+
+
+def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
+    """The trainer or evaluator that an assignment runs."""
+    if kind is AttemptKind.TRAIN:
+        return spec.trainer
+    assert spec.evaluation.clients is not None
+    return spec.evaluation.clients.evaluator
+
+
+def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
+    """A job with its last attempt."""
+    state = record.state
+    return admin_pb2.Job(
+        job_id=state.job_id,
+        name=state.spec.name,
+        population=state.spec.population,
+        status=_STATUSES[state.status],
+        reason=state.reason,
+        round=state.round,
+        num_rounds=state.spec.rounds,
+        model=model_ref(state.latest),
+        created_unix_s=record.created_unix_s,
+        job_file=record.job_file,
+        current=current,
+    )
+
+
+def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
+    """An attempt with its outcome counted."""
+    counts = {state: attempt.counts.get(state, 0) for state in AssignmentState}
+    ended = attempt.ended_unix_s
+    return admin_pb2.Round(
+        round=attempt.key.round,
+        attempt=attempt.key.number,
+        kind=_KINDS[attempt.kind],
+        phase=_PHASES[attempt.phase],
+        reason=attempt.reason,
+        base_version=attempt.base_version,
+        goal=attempt.goal,
+        minimum=attempt.minimum,
+        assigned=sum(counts.values()),
+        reported=counts[AssignmentState.REPORTED] + counts[AssignmentState.MERGED],
+        late=counts[AssignmentState.LATE],
+        failed=counts[AssignmentState.FAILED],
+        rejected=counts[AssignmentState.REJECTED],
+        surplus=counts[AssignmentState.SURPLUS],
+        dropped=counts[AssignmentState.DROPPED],
+        opened_unix_s=attempt.opened_unix_s,
+        seconds=ended - attempt.opened_unix_s if ended is not None else 0.0,
+        client_metrics=dict(attempt.metrics),
+        server_metrics=dict(server_metrics),
+    )
+
+
+def version(record: VersionRecord) -> admin_pb2.ModelVersion:
+    """A model version."""
+    return admin_pb2.ModelVersion(
+        model=model_ref(record.version),
+        round=record.version.round,
+        created_unix_s=record.created_unix_s,
+        num_updates=record.version.num_updates,
+        total_weight=record.version.total_weight,
+        metrics=dict(record.metrics),
+    )
+
+
+def event(record: HistoryRecord) -> admin_pb2.JobEvent:
+    """A row of the history."""
+    row = record.row
+    return admin_pb2.JobEvent(
+        sequence=record.sequence,
+        unix_s=record.unix_s,
+        entity=row.entity,
+        round=row.round,
+        attempt=row.attempt,
+        client_id=row.client_id,
+        from_state=row.from_state,
+        to_state=row.to_state,
+        reason=row.reason,
+        metrics=dict(row.metrics),
+        kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
+    )

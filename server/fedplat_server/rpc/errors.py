@@ -1,0 +1,72 @@
+"""The catalogue of what a caller may be told: code, gRPC status, public sentence. Details go to the log only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import grpc
+
+from fedplat_server.errors import ServerError
+
+
+class Code(StrEnum):
+    """A machine-readable refusal; sent as trailing metadata `fedplat-code`."""
+
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    INVALID_JOB_FILE = "INVALID_JOB_FILE"
+    INVALID_MODEL = "INVALID_MODEL"
+    NO_SUCH_JOB = "NO_SUCH_JOB"
+    AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
+    NO_SUCH_VERSION = "NO_SUCH_VERSION"
+    NO_SUCH_MODEL = "NO_SUCH_MODEL"
+    NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
+    ILLEGAL_ACTION = "ILLEGAL_ACTION"
+    STALE_ASSIGNMENT = "STALE_ASSIGNMENT"
+    WRONG_OFFSET = "WRONG_OFFSET"
+    TOO_LARGE = "TOO_LARGE"
+    UPLOAD_INCOMPLETE = "UPLOAD_INCOMPLETE"
+    TOO_SLOW = "TOO_SLOW"
+    TOO_MANY_CALLS = "TOO_MANY_CALLS"
+    DRAINING = "DRAINING"
+    STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
+    STORAGE_FULL = "STORAGE_FULL"
+    INTERNAL = "INTERNAL"
+
+
+_S = grpc.StatusCode
+CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
+    Code.UNAUTHENTICATED: (_S.UNAUTHENTICATED, "the credential is missing or unknown; enrol first"),
+    Code.UNSUPPORTED_VERSION: (_S.FAILED_PRECONDITION, "this server speaks other protocol versions"),
+    Code.INVALID_REQUEST: (_S.INVALID_ARGUMENT, "the request cannot be used"),
+    Code.INVALID_JOB_FILE: (_S.INVALID_ARGUMENT, "the job file cannot be used"),
+    Code.INVALID_MODEL: (_S.INVALID_ARGUMENT, "the model cannot be used"),
+    Code.NO_SUCH_JOB: (_S.NOT_FOUND, "there is no such job"),
+    Code.AMBIGUOUS_JOB: (_S.INVALID_ARGUMENT, "several jobs have this name; use the job id"),
+    Code.NO_SUCH_VERSION: (_S.NOT_FOUND, "there is no such model version"),
+    Code.NO_SUCH_MODEL: (_S.NOT_FOUND, "there is no such model for this client"),
+    Code.NO_SUCH_EVALUATOR: (_S.FAILED_PRECONDITION, "the server has no such evaluator"),
+    Code.ILLEGAL_ACTION: (_S.FAILED_PRECONDITION, "the job's status does not allow this"),
+    Code.STALE_ASSIGNMENT: (_S.NOT_FOUND, "the assignment is not open any more"),
+    Code.WRONG_OFFSET: (_S.OUT_OF_RANGE, "the upload does not go on where it stopped"),
+    Code.TOO_LARGE: (_S.INVALID_ARGUMENT, "more bytes than are accepted here"),
+    Code.UPLOAD_INCOMPLETE: (_S.ABORTED, "the update has not arrived completely"),
+    Code.TOO_SLOW: (_S.DEADLINE_EXCEEDED, "the stream has made no progress"),
+    Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "this client has too many calls open"),
+    Code.DRAINING: (_S.UNAVAILABLE, "the server is stopping; try again"),
+    Code.STORE_UNAVAILABLE: (_S.UNAVAILABLE, "the server's database does not answer; try again"),
+    Code.STORAGE_FULL: (_S.RESOURCE_EXHAUSTED, "the server's disk is full; try again later"),
+    Code.INTERNAL: (_S.INTERNAL, "the server failed; its log has the details under this number"),
+}
+"""Every code with its status and what everybody may read."""
+
+
+class RefusedError(ServerError):
+    """A caller is refused; `detail` is public too."""
+
+    def __init__(self, code: Code, detail: str = "") -> None:
+        self.code = code
+        self.status, sentence = CATALOGUE[code]
+        super().__init__(f"{sentence}: {detail}" if detail else sentence)

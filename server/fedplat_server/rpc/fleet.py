@@ -1,0 +1,291 @@
+"""The service of `fleet.proto`: what clients say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias, cast
+
+from grpc import aio
+
+from fedplat import rounds, wire
+from fedplat.rounds import Assignment, AttemptKey, Verdict
+from fedplat.rounds.commands import Assign, RetryWindow
+from fedplat.rounds.events import (
+    AssignmentFailed,
+    ClientCheckedIn,
+    UpdateRejected,
+    UpdateReported,
+    UploadStarted,
+)
+from fedplat.rounds.states import FAILURES, AttemptKind, Reason
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
+from fedplat_server import __version__, intake
+from fedplat_server.check_in import SOON, wait_for_work
+from fedplat_server.rpc import convert, requests, streams
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.runner import hash_secret
+from fedplat_server.services import Services
+from fedplat_server.store.port import ClientRecord
+from fedplat_server.uploads import UploadKey
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+DRAINING = RetryWindow(1.0, 5.0)
+
+
+class FleetService(fleet_pb2_grpc.FleetServicer):
+    """Every method: who is it, what does the coordinator say, tell them."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.config.limits
+
+    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        """Makes the caller a client."""
+        requests.protocol_version(request.protocol_version)
+        client_id, credential = await self._services.clients.enroll(
+            requests.name(request.population, "population"),
+            requests.labels(request.labels, self._limits),
+            requests.text(request.software_version, 100),
+            requests.key(request.idempotency_key),
+        )
+        return fleet_pb2.EnrollResponse(client_id=client_id, credential=credential)
+
+    async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
+        """Waits for work."""
+        requests.protocol_version(request.protocol_version)
+        client = await self._client(context)
+        labels = requests.labels(request.labels, self._limits)
+        trainers = requests.names(request.trainers, "trainer", self._limits)
+        evaluators = requests.names(request.evaluators, "evaluator", self._limits)
+        version = requests.text(request.software_version, 100)
+        client = await self._services.clients.update(client, labels, version)
+        response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
+        if reason := self._services.refuse_if_draining():
+            response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
+            return response
+        event = ClientCheckedIn(
+            client_id=client.client_id,
+            population=client.population,
+            labels=labels,
+            trainers=trainers,
+            evaluators=evaluators,
+        )
+        wait_s = requests.wait_s(request.wait_s, self._limits)
+        answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
+        if isinstance(answer, Assign):
+            response.assignment.CopyFrom(self._assignment(answer))
+        elif reason := self._services.refuse_if_draining():
+            response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
+        else:
+            response.refusal.CopyFrom(convert.refusal(answer.reason, answer.retry))
+        return response
+
+    async def Download(self, request: fleet_pb2.DownloadRequest, context: Context) -> AsyncIterator[model_pb2.Chunk]:
+        """Sends a model of one of the population's jobs."""
+        client = await self._client(context)
+        digest = requests.digest(request.digest)
+        if not await self._may_read(client, digest):
+            raise RefusedError(Code.NO_SUCH_MODEL, digest)
+        async for data in streams.read(self._services.blobs.path(digest), request.offset):
+            yield model_pb2.Chunk(data=data)
+
+    async def Upload(
+        self, request_iterator: AsyncIterator[fleet_pb2.UploadRequest], context: Context
+    ) -> fleet_pb2.UploadResponse:
+        """Receives an update, from where it stopped."""
+        client = await self._client(context)
+        messages = streams.steadily(request_iterator, self._limits.idle_s)
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
+        header = first.header
+        key, _ = await self._open_assignment(client, header.token)
+        await self._check_size(key, client.client_id, header.size_bytes)
+        started = await self._services.runner.submit(UploadStarted(key, client.client_id))
+        if not started.accepted:
+            raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
+        upload_key = UploadKey(*key, client.client_id)
+
+        def still_wanted() -> bool:
+            found = self._services.runner.coordinator.find(key, client.client_id)
+            return found is not None and found[1].is_busy
+
+        parts = (part.data async for part in messages)
+        try:
+            received = await streams.receive(self._services.uploads, upload_key, header, parts, still_wanted)
+        finally:
+            await self._tidy_up(key, upload_key)
+        return fleet_pb2.UploadResponse(received_bytes=received)
+
+    async def QueryUpload(
+        self, request: fleet_pb2.QueryUploadRequest, context: Context
+    ) -> fleet_pb2.QueryUploadResponse:
+        """Tells where an upload resumes."""
+        client = await self._client(context)
+        key, _ = await self._open_assignment(client, request.token)
+        upload_key, digest = UploadKey(*key, client.client_id), requests.digest(request.digest)
+        received = await asyncio.to_thread(self._services.uploads.received, upload_key, digest)
+        return fleet_pb2.QueryUploadResponse(received_bytes=received)
+
+    async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
+        """Commits an update."""
+        client = await self._client(context)
+        found = await self._find(client, request.token)
+        if found is None:
+            return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, SOON))
+        key, assignment = found
+        if assignment.is_busy:
+            verdict = await self._take_report(key, client, request)
+        else:
+            verdict = rounds.verdict_on_report(assignment, request.digest)
+        if verdict.accepted:
+            receipt = fleet_pb2.Receipt(job_id=key.job_id, round=key.round, attempt=key.number, digest=request.digest)
+            return fleet_pb2.ReportResponse(receipt=receipt)
+        return fleet_pb2.ReportResponse(refusal=convert.refusal(verdict.reason or Reason.STALE, SOON, verdict.text))
+
+    async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
+        """Gives an assignment up."""
+        client = await self._client(context)
+        reason = convert.reason_from_wire(request.reason)
+        if reason is None or reason not in FAILURES:
+            raise RefusedError(
+                Code.INVALID_REQUEST, f"expected one of {', '.join(sorted(FAILURES))} as the reason of a failure"
+            )
+        found = await self._find(client, request.token)
+        if found is not None and found[1].is_busy:
+            text = requests.text(request.text, self._limits.max_text)
+            await self._services.runner.submit(AssignmentFailed(found[0], client.client_id, reason, text))
+        return fleet_pb2.FailResponse()
+
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
+        """Says "go on" after a while, or "stop" at once."""
+        client = await self._client(context)
+        found = await self._find(client, request.token)
+        if found is None:
+            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, SOON))
+        key, assignment = found
+        if assignment.is_busy:
+            wait_s = requests.wait_s(request.wait_s, self._limits)
+            with self._services.desk.working(key, client.client_id) as stopped, contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), wait_s)
+            found = await self._find(client, request.token)
+        if found is not None and found[1].is_busy:
+            remaining_s = max(found[1].deadline_at - self._services.runner.now, 0.0)
+            return fleet_pb2.HeartbeatResponse(proceed=fleet_pb2.Continue(remaining_s=remaining_s))
+        reason = (found[1].reason if found is not None else None) or Reason.STALE
+        return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
+
+    async def _client(self, context: Context) -> ClientRecord:
+        given = (value for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION)
+        client = await self._services.clients.authenticate(str(next(given, "")))
+        end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)
+
+        def done(_: object) -> None:
+            end_call()
+
+        context.add_done_callback(cast(Any, done))
+        return client
+
+    def _assignment(self, command: Assign) -> fleet_pb2.Assignment:
+        job = self._services.jobs.state(command.key.job_id)
+        spec = job.spec
+        assert job.latest.version == command.base_version
+        return fleet_pb2.Assignment(
+            token=command.token,
+            job_id=job.job_id,
+            job_name=spec.name,
+            round=command.key.round,
+            attempt=command.key.number,
+            task=convert.TASKS[command.kind],
+            trainer=convert.handler_of(spec, command.kind),
+            model=convert.model_ref(job.latest),
+            config={name: convert.value(scalar) for name, scalar in spec.config.items()},
+            training_timeout_s=command.training_timeout_s,
+            upload_timeout_s=command.upload_timeout_s,
+            heartbeat_s=spec.deadlines.heartbeat_s,
+        )
+
+    async def _may_read(self, client: ClientRecord, digest: str) -> bool:
+        for job in self._services.runner.coordinator.jobs.values():
+            if job.latest.digest == digest and job.spec.population == client.population:
+                return True
+        return client.population in await self._services.store.populations_of(digest)
+
+    async def _find(self, client: ClientRecord, token: str) -> tuple[AttemptKey, Assignment] | None:
+        """The assignment that the token names, however old; None when it is not this client's."""
+        coordinator, token_hash = self._services.runner.coordinator, hash_secret(token)
+        key = coordinator.assignment_of(client.client_id)
+        live = coordinator.find(key, client.client_id) if key is not None else None
+        if key is not None and live is not None and secrets.compare_digest(live[1].token_hash, token_hash):
+            return key, live[1]
+        stored = await self._services.store.find_assignment(token_hash)
+        if stored is None or stored[1].client_id != client.client_id:
+            return None
+        live = coordinator.find(stored[0], client.client_id)
+        return (stored[0], live[1]) if live is not None else stored
+
+    async def _open_assignment(self, client: ClientRecord, token: str) -> tuple[AttemptKey, Assignment]:
+        found = await self._find(client, token)
+        if found is None:
+            raise RefusedError(Code.STALE_ASSIGNMENT)
+        if not found[1].is_busy:
+            raise RefusedError(Code.STALE_ASSIGNMENT, found[1].reason or found[1].state)
+        return found
+
+    async def _check_size(self, key: AttemptKey, client_id: str, size_bytes: int) -> None:
+        limit = intake.size_limit(self._services.jobs.state(key.job_id).latest.size_bytes)
+        if size_bytes > limit:
+            text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
+            await self._reject(key, client_id, Reason.REJECTED_SCHEMA, text)
+            raise RefusedError(Code.TOO_LARGE, text)
+
+    async def _tidy_up(self, key: AttemptKey, upload_key: UploadKey) -> None:
+        """Throws away what arrived while the attempt was ending, after all its other uploads had been."""
+        found = self._services.runner.coordinator.find(key, upload_key.client_id)
+        if found is None or not found[0].is_open:
+            await asyncio.to_thread(self._services.uploads.discard, upload_key)
+
+    async def _take_report(self, key: AttemptKey, client: ClientRecord, request: fleet_pb2.ReportRequest) -> Verdict:
+        """Checks a report and hands it to the coordinator."""
+        services, client_id = self._services, client.client_id
+        if not (math.isfinite(request.num_examples) and request.num_examples > 0):
+            text = f"the number of examples is {request.num_examples}; expected a positive finite number"
+            return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, text)
+        if bad := requests.why_metrics_are_bad(request.metrics, self._limits):
+            return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
+        found = services.runner.coordinator.find(key, client_id)
+        if found is not None and found[0].kind is AttemptKind.TRAIN:
+            try:
+                problem = await self._check_update(key, client_id, request)
+            finally:
+                await self._tidy_up(key, UploadKey(*key, client_id))
+            if problem is not None:
+                return await self._reject(key, client_id, *problem)
+        elif request.digest:
+            return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
+        return await services.runner.submit(
+            UpdateReported(key, client_id, request.digest, request.num_examples, dict(request.metrics))
+        )
+
+    async def _check_update(
+        self, key: AttemptKey, client_id: str, request: fleet_pb2.ReportRequest
+    ) -> tuple[Reason, str] | None:
+        """Why the update that a report brings or names is not acceptable. Raises `RefusedError` if it is not there."""
+        services, digest, upload_key = self._services, requests.digest(request.digest), UploadKey(*key, client_id)
+        if request.update:
+            await self._check_size(key, client_id, len(request.update))
+            if not await streams.receive_inline(services.uploads, upload_key, digest, request.update):
+                return Reason.REJECTED_DIGEST, ""
+        path = await asyncio.to_thread(services.uploads.complete, upload_key, digest)
+        if path is None:
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
+        base = services.blobs.path(services.jobs.state(key.job_id).latest.digest)
+        return await asyncio.to_thread(intake.check_update, path, base)
+
+    async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
+        verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))
+        return Verdict(reason, text) if verdict.accepted else verdict

@@ -1,0 +1,95 @@
+"""Checks of what callers send, before anything is done with it. All raise `RefusedError`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+
+from fedplat import wire
+from fedplat_server.config import Limits
+from fedplat_server.rpc.errors import Code, RefusedError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text may name a population, a trainer or an evaluator."""
+    return _NAME.fullmatch(text) is not None
+
+
+def name(text: str, what: str) -> str:
+    """A name of a population, a label, a trainer: letters, digits, `_.-`, at most 63."""
+    if not is_name(text):
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        raise RefusedError(
+            Code.INVALID_REQUEST, f"{what} {shown!r}: expected 1 to 63 letters, digits or _.- (a letter or digit first)"
+        )
+    return text
+
+
+def digest(text: str) -> str:
+    """A SHA-256 in lower-case hexadecimal."""
+    if not _DIGEST.fullmatch(text):
+        raise RefusedError(Code.INVALID_REQUEST, "a digest must be 64 lower-case hexadecimal digits")
+    return text
+
+
+def names(given: Collection[str], what: str, limits: Limits) -> frozenset[str]:
+    """The names of a client's trainers or evaluators."""
+    if len(given) > limits.max_names:
+        raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} {what}s; at most {limits.max_names} are accepted")
+    return frozenset(name(one, what) for one in given)
+
+
+def text(given: str, max_length: int) -> str:
+    """Text for people: shortened, and without what could steer an operator's terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in given[:max_length])
+
+
+def key(text: str) -> str:
+    """An idempotency key."""
+    if not 8 <= len(text) <= 200 or not text.isprintable():
+        raise RefusedError(Code.INVALID_REQUEST, "an idempotency key must have 8 to 200 printable characters")
+    return text
+
+
+def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
+    """The labels of a client."""
+    if len(given) > limits.max_labels:
+        raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} labels; at most {limits.max_labels} are accepted")
+    for label, text in given.items():
+        if not label.isidentifier() or len(label) > 63:
+            raise RefusedError(Code.INVALID_REQUEST, f"label {label[:80]!r}: expected a name such as memory_mb")
+        if len(text) > 200:
+            raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} has {len(text)} characters; at most 200")
+        if not text.isprintable():
+            raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} is {text!r}; expected printable characters")
+    return dict(given)
+
+
+def wait_s(given: float, limits: Limits) -> float:
+    """How long a long poll waits: what the caller asks for, within the server's bound."""
+    return min(max(given, 0.0), limits.max_wait_s) if math.isfinite(given) else 0.0
+
+
+def protocol_version(given: int) -> None:
+    """Refuses a caller that speaks another protocol, naming ours."""
+    if given != wire.PROTOCOL_VERSION:
+        raise RefusedError(
+            Code.UNSUPPORTED_VERSION,
+            f"the caller speaks version {given}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
+        )
+
+
+def why_metrics_are_bad(metrics: Mapping[str, float], limits: Limits) -> str:
+    """What is wrong with reported metrics; empty when nothing is."""
+    if len(metrics) > limits.max_metrics:
+        return f"{len(metrics)} metrics; at most {limits.max_metrics} are accepted"
+    for metric, number in metrics.items():
+        if not metric or len(metric) > 100 or not metric.isprintable():
+            return f"the metric {metric[:80]!r} has {len(metric)} characters; expected 1 to 100 printable ones"
+        if not math.isfinite(number):
+            return f"the metric {metric!r} is {number}; expected a finite number"
+    return ""

@@ -1,0 +1,96 @@
+"""What the RPC handlers work with: the parts of the daemon, and which jobs there are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from fedplat.rounds import JobState
+from fedplat.rounds.states import ENDED_JOBS, Reason
+from fedplat_server.blobs import BlobStore
+from fedplat_server.clients import ClientBook
+from fedplat_server.config import ServerConfig
+from fedplat_server.desk import Desk
+from fedplat_server.evaluation import Evaluation
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.runner import Runner
+from fedplat_server.store.port import JobRecord, Store
+from fedplat_server.uploads import UploadStore
+
+
+class JobBook:
+    """The jobs as operators see them: the coordinator's state, with job file and time of creation."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._records: dict[str, JobRecord] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+
+    def add(self, record: JobRecord) -> None:
+        """Takes over a stored job. Idempotent."""
+        self._records.setdefault(record.state.job_id, record)
+        if record.state.job_id not in self._runner.coordinator.jobs:
+            self._runner.coordinator.add(record.state)
+
+    def all(self) -> list[JobRecord]:
+        """Every job, in the order of creation."""
+        return [self._current(job_id) for job_id in self._records]
+
+    def find(self, name: str) -> JobRecord:
+        """The job with this id, or the only one with this name. Raises `RefusedError`."""
+        if name in self._records:
+            return self._current(name)
+        named = [record for record in self.all() if record.state.spec.name == name]
+        # Of several with one name, the one that has not ended is meant.
+        living = [record for record in named if record.state.status not in ENDED_JOBS]
+        candidates = living if living else named
+        if not candidates:
+            raise RefusedError(Code.NO_SUCH_JOB, repr(name))
+        if len(candidates) > 1:
+            raise RefusedError(Code.AMBIGUOUS_JOB, ", ".join(record.state.job_id for record in candidates))
+        return candidates[0]
+
+    def state(self, job_id: str) -> JobState:
+        """The coordinator's state of a job that is known to exist."""
+        return self._runner.coordinator.jobs[job_id]
+
+    def changed(self, job_id: str) -> None:
+        """Wakes everybody who watches a job."""
+        event = self._changed.pop(job_id, None)
+        if event is not None:
+            event.set()
+
+    def next_change(self, job_id: str) -> asyncio.Event:
+        """An event that is set at the job's next change."""
+        return self._changed.setdefault(job_id, asyncio.Event())
+
+    def wake_all(self) -> None:
+        """Wakes every watcher, because the daemon stops."""
+        for job_id in list(self._changed):
+            self.changed(job_id)
+
+    def _current(self, job_id: str) -> JobRecord:
+        return dataclasses.replace(self._records[job_id], state=self.state(job_id))
+
+
+@dataclasses.dataclass
+class Services:
+    """The parts of the daemon that handlers use."""
+
+    config: ServerConfig
+    store: Store
+    runner: Runner
+    jobs: JobBook
+    clients: ClientBook
+    desk: Desk
+    blobs: BlobStore
+    uploads: UploadStore
+    evaluation: Evaluation
+    started_unix_s: float
+    new_id: Callable[[str], str]
+    draining: bool = False
+
+    def refuse_if_draining(self) -> Reason | None:
+        """Why nobody gets work now, if so."""
+        return Reason.DRAINING if self.draining else None

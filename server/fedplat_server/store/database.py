@@ -1,0 +1,91 @@
+"""Transactions: short pieces of work on a connection, queued, translated, and tried again after conflicts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from fedplat_server.store.engine import NUM_READERS, WRITES, ConflictError, num_writers, translated
+
+MAX_TRIES = 5
+"""How often a transaction is tried that the database rolls back because of another one."""
+
+_T = TypeVar("_T")
+Work = Callable[[AsyncConnection], Awaitable[_T]]
+
+
+class Database:
+    """Runs work in transactions.
+
+    A transaction that has begun goes on to its end though its caller is cancelled, as RPC handlers are whenever a
+    client hangs up; the caller gets its `CancelledError` then. Cutting it off would cost the connection, and leave
+    a lock of SQLite behind for a while.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._writing = engine.execution_options(**{WRITES: True})
+        # One snapshot for all queries of a transaction. In SQLite each has that anyhow.
+        snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reading = engine.execution_options(**snapshot) if self.dialect == "postgresql" else engine
+        # Who waits, waits here, in order: SQLite's busy handler is unfair, and the pool gives up after a while.
+        self._readers = asyncio.Semaphore(NUM_READERS)
+        self._writers = asyncio.Semaphore(num_writers(engine.url))
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def dialect(self) -> str:
+        """The kind of database: sqlite or postgresql."""
+        return self._engine.dialect.name
+
+    async def close(self) -> None:
+        """Waits for transactions that still run, and lets go of every connection."""
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._engine.dispose()
+
+    async def read(self, work: Work[_T]) -> _T:
+        """Runs work that only reads, on one snapshot."""
+        return await self._to_the_end(self._readers, self._read, work)
+
+    async def write(self, work: Work[_T]) -> _T:
+        """Runs work in a transaction; again, if the database rolled it back because of another one."""
+        for tries in range(1, MAX_TRIES):
+            try:
+                return await self._to_the_end(self._writers, self._write, work)
+            except ConflictError:
+                await asyncio.sleep(random.uniform(0.0, 0.01 * 2**tries))
+        return await self._to_the_end(self._writers, self._write, work)
+
+    async def _read(self, work: Work[_T]) -> _T:
+        with translated(self._engine.url):
+            async with self._reading.connect() as connection:
+                return await work(connection)
+
+    async def _write(self, work: Work[_T]) -> _T:
+        with translated(self._engine.url):
+            async with self._writing.begin() as connection:
+                return await work(connection)
+
+    async def _to_the_end(
+        self, queue: asyncio.Semaphore, run: Callable[[Work[_T]], Awaitable[_T]], work: Work[_T]
+    ) -> _T:
+        await queue.acquire()
+
+        async def running() -> _T:
+            try:
+                return await run(work)
+            finally:
+                queue.release()
+
+        task = asyncio.create_task(running())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise

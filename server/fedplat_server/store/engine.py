@@ -1,0 +1,142 @@
+"""Database URLs, engines, and the one place where errors of SQLAlchemy and its drivers become ours."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import sqlite3
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import event, exc
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from fedplat_server.errors import ConfigError, StoreError, StoreUnavailableError
+
+WRITES = "fedplat_writes"
+"""Execution option of connections whose transactions write."""
+
+BUSY_TIMEOUT_S = 30
+"""How long SQLite waits for another process that writes."""
+
+NUM_READERS = 4
+"""How many transactions may read at once. More would only take turns on one core."""
+
+_EXPECTED = "expected a path, sqlite:///path or postgresql://user:password@host/database"
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+pysqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+}
+# Classes of SQLSTATE: connection lost, out of resources (disk, memory, connections), shut down, system error.
+_UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
+_CONFLICTS = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+# 1: a mistake in the SQL; 11 and 26: damaged, no database. The others of sqlite3.OperationalError may pass.
+_SQLITE_LASTING = frozenset({1, 11, 26})
+
+
+class ConflictError(StoreUnavailableError):
+    """The database rolled a transaction back because of another one: it may be tried again at once."""
+
+
+def async_url(database: str) -> URL:
+    """Reads a path or a URL of any driver as the URL of the asynchronous driver. Raises `ConfigError`."""
+    if "://" not in database:
+        if not database.strip() or database == ":memory:":
+            raise ConfigError(f"database {database!r}: {_EXPECTED}")
+        return URL.create("sqlite+aiosqlite", database=database)
+    try:
+        url = make_url(database)
+    except (exc.ArgumentError, ValueError) as error:
+        # Not shown: it may hold a password in a place where nothing can be told apart.
+        raise ConfigError(f"the database's URL cannot be read: {_EXPECTED}") from error
+    driver = _DRIVERS.get(url.drivername)
+    shown = url.render_as_string(hide_password=True)
+    if driver is None:
+        raise ConfigError(f"database {shown}: there is no support for {url.drivername}; {_EXPECTED}")
+    if driver == "sqlite+aiosqlite" and (not url.database or url.database == ":memory:"):
+        raise ConfigError(f"database {shown} names no file; {_EXPECTED}")
+    if driver == "postgresql+asyncpg":
+        if importlib.util.find_spec("asyncpg") is None:
+            raise ConfigError("PostgreSQL needs a driver: pip install 'fedplat-server[postgres]'")
+        if sslmode := url.query.get("sslmode"):  # libpq's name for it
+            url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
+    return url.set(drivername=driver)
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """The file of a SQLite database; None for PostgreSQL."""
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def num_writers(url: URL) -> int:
+    """How many transactions may write at once."""
+    return 1 if url.get_backend_name() == "sqlite" else 4
+
+
+def create_engine(url: URL, *, foreign_keys: bool = True) -> AsyncEngine:
+    """An engine for a URL of `async_url`; nothing connects yet. Migrations of SQLite need `foreign_keys` off."""
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0}
+    if url.get_backend_name() == "postgresql":
+        timeouts = {"timeout": 10, "command_timeout": 60}
+        return create_async_engine(url, pool_pre_ping=True, connect_args=timeouts, **pool)
+    engine = create_async_engine(url, **pool)
+
+    def on_connect(connection: Any, _: object) -> None:
+        # Else the driver begins late, and never for a SELECT: no snapshot, and "database is locked" when a
+        # transaction that has read begins to write. See "Transactions with SQLite" in SQLAlchemy's documentation.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in (
+            f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            f"foreign_keys = {'ON' if foreign_keys else 'OFF'}",
+        ):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    def on_begin(connection: sqlalchemy.Connection) -> None:
+        writes = connection.get_execution_options().get(WRITES)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    event.listen(engine.sync_engine, "connect", on_connect)
+    event.listen(engine.sync_engine, "begin", on_begin)
+    return engine
+
+
+@contextlib.contextmanager
+def translated(url: URL) -> Generator[None]:
+    """Turns what a database library raises into errors of the store."""
+    try:
+        yield
+    except exc.DBAPIError as error:
+        raise _translate(error, url) from error
+    except (exc.TimeoutError, TimeoutError, OSError) as error:
+        raise StoreUnavailableError(f"the database {url.render_as_string()} does not answer: {error}") from error
+    except exc.SQLAlchemyError as error:
+        raise StoreError(f"the database {url.render_as_string()} refused: {error}") from error
+
+
+def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
+    # Without the statement and its parameters, which SQLAlchemy adds to its own message.
+    said = f"the database {url.render_as_string()} says: {error.orig}"
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if sqlstate in _CONFLICTS:
+        return ConflictError(said)
+    if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
+        return StoreUnavailableError(said)
+    if isinstance(error.orig, sqlite3.OperationalError):
+        lasting = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_LASTING
+        return StoreError(said) if lasting else StoreUnavailableError(said)
+    # asyncpg's InterfaceError also covers values that it cannot encode, which no waiting mends.
+    if isinstance(error, exc.InterfaceError) and "connection" in str(error.orig):
+        return StoreUnavailableError(said)
+    return StoreError(said)

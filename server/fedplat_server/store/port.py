@@ -1,0 +1,174 @@
+"""What the server asks of its database.
+
+Every method is atomic. Every adapter passes the contract suite `tests/server/store/test_contract*.py`. Errors are
+`StoreUnavailableError` (try again later) and `StaleRevisionError` (read again first); nothing of a database
+library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock, for people only: nothing
+decides by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, ModelVersion
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientRecord:
+    """An enrolled client."""
+
+    client_id: str
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    enrolled_unix_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Enrolment:
+    """A client that enrols: `client_id` is used if the idempotency key is new."""
+
+    client_id: str
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    credential_hash: bytes
+    idempotency_key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job with what the coordinator has no use for."""
+
+    state: JobState
+    job_file: str
+    created_unix_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """An attempt with its assignments counted; `ended_unix_s` is None while it is open."""
+
+    key: AttemptKey
+    kind: AttemptKind
+    phase: AttemptPhase
+    reason: str
+    base_version: int
+    goal: int
+    minimum: int
+    target: int
+    opened_unix_s: float
+    ended_unix_s: float | None
+    metrics: Mapping[str, float]
+    counts: Mapping[AssignmentState, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """A model version with what the server's evaluator said of it."""
+
+    version: ModelVersion
+    created_unix_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistoryRecord:
+    """A row of the append-only history; sequence numbers grow over all jobs, with gaps."""
+
+    sequence: int
+    unix_s: float
+    row: HistoryRow
+
+
+class Store(Protocol):
+    """The port."""
+
+    async def close(self) -> None:
+        """Lets go of every connection."""
+        ...
+
+    async def ping(self) -> None:
+        """Returns when the database answers."""
+        ...
+
+    async def enroll(self, enrolment: Enrolment) -> str:
+        """Adds a client and returns its id.
+
+        A known idempotency key returns the client that has it, and replaces its credential, labels and version. A
+        key that is known in another population raises `EnrolmentError`.
+        """
+        ...
+
+    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
+        """The client with this credential."""
+        ...
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replaces what a client says of itself."""
+        ...
+
+    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
+        """Clients in the order of their enrolment."""
+        ...
+
+    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+        """Adds a job (status DRAFT, version 0) with a history row.
+
+        A known idempotency key returns the job that has it, unchanged.
+        """
+        ...
+
+    async def load_jobs(self) -> list[JobRecord]:
+        """Every job in the order of creation, as the coordinator left it.
+
+        That is: with its last attempt and that attempt's assignments (train or evaluate), its latest version, and
+        the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its assignments that were
+        reported in attempts of kind TRAIN. Moments (`…_at`) are zero or None: they mean nothing any more.
+        """
+        ...
+
+    async def save(self, changes: Sequence[Change]) -> None:
+        """Writes changes in order, all or none: job, attempt, assignments, version, history.
+
+        Raises `StaleRevisionError` when a job's revision is not the expected one.
+        """
+        ...
+
+    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+        """The assignment with this token, however old."""
+        ...
+
+    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
+        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+        ...
+
+    async def last_attempt(self, job_id: str) -> AttemptRecord | None:
+        """The attempt that `list_attempts` has last with `all_attempts`; costs the same however many there are."""
+        ...
+
+    async def list_versions(self, job_id: str) -> list[VersionRecord]:
+        """Model versions, oldest first."""
+        ...
+
+    async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Notes what the server's evaluator said of a version, and adds a history row.
+
+        The row: entity "version", both states the version's number, the version's round and attempt, the metrics.
+        """
+        ...
+
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+        """Rows of a job after a sequence number, oldest first."""
+        ...
+
+    async def populations_of(self, digest: str) -> frozenset[str]:
+        """The populations of the jobs that have a version with this digest."""
+        ...
+
+    async def referenced_digests(self) -> frozenset[str]:
+        """Digests of all versions and of all server optimizer states."""
+        ...

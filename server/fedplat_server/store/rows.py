@@ -1,0 +1,216 @@
+"""Rows of the tables to the records of the coordinator and of the port, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sqlalchemy
+
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec, parse_job
+from fedplat.rounds import Assignment, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat_server.errors import StoreError
+from fedplat_server.store.port import AttemptRecord, ClientRecord, HistoryRecord, JobRecord, VersionRecord
+
+Row = sqlalchemy.Row[Any]
+Values = dict[str, Any]
+"""A row to be written, by the names of the columns."""
+
+
+def client_record(row: Row) -> ClientRecord:
+    """A row of `clients`."""
+    return ClientRecord(row.client_id, row.population, row.labels, row.software_version, row.enrolled_unix_s)
+
+
+def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
+    """A version as a row of `model_versions`."""
+    return {
+        "job_id": job_id,
+        "version": version.version,
+        "round": version.round,
+        "attempt": version.attempt,
+        "digest": version.digest,
+        "size_bytes": version.size_bytes,
+        "state_digest": version.state_digest,
+        "num_updates": version.num_updates,
+        "total_weight": version.total_weight,
+        "created_unix_s": unix_s,
+        "metrics": {},
+    }
+
+
+def model_version(row: Row) -> ModelVersion:
+    """A row of `model_versions`."""
+    return ModelVersion(
+        version=row.version,
+        round=row.round,
+        attempt=row.attempt,
+        digest=row.digest,
+        size_bytes=row.size_bytes,
+        state_digest=row.state_digest,
+        num_updates=row.num_updates,
+        total_weight=row.total_weight,
+    )
+
+
+def version_record(row: Row) -> VersionRecord:
+    """A row of `model_versions`, with what was said of it."""
+    return VersionRecord(model_version(row), row.created_unix_s, row.metrics)
+
+
+def attempt_values(attempt: Attempt, unix_s: float) -> Values:
+    """An attempt as a row of `attempts`, as if it was opened (and, if it has ended, ended) at this moment."""
+    return {
+        "job_id": attempt.key.job_id,
+        "round": attempt.key.round,
+        "number": attempt.key.number,
+        "kind": attempt.kind,
+        "phase": attempt.phase,
+        "reason": attempt.reason,
+        "base_version": attempt.base_version,
+        "goal": attempt.goal,
+        "minimum": attempt.minimum,
+        "target": attempt.target,
+        "opened_unix_s": unix_s,
+        "ended_unix_s": None if attempt.is_open else unix_s,
+        "metrics": attempt.metrics,
+    }
+
+
+def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
+    """A row of `attempts` and its assignments; moments are forgotten."""
+    found = Attempt(
+        key=AttemptKey(row.job_id, row.round, row.number),
+        kind=AttemptKind(row.kind),
+        phase=AttemptPhase(row.phase),
+        base_version=row.base_version,
+        goal=row.goal,
+        minimum=row.minimum,
+        target=row.target,
+        opened_at=0.0,
+        selection_ends_at=0.0,
+        reason=row.reason,
+        metrics=row.metrics,
+    )
+    return dataclasses.replace(found.with_assignments(cohort), wakeup_at=None)
+
+
+def attempt_record(row: Row, counts: Mapping[AssignmentState, int]) -> AttemptRecord:
+    """A row of `attempts` with its assignments counted."""
+    return AttemptRecord(
+        key=AttemptKey(row.job_id, row.round, row.number),
+        kind=AttemptKind(row.kind),
+        phase=AttemptPhase(row.phase),
+        reason=row.reason,
+        base_version=row.base_version,
+        goal=row.goal,
+        minimum=row.minimum,
+        target=row.target,
+        opened_unix_s=row.opened_unix_s,
+        ended_unix_s=row.ended_unix_s,
+        metrics=row.metrics,
+        counts=counts,
+    )
+
+
+def assignment_values(key: AttemptKey, assignment: Assignment, revision: int) -> Values:
+    """An assignment that changed in this revision of its job, as a row of `assignments`."""
+    return {
+        "job_id": key.job_id,
+        "round": key.round,
+        "number": key.number,
+        "client_id": assignment.client_id,
+        "token_hash": assignment.token_hash,
+        "state": assignment.state,
+        "reason": assignment.reason,
+        "text": assignment.text,
+        "digest": assignment.digest,
+        "num_examples": assignment.num_examples,
+        "weight": assignment.weight,
+        "metrics": assignment.metrics,
+        "took_s": assignment.took_s,
+        "reported_revision": revision if assignment.took_s is not None else None,
+    }
+
+
+def assignment(row: Row) -> Assignment:
+    """A row of `assignments`; moments are forgotten."""
+    return Assignment(
+        client_id=row.client_id,
+        token_hash=row.token_hash,
+        state=AssignmentState(row.state),
+        assigned_at=0.0,
+        deadline_at=0.0,
+        reason=Reason(row.reason) if row.reason is not None else None,
+        text=row.text,
+        digest=row.digest,
+        num_examples=row.num_examples,
+        weight=row.weight,
+        metrics=row.metrics,
+        took_s=row.took_s,
+    )
+
+
+def job_values(state: JobState) -> Values:
+    """What changes of a job, as columns of `jobs`."""
+    return {
+        "status": state.status,
+        "reason": state.reason,
+        "round": state.round,
+        "failures": state.failures,
+        "latest_version": state.latest.version,
+        "revision": state.revision,
+    }
+
+
+def job_record(row: Row, latest: ModelVersion, last: Attempt | None, durations: tuple[float, ...]) -> JobRecord:
+    """A row of `jobs` with what belongs to it."""
+    state = JobState(
+        job_id=row.job_id,
+        spec=job_spec(row.job_id, row.job_file),
+        latest=latest,
+        status=JobStatus(row.status),
+        reason=row.reason,
+        round=row.round,
+        attempt=last,
+        failures=row.failures,
+        durations=durations,
+        revision=row.revision,
+    )
+    return JobRecord(state, row.job_file, row.created_unix_s)
+
+
+@functools.lru_cache(maxsize=1024)
+def job_spec(job_id: str, job_file: str) -> JobSpec:
+    """Reads a stored job file. Raises `StoreError` if this version of fedplat cannot."""
+    try:
+        return parse_job(job_file)
+    except JobFileError as exc:
+        raise StoreError(f"the stored job file of {job_id} cannot be read by this version of fedplat: {exc}") from exc
+
+
+def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
+    """A row of `history`."""
+    return {
+        "unix_s": unix_s,
+        "job_id": job_id,
+        "entity": row.entity,
+        "from_state": row.from_state,
+        "to_state": row.to_state,
+        "round": row.round,
+        "attempt": row.attempt,
+        "client_id": row.client_id,
+        "reason": row.reason,
+        "metrics": row.metrics,
+        "kind": row.kind,
+    }
+
+
+def history_record(row: Row) -> HistoryRecord:
+    """A row of `history`."""
+    columns = (row.entity, row.from_state, row.to_state, row.round, row.attempt, row.client_id, row.reason)
+    return HistoryRecord(row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind))

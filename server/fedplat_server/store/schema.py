@@ -1,0 +1,121 @@
+"""The schema's version: which one a database has, which one this code needs, and the way from one to the other.
+
+`alembic` does the work, configured here: there is no alembic.ini.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import sqlalchemy
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy.engine import URL
+
+from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
+from fedplat_server.store.engine import WRITES, async_url, create_engine, sqlite_path, translated
+
+_MIGRATIONS = Path(__file__).parent.parent / "migrations"
+_UPGRADE_LOCK = 0x66656470  # any number that nobody else uses in PostgreSQL's advisory locks
+
+
+def config(connection: sqlalchemy.Connection | None = None) -> Config:
+    """Alembic's configuration; `migrations/env.py` runs on the connection."""
+    made = Config()
+    made.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    made.attributes["connection"] = connection
+    return made
+
+
+def head() -> str:
+    """The revision that this code needs."""
+    revision = ScriptDirectory.from_config(config()).get_current_head()
+    assert revision is not None
+    return revision
+
+
+def current(database: str) -> str | None:
+    """The revision of the database at a path or URL; None if it is empty or not there. Not for coroutines."""
+    return asyncio.run(_current(async_url(database)))
+
+
+def upgrade(database: str) -> str:
+    """Brings the database to the revision that this code needs, in one transaction, and returns it.
+
+    Does nothing if it is there already. A SQLite file is created. Raises `SchemaVersionError` if a newer fedplat
+    has written the database. Not for coroutines.
+    """
+    asyncio.run(_upgrade(async_url(database)))
+    return head()
+
+
+async def _upgrade(url: URL) -> None:
+    path = sqlite_path(url)
+    with translated(url):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        # SQLite alters a table by copying it, which references to it must not notice.
+        engine = create_engine(url, foreign_keys=False)
+        try:
+            async with engine.execution_options(**{WRITES: True}).begin() as connection:
+                if path is None:
+                    # Two that upgrade at once: the second finds the work done.
+                    await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+                await connection.run_sync(_run, url)
+        finally:
+            await engine.dispose()
+
+
+async def require_head(url: URL) -> None:
+    """Raises `SchemaVersionError` if the database's revision is not the one that this code needs."""
+    found = await _current(url)
+    if found == head():
+        return
+    _refuse_newer(found, url)
+    shown = url.render_as_string(hide_password=True)
+    state = f"is at schema {found}" if found is not None else "is empty"
+    raise SchemaVersionError(
+        f"the database {shown} {state}; this fedplat needs {head()}: "
+        f"run fedplat-server db upgrade --database {_for_command(url)}"
+    )
+
+
+async def _current(url: URL) -> str | None:
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        if not path.parent.is_dir():
+            raise StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
+        return None
+    with translated(url):
+        engine = create_engine(url)
+        try:
+            async with engine.connect() as connection:
+                return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+        finally:
+            await engine.dispose()
+
+
+def _run(connection: sqlalchemy.Connection, url: URL) -> None:
+    _refuse_newer(MigrationContext.configure(connection).get_current_revision(), url)
+    command.upgrade(config(connection), "head")
+
+
+def _refuse_newer(found: str | None, url: URL) -> None:
+    if found is None:
+        return
+    try:
+        ScriptDirectory.from_config(config()).get_revision(found)
+    except CommandError as exc:
+        raise SchemaVersionError(
+            f"the database {url.render_as_string(hide_password=True)} was written by a newer fedplat "
+            f"(schema {found}, this one knows up to {head()}): install that version or newer"
+        ) from exc
+
+
+def _for_command(url: URL) -> str:
+    path = sqlite_path(url)
+    return str(path) if path is not None else url.set(drivername="postgresql").render_as_string(hide_password=True)

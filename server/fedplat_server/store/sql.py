@@ -1,0 +1,290 @@
+"""The store in a SQL database: SQLite through aiosqlite, PostgreSQL through asyncpg."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+from fedplat.rounds.sync import REMEMBERED_DURATIONS
+from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.store import rows, schema, writes
+from fedplat_server.store.database import Database
+from fedplat_server.store.engine import async_url, create_engine
+from fedplat_server.store.port import (
+    AttemptRecord,
+    ClientRecord,
+    Enrolment,
+    HistoryRecord,
+    JobRecord,
+    VersionRecord,
+)
+from fedplat_server.store.tables import assignments, attempts, clients, history, jobs, model_versions
+
+
+async def open_store(database: str, clock: Callable[[], float] = time.time) -> SqlStore:
+    """Opens the database at a path or URL.
+
+    Raises `ConfigError` if that cannot be read, `SchemaVersionError` if its schema is not this code's, and
+    `StoreUnavailableError` if it does not answer.
+    """
+    url = async_url(database)
+    await schema.require_head(url)
+    return SqlStore(create_engine(url), clock)
+
+
+class SqlStore:
+    """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
+
+    def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.time) -> None:
+        self._database = Database(engine)
+        self._clock = clock
+
+    async def close(self) -> None:
+        """Lets go of every connection."""
+        await self._database.close()
+
+    async def ping(self) -> None:
+        """Returns when the database answers."""
+        await self._all(select(1))
+
+    # --- clients ---------------------------------------------------------------------------------------------
+
+    async def enroll(self, enrolment: Enrolment) -> str:
+        """Adds a client and returns its id; see the port."""
+        values = {
+            "client_id": enrolment.client_id,
+            "population": enrolment.population,
+            "labels": dict(enrolment.labels),
+            "software_version": enrolment.software_version,
+            "credential_hash": enrolment.credential_hash,
+            "idempotency_key": enrolment.idempotency_key,
+            "enrolled_unix_s": self._clock(),
+        }
+        insert = writes.insert(self._database.dialect, clients).values(values)
+        new = insert.excluded
+        upsert = insert.on_conflict_do_update(
+            index_elements=["idempotency_key"],
+            set_={name: new[name] for name in ("labels", "software_version", "credential_hash")},
+            where=clients.c.population == new.population,
+        )
+        mine = select(clients).where(clients.c.idempotency_key == enrolment.idempotency_key)
+
+        async def work(connection: AsyncConnection) -> str:
+            await connection.execute(upsert)
+            row = (await connection.execute(mine)).one()
+            if row.population != enrolment.population:
+                raise EnrolmentError(
+                    f"this client is enrolled in population {row.population}, not {enrolment.population}"
+                )
+            return row.client_id
+
+        return await self._database.write(work)
+
+    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
+        """The client with this credential."""
+        found = await self._all(select(clients).where(clients.c.credential_hash == credential_hash))
+        return rows.client_record(found[0]) if found else None
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replaces what a client says of itself."""
+        update = clients.update().where(clients.c.client_id == client_id)
+
+        async def work(connection: AsyncConnection) -> None:
+            values = {"labels": dict(labels), "software_version": software_version}
+            if (await connection.execute(update.values(values))).rowcount != 1:
+                raise StoreError(f"there is no client {client_id}")
+
+        await self._database.write(work)
+
+    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
+        """Clients in the order of their enrolment."""
+        query = select(clients).order_by(clients.c.sequence)
+        if population is not None:
+            query = query.where(clients.c.population == population)
+        return [rows.client_record(row) for row in await self._all(query)]
+
+    # --- jobs ------------------------------------------------------------------------------------------------
+
+    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+        """Adds a job with its version 0 and a history row; see the port."""
+        now = self._clock()
+        values = {
+            **rows.job_values(state),
+            "job_id": state.job_id,
+            "population": state.spec.population,
+            "job_file": job_file,
+            "idempotency_key": idempotency_key,
+            "created_unix_s": now,
+        }
+        insert = writes.insert(self._database.dialect, jobs).values(values)
+        insert = insert.on_conflict_do_nothing(index_elements=["idempotency_key"])
+        row = rows.history_values(state.job_id, HistoryRow("job", "", state.status), now)
+
+        async def work(connection: AsyncConnection) -> JobRecord:
+            if (await connection.execute(insert)).rowcount == 1:
+                version = rows.version_values(state.job_id, state.latest, now)
+                await connection.execute(model_versions.insert().values(version))
+                await connection.execute(history.insert().values(row))
+            return (await _load_jobs(connection, jobs.c.idempotency_key == idempotency_key))[0]
+
+        return await self._database.write(work)
+
+    async def load_jobs(self) -> list[JobRecord]:
+        """Every job in the order of creation; see the port."""
+        return await self._database.read(_load_jobs)
+
+    async def save(self, changes: Sequence[Change]) -> None:
+        """Writes changes, all or none; see the port."""
+        batch = writes.flatten(changes, self._clock())
+        if batch.jobs:
+            await self._database.write(lambda connection: writes.write(connection, batch))
+
+    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+        """The assignment with this token, however old."""
+        found = await self._all(select(assignments).where(assignments.c.token_hash == token_hash))
+        if not found:
+            return None
+        row = found[0]
+        return AttemptKey(row.job_id, row.round, row.number), rows.assignment(row)
+
+    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
+        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+        query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
+        if not all_attempts:
+            query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
+        group = (assignments.c.round, assignments.c.number, assignments.c.state)
+        tally = select(*group, func.count().label("total")).where(assignments.c.job_id == job_id).group_by(*group)
+
+        async def work(connection: AsyncConnection) -> list[AttemptRecord]:
+            counts: dict[tuple[int, int], dict[AssignmentState, int]] = {}
+            for row in await connection.execute(tally):
+                counts.setdefault((row.round, row.number), {})[AssignmentState(row.state)] = row.total
+            found = await connection.execute(query)
+            return [rows.attempt_record(row, counts.get((row.round, row.number), {})) for row in found]
+
+        return await self._database.read(work)
+
+    async def last_attempt(self, job_id: str) -> AttemptRecord | None:
+        """The newest attempt; see the port."""
+
+        async def work(connection: AsyncConnection) -> AttemptRecord | None:
+            row = await _newest(connection, job_id)
+            if row is None:
+                return None
+            state = assignments.c.state
+            tally = select(state, func.count().label("total")).where(_of_attempt(row)).group_by(state)
+            counts = {AssignmentState(one.state): one.total for one in await connection.execute(tally)}
+            return rows.attempt_record(row, counts)
+
+        return await self._database.read(work)
+
+    # --- versions and history --------------------------------------------------------------------------------
+
+    async def list_versions(self, job_id: str) -> list[VersionRecord]:
+        """Model versions, oldest first."""
+        versions = model_versions
+        query = select(versions).where(versions.c.job_id == job_id).order_by(versions.c.version)
+        return [rows.version_record(row) for row in await self._all(query)]
+
+    async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Notes what the server's evaluator said of a version, and adds a history row; see the port."""
+        now = self._clock()
+        # Locked, so that the rows of a job's history become visible in the order of their numbers.
+        lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
+        mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
+
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(lock)
+            row = (await connection.execute(select(model_versions).where(mine))).one_or_none()
+            if row is None:
+                raise StoreError(f"job {job_id} has no version {version}")
+            await connection.execute(model_versions.update().where(mine).values(metrics=metrics))
+            number = str(version)
+            said = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
+            await connection.execute(history.insert().values(rows.history_values(job_id, said, now)))
+
+        await self._database.write(work)
+
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+        """Rows of a job after a sequence number, oldest first."""
+        later = (history.c.job_id == job_id) & (history.c.sequence > after_sequence)
+        found = await self._all(select(history).where(later).order_by(history.c.sequence).limit(limit))
+        return [rows.history_record(row) for row in found]
+
+    async def populations_of(self, digest: str) -> frozenset[str]:
+        """The populations of the jobs that have a version with this digest."""
+        mine = (model_versions.c.job_id == jobs.c.job_id) & (model_versions.c.digest == digest)
+        return frozenset(row.population for row in await self._all(select(jobs.c.population).where(mine).distinct()))
+
+    async def referenced_digests(self) -> frozenset[str]:
+        """Digests of all versions and of all server optimizer states."""
+        models = select(model_versions.c.digest.label("digest"))
+        states = select(model_versions.c.state_digest).where(model_versions.c.state_digest != "")
+        return frozenset(row.digest for row in await self._all(models.union(states)))
+
+    async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
+        async def work(connection: AsyncConnection) -> Sequence[rows.Row]:
+            return (await connection.execute(query)).all()
+
+        return await self._database.read(work)
+
+
+async def _load_jobs(
+    connection: AsyncConnection, which: sqlalchemy.ColumnElement[bool] | None = None
+) -> list[JobRecord]:
+    query = select(jobs).order_by(jobs.c.sequence)
+    if which is not None:
+        query = query.where(which)
+    return [await _load_job(connection, row) for row in (await connection.execute(query)).all()]
+
+
+async def _load_job(connection: AsyncConnection, row: rows.Row) -> JobRecord:
+    latest = select(model_versions).where(
+        model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
+    )
+    version = rows.model_version((await connection.execute(latest)).one())
+    return rows.job_record(
+        row, version, await _last_attempt(connection, row.job_id), await _durations(connection, row.job_id)
+    )
+
+
+async def _newest(connection: AsyncConnection, job_id: str) -> rows.Row | None:
+    newest = (attempts.c.round.desc(), attempts.c.number.desc())
+    query = select(attempts).where(attempts.c.job_id == job_id).order_by(*newest).limit(1)
+    return (await connection.execute(query)).one_or_none()
+
+
+def _of_attempt(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
+    """Which assignments belong to a row of `attempts`."""
+    mine = (assignments.c.job_id, assignments.c.round, assignments.c.number)
+    return sqlalchemy.and_(*(c == v for c, v in zip(mine, (row.job_id, row.round, row.number), strict=True)))
+
+
+async def _last_attempt(connection: AsyncConnection, job_id: str) -> Attempt | None:
+    row = await _newest(connection, job_id)
+    if row is None:
+        return None
+    cohort = select(assignments).where(_of_attempt(row))
+    found = await connection.execute(cohort.order_by(assignments.c.client_id))
+    return rows.attempt(row, [rows.assignment(one) for one in found])
+
+
+async def _durations(connection: AsyncConnection, job_id: str) -> tuple[float, ...]:
+    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
+    query = (
+        select(assignments.c.took_s)
+        .join(attempts, sqlalchemy.and_(*same))
+        .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
+        .where(attempts.c.kind == AttemptKind.TRAIN)
+        .order_by(assignments.c.reported_revision.desc())
+        .limit(REMEMBERED_DURATIONS)
+    )
+    newest_first = [row.took_s for row in await connection.execute(query)]
+    return tuple(reversed(newest_first))

@@ -1,0 +1,191 @@
+"""The tables, portable between SQLite and PostgreSQL; `migrations/` holds the way to them.
+
+Ids that people and programs see are strings; `sequence` columns keep the order in which rows were added, which no
+wall clock does. A client's assignments outlive its enrolment, so they do not refer to `clients`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Dialect,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    text,
+)
+
+
+class Metrics(TypeDecorator[Mapping[str, float]]):
+    """Named numbers as JSON. NaN and infinities, which JSON does not have, are stored as text."""
+
+    impl = JSON
+    cache_ok = True
+
+    def process_bind_param(self, value: Mapping[str, float] | None, dialect: Dialect) -> dict[str, float | str]:
+        """Python to database."""
+        return {name: x if math.isfinite(x) else str(x) for name, x in (value or {}).items()}
+
+    def process_result_value(self, value: Mapping[str, float | str] | None, dialect: Dialect) -> dict[str, float]:
+        """Database to Python."""
+        return {name: float(x) for name, x in (value or {}).items()}
+
+
+class Words(TypeDecorator[str]):
+    """Text for people, part of which clients wrote: a NUL, which PostgreSQL refuses, is replaced."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Python to database."""
+        return value.replace("\x00", "\ufffd") if value is not None else None
+
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(referred_table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+# SQLite numbers rows by itself only in a column of the type INTEGER, which holds 64 bits there.
+_Sequence = BigInteger().with_variant(Integer(), "sqlite")
+
+clients = Table(
+    "clients",
+    metadata,
+    Column("sequence", _Sequence, primary_key=True, autoincrement=True),
+    Column("client_id", String, nullable=False, unique=True),
+    Column("population", String, nullable=False, index=True),
+    Column("labels", JSON, nullable=False),
+    Column("software_version", Words, nullable=False),
+    Column("credential_hash", LargeBinary, nullable=False, unique=True),
+    Column("idempotency_key", String, nullable=False, unique=True),
+    Column("enrolled_unix_s", Float, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("sequence", _Sequence, primary_key=True, autoincrement=True),
+    Column("job_id", String, nullable=False, unique=True),
+    Column("population", String, nullable=False),
+    Column("job_file", Text, nullable=False),
+    Column("idempotency_key", String, nullable=False, unique=True),
+    Column("status", String, nullable=False),
+    Column("reason", Words, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("failures", Integer, nullable=False),
+    Column("latest_version", Integer, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("created_unix_s", Float, nullable=False),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job_id", String, ForeignKey("jobs.job_id"), nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("phase", String, nullable=False),
+    Column("reason", Words, nullable=False),
+    Column("base_version", Integer, nullable=False),
+    Column("goal", Integer, nullable=False),
+    Column("minimum", Integer, nullable=False),
+    Column("target", Integer, nullable=False),
+    Column("opened_unix_s", Float, nullable=False),
+    Column("ended_unix_s", Float),
+    Column("metrics", Metrics, nullable=False),
+    PrimaryKeyConstraint("job_id", "round", "number"),
+)
+_one_commit = text("kind = 'TRAIN' AND phase = 'COMMITTED'")
+Index(
+    "uq_attempts_committed",
+    attempts.c.job_id,
+    attempts.c.round,
+    unique=True,
+    sqlite_where=_one_commit,
+    postgresql_where=_one_commit,
+)
+
+assignments = Table(
+    "assignments",
+    metadata,
+    Column("job_id", String, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("client_id", String, nullable=False),
+    Column("token_hash", LargeBinary, nullable=False, unique=True),
+    Column("state", String, nullable=False),
+    Column("reason", String),
+    Column("text", Words, nullable=False),
+    Column("digest", String, nullable=False),
+    Column("num_examples", Float, nullable=False),
+    Column("weight", Float, nullable=False),
+    Column("metrics", Metrics, nullable=False),
+    Column("took_s", Float),
+    # The job's revision in which it was reported: the order of reports within a job.
+    Column("reported_revision", BigInteger),
+    PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
+    ForeignKeyConstraint(
+        ["job_id", "round", "number"],
+        ["attempts.job_id", "attempts.round", "attempts.number"],
+    ),
+    Index(None, "job_id", "reported_revision"),
+)
+
+model_versions = Table(
+    "model_versions",
+    metadata,
+    Column("job_id", String, ForeignKey("jobs.job_id"), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("digest", String, nullable=False, index=True),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("state_digest", String, nullable=False),
+    Column("num_updates", Integer, nullable=False),
+    Column("total_weight", Float, nullable=False),
+    Column("created_unix_s", Float, nullable=False),
+    Column("metrics", Metrics, nullable=False),
+    PrimaryKeyConstraint("job_id", "version"),
+    UniqueConstraint("job_id", "round"),
+)
+
+history = Table(
+    "history",
+    metadata,
+    Column("sequence", _Sequence, primary_key=True, autoincrement=True),
+    Column("unix_s", Float, nullable=False),
+    Column("job_id", String, ForeignKey("jobs.job_id"), nullable=False),
+    Column("entity", String, nullable=False),
+    Column("from_state", String, nullable=False),
+    Column("to_state", String, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("client_id", String, nullable=False),
+    Column("reason", Words, nullable=False),
+    Column("metrics", Metrics, nullable=False),
+    Column("kind", String, nullable=False),
+    Index(None, "job_id", "sequence"),
+)

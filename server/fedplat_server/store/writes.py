@@ -1,0 +1,123 @@
+"""What `Store.save` writes: changes flattened into few rows, and the statements for them.
+
+A batch of changes names the same job, attempt and assignments again and again; only their last state counts. So a
+save costs the same handful of statements, however many steps it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from fedplat.rounds import AttemptKey, Change
+from fedplat_server.errors import StaleRevisionError
+from fedplat_server.store import rows, tables
+from fedplat_server.store.rows import Values
+
+# The columns to be set are those that a row of values has.
+_COMPARE_AND_SET = tables.jobs.update().where(
+    tables.jobs.c.job_id == sqlalchemy.bindparam("this_job"),
+    tables.jobs.c.revision == sqlalchemy.bindparam("expected_revision"),
+)
+
+
+@dataclasses.dataclass
+class Batch:
+    """The rows of a sequence of changes. `expected` holds the revision that each job must have before."""
+
+    expected: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    jobs: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    attempts: dict[AttemptKey, Values] = dataclasses.field(default_factory=dict[AttemptKey, Values])
+    assignments: dict[tuple[AttemptKey, str], Values] = dataclasses.field(
+        default_factory=dict[tuple[AttemptKey, str], Values]
+    )
+    versions: list[Values] = dataclasses.field(default_factory=list[Values])
+    history: list[Values] = dataclasses.field(default_factory=list[Values])
+
+    def add(self, change: Change, unix_s: float) -> None:
+        """Takes a change in, made at this moment. Raises `StaleRevisionError` if it does not follow the last."""
+        job_id = change.job.job_id
+        if job_id in self.jobs and self.jobs[job_id]["revision"] != change.expected_revision:
+            raise stale(job_id, change.expected_revision)
+        self.expected.setdefault(job_id, change.expected_revision)
+        self.jobs[job_id] = rows.job_values(change.job)
+        if change.attempt is not None:
+            self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
+            for assignment in change.assignments:
+                values = rows.assignment_values(change.attempt.key, assignment, change.job.revision)
+                place = (change.attempt.key, assignment.client_id)
+                earlier = self.assignments.get(place)
+                if earlier is not None and earlier["reported_revision"] is not None:
+                    values["reported_revision"] = earlier["reported_revision"]
+                self.assignments[place] = values
+        if change.version is not None:
+            self.versions.append(rows.version_values(job_id, change.version, unix_s))
+        self.history.extend(rows.history_values(job_id, row, unix_s) for row in change.history)
+
+
+def stale(job_id: str, expected: int) -> StaleRevisionError:
+    """The error of a compare-and-set that failed."""
+    return StaleRevisionError(f"job {job_id} is not at revision {expected} any more: read it again")
+
+
+def flatten(changes: Iterable[Change], unix_s: float) -> Batch:
+    """Changes as rows. Raises `StaleRevisionError` if those of one job do not follow each other."""
+    batch = Batch()
+    for change in changes:
+        batch.add(change, unix_s)
+    return batch
+
+
+async def write(connection: AsyncConnection, batch: Batch) -> None:
+    """Writes a batch. The jobs come first: their rows stay locked, so nobody else writes to these jobs meanwhile."""
+    # In one order for everybody, else two writers of the same jobs may wait for each other.
+    for job_id in sorted(batch.jobs):
+        names = {"this_job": job_id, "expected_revision": batch.expected[job_id]}
+        result = await connection.execute(_COMPARE_AND_SET, names | batch.jobs[job_id])
+        if result.rowcount != 1:
+            raise stale(job_id, batch.expected[job_id])
+    dialect = connection.dialect.name
+    await _execute(connection, upsert_attempts(dialect), list(batch.attempts.values()))
+    await _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
+    await _execute(connection, tables.model_versions.insert(), batch.versions)
+    await _execute(connection, tables.history.insert(), batch.history)
+
+
+async def _execute(connection: AsyncConnection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:
+    if values:
+        await connection.execute(statement, values)
+
+
+def insert(dialect: str, table: sqlalchemy.Table) -> postgresql.Insert | sqlite.Insert:
+    """An INSERT that knows ON CONFLICT, which both databases spell alike but SQLAlchemy keeps by dialect."""
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+
+
+@functools.cache
+def upsert_attempts(dialect: str) -> sqlalchemy.Executable:
+    """Adds attempts; of those that are there it changes what can change. An end that was noted stays."""
+    statement = insert(dialect, tables.attempts)
+    new, old = statement.excluded, tables.attempts.c
+    changed: dict[str, sqlalchemy.ColumnElement[object]] = {
+        name: new[name] for name in ("phase", "reason", "goal", "minimum", "target", "metrics")
+    }
+    changed["ended_unix_s"] = sqlalchemy.func.coalesce(old.ended_unix_s, new.ended_unix_s)
+    return statement.on_conflict_do_update(index_elements=["job_id", "round", "number"], set_=changed)
+
+
+@functools.cache
+def upsert_assignments(dialect: str) -> sqlalchemy.Executable:
+    """Adds or replaces assignments. When one was first reported stays."""
+    statement = insert(dialect, tables.assignments)
+    new, old = statement.excluded, tables.assignments.c
+    keys = ["job_id", "round", "number", "client_id"]
+    changed: dict[str, sqlalchemy.ColumnElement[object]] = {
+        column.name: new[column.name] for column in old if column.name not in keys
+    }
+    changed["reported_revision"] = sqlalchemy.func.coalesce(old.reported_revision, new.reported_revision)
+    return statement.on_conflict_do_update(index_elements=keys, set_=changed)

@@ -1,0 +1,246 @@
+"""The store in memory, for tests and simulations: the semantics of `store.sql`, without a database."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
+from fedplat.rounds.states import AttemptPhase
+from fedplat_server.errors import EnrolmentError, StaleRevisionError, StoreError
+from fedplat_server.store.port import (
+    AttemptRecord,
+    ClientRecord,
+    Enrolment,
+    HistoryRecord,
+    JobRecord,
+    VersionRecord,
+)
+
+
+def as_stored(job: JobState) -> JobState:
+    """What a store gives back of a job: all but the moments, which mean nothing after a restart."""
+    attempt = job.attempt
+    if attempt is not None:
+        forgotten = {name: _forget(assignment) for name, assignment in attempt.assignments.items()}
+        attempt = dataclasses.replace(
+            attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments=forgotten
+        )
+    return dataclasses.replace(job, attempt=attempt, resume_at=None)
+
+
+def _forget(assignment: Assignment) -> Assignment:
+    return dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
+
+
+@dataclasses.dataclass
+class _Attempt:
+    attempt: Attempt  # as of the last change; the assignments are kept beside it
+    opened_unix_s: float
+    ended_unix_s: float | None = None
+    assignments: dict[str, Assignment] = dataclasses.field(default_factory=dict[str, Assignment])
+
+    def record(self) -> AttemptRecord:
+        now = self.attempt
+        return AttemptRecord(
+            key=now.key,
+            kind=now.kind,
+            phase=now.phase,
+            reason=now.reason,
+            base_version=now.base_version,
+            goal=now.goal,
+            minimum=now.minimum,
+            target=now.target,
+            opened_unix_s=self.opened_unix_s,
+            ended_unix_s=self.ended_unix_s,
+            metrics=dict(now.metrics),
+            counts=Counter(assignment.state for assignment in self.assignments.values()),
+        )
+
+
+@dataclasses.dataclass
+class _Job:
+    state: JobState
+    job_file: str
+    created_unix_s: float
+    versions: list[VersionRecord]
+    attempts: dict[AttemptKey, _Attempt] = dataclasses.field(default_factory=dict[AttemptKey, _Attempt])
+
+    def record(self) -> JobRecord:
+        attempt = self.state.attempt
+        if attempt is not None:
+            kept = self.attempts[attempt.key].assignments
+            attempt = dataclasses.replace(attempt, assignments=dict(kept))
+        state = as_stored(dataclasses.replace(self.state, attempt=attempt))
+        return JobRecord(state, self.job_file, self.created_unix_s)
+
+
+class MemoryStore:
+    """The adapter of `port.Store` in memory."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._clients: dict[str, tuple[Enrolment, ClientRecord]] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._job_keys: dict[str, str] = {}
+        self._tokens: dict[bytes, tuple[AttemptKey, str]] = {}
+        self._history: list[tuple[str, HistoryRecord]] = []
+
+    async def close(self) -> None:
+        """Lets go of nothing: there are no connections."""
+
+    async def ping(self) -> None:
+        """Returns at once."""
+
+    async def enroll(self, enrolment: Enrolment) -> str:
+        """Adds a client and returns its id; see the port."""
+        now, client_id = self._clock(), enrolment.client_id
+        for earlier, record in self._clients.values():
+            if earlier.idempotency_key == enrolment.idempotency_key:
+                if record.population != enrolment.population:
+                    raise EnrolmentError(f"this client is enrolled in population {record.population}")
+                client_id, now = record.client_id, record.enrolled_unix_s
+            elif earlier.client_id == client_id or earlier.credential_hash == enrolment.credential_hash:
+                raise StoreError("another client has this id or credential")
+        fresh = dataclasses.replace(enrolment, client_id=client_id)
+        record = ClientRecord(
+            client_id, fresh.population, dict(fresh.labels), fresh.software_version, enrolled_unix_s=now
+        )
+        self._clients[client_id] = (fresh, record)
+        return client_id
+
+    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
+        """The client with this credential."""
+        for enrolment, record in self._clients.values():
+            if enrolment.credential_hash == credential_hash:
+                return record
+        return None
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replaces what a client says of itself."""
+        if client_id not in self._clients:
+            raise StoreError(f"there is no client {client_id}")
+        enrolment, record = self._clients[client_id]
+        changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
+        self._clients[client_id] = (enrolment, changed)
+
+    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
+        """Clients in the order of their enrolment."""
+        records = [record for _, record in self._clients.values()]
+        return [record for record in records if population in (None, record.population)]
+
+    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+        """Adds a job with its version 0 and a history row; see the port."""
+        if idempotency_key not in self._job_keys:
+            if state.job_id in self._jobs:
+                raise StoreError(f"there is a job {state.job_id} already")
+            now = self._clock()
+            self._job_keys[idempotency_key] = state.job_id
+            self._jobs[state.job_id] = _Job(state, job_file, now, [VersionRecord(state.latest, now, {})])
+            self._note(state.job_id, HistoryRow("job", "", state.status), now)
+        return self._jobs[self._job_keys[idempotency_key]].record()
+
+    async def load_jobs(self) -> list[JobRecord]:
+        """Every job in the order of creation; see the port."""
+        return [job.record() for job in self._jobs.values()]
+
+    async def save(self, changes: Sequence[Change]) -> None:
+        """Writes changes, all or none; see the port."""
+        self._check(changes)
+        for change in changes:
+            self._apply(change, self._clock())
+
+    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+        """The assignment with this token, however old."""
+        if token_hash not in self._tokens:
+            return None
+        key, client_id = self._tokens[token_hash]
+        return key, _forget(self._jobs[key.job_id].attempts[key].assignments[client_id])
+
+    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
+        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+        records = [kept.record() for kept in self._jobs[job_id].attempts.values()] if job_id in self._jobs else []
+        return [one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED]
+
+    async def last_attempt(self, job_id: str) -> AttemptRecord | None:
+        """The newest attempt; see the port."""
+        records = await self.list_attempts(job_id, all_attempts=True)
+        return records[-1] if records else None
+
+    async def list_versions(self, job_id: str) -> list[VersionRecord]:
+        """Model versions, oldest first."""
+        return list(self._jobs[job_id].versions) if job_id in self._jobs else []
+
+    async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Notes what the server's evaluator said of a version, and adds a history row; see the port."""
+        job = self._jobs.get(job_id)
+        if job is None or not 0 <= version < len(job.versions):
+            raise StoreError(f"job {job_id} has no version {version}")
+        record = job.versions[version]
+        job.versions[version] = dataclasses.replace(record, metrics=dict(metrics))
+        said, number = record.version, str(version)
+        row = HistoryRow("version", number, number, said.round, said.attempt, metrics=dict(metrics))
+        self._note(job_id, row, self._clock())
+
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+        """Rows of a job after a sequence number, oldest first."""
+        later = self._history[after_sequence:]
+        return [record for mine, record in later if mine == job_id][:limit]
+
+    async def populations_of(self, digest: str) -> frozenset[str]:
+        """The populations of the jobs that have a version with this digest."""
+        return frozenset(
+            job.state.spec.population
+            for job in self._jobs.values()
+            if any(record.version.digest == digest for record in job.versions)
+        )
+
+    async def referenced_digests(self) -> frozenset[str]:
+        """Digests of all versions and of all server optimizer states."""
+        versions = [record.version for job in self._jobs.values() for record in job.versions]
+        return frozenset(digest for one in versions for digest in (one.digest, one.state_digest) if digest)
+
+    def _check(self, changes: Sequence[Change]) -> None:
+        """Raises whatever a database would refuse the changes for, before any is applied."""
+        revisions = {job_id: job.state.revision for job_id, job in self._jobs.items()}
+        versions = {job_id: len(job.versions) for job_id, job in self._jobs.items()}
+        tokens = dict[bytes, tuple[AttemptKey, str]]()
+        for change in changes:
+            job_id = change.job.job_id
+            if revisions.get(job_id) != change.expected_revision:
+                raise StaleRevisionError(f"job {job_id} is not at revision {change.expected_revision} any more")
+            revisions[job_id] = change.job.revision
+            if change.version is not None:
+                if change.version.version != versions[job_id]:
+                    raise StoreError(f"job {job_id} cannot have version {change.version.version} now")
+                versions[job_id] += 1
+            for assignment in change.assignments:
+                assert change.attempt is not None
+                place, token = (change.attempt.key, assignment.client_id), assignment.token_hash
+                if tokens.get(token, self._tokens.get(token, place)) != place:
+                    raise StoreError("another assignment has this token")
+                tokens[token] = place
+
+    def _apply(self, change: Change, now: float) -> None:
+        job = self._jobs[change.job.job_id]
+        job.state = change.job
+        if change.attempt is not None:
+            key = change.attempt.key
+            kept = job.attempts.setdefault(key, _Attempt(change.attempt, now))
+            kept.attempt = change.attempt
+            if kept.ended_unix_s is None and not change.attempt.is_open:
+                kept.ended_unix_s = now
+            for assignment in change.assignments:
+                if (old := kept.assignments.get(assignment.client_id)) is not None:
+                    del self._tokens[old.token_hash]
+                kept.assignments[assignment.client_id] = assignment
+                self._tokens[assignment.token_hash] = (key, assignment.client_id)
+        if change.version is not None:
+            job.versions.append(VersionRecord(change.version, now, {}))
+        for row in change.history:
+            self._note(change.job.job_id, row, now)
+
+    def _note(self, job_id: str, row: HistoryRow, now: float) -> None:
+        self._history.append((job_id, HistoryRecord(len(self._history) + 1, now, row)))

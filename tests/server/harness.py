@@ -1,0 +1,364 @@
+"""A daemon in this process on a real socket, clients made of raw stubs, and an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from grpc import aio
+
+from fedplat import wire
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
+from fedplat_server.config import Limits, ServerConfig
+from fedplat_server.daemon import Daemon
+from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.store.port import Store
+from fedplat_server.store.sql import open_store
+
+PATIENCE_S = 60.0
+"""When a wait is given up; a bound, not an expectation of speed."""
+
+_keys = itertools.count()
+
+
+def initial_model() -> Parameters:
+    return Parameters.from_arrays({"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, "f4")})
+
+
+def update_of(base: Parameters, seed: int) -> Parameters:
+    """A random update of a model's floating-point entries."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        name: rng.normal(size=array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
+        for name, array in base.items()
+    }
+    return Parameters.from_arrays(arrays, base.schema.carry)
+
+
+def job_file(name: str = "toy", rounds: int = 1, goal: int = 2, more: str = "", **selection: object) -> str:
+    """A job file; deadlines are far away unless `more` has a table of its own for them."""
+    chosen = {"goal": goal, "over_selection": 1.0, "min_fraction": 1.0, **selection}
+    lines = "\n".join(f"{key} = {repr(value) if isinstance(value, str) else value}" for key, value in chosen.items())
+    deadlines = "" if "[deadlines]" in more else "[deadlines]\ntraining_s = 3600\nselection_s = 3600\n"
+    retry = "" if "[retry]" in more else "[retry]\nbase_s = 0.01\nmax_s = 0.01\n"
+    return (
+        f'name = "{name}"\npopulation = "demo"\ntrainer = "toy"\nrounds = {rounds}\n'
+        f'[model]\ninitial = "m.safetensors"\n[selection]\n{lines}\n{deadlines}{retry}{more}\n'
+    )
+
+
+class FaultyStore:
+    """A store that fails on command: `outage` for all methods, `before[method]` for what happens before one."""
+
+    def __init__(self, store: Store) -> None:
+        self.inner = store
+        self.outage = False
+        self.before: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.after: dict[str, Callable[[], Awaitable[None]]] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method: Callable[..., Awaitable[Any]] = getattr(self.inner, name)
+
+        async def call(*args: Any, **keywords: Any) -> Any:
+            if self.outage and name != "close":
+                raise StoreUnavailableError("the database is away, says the test")
+            if (before := self.before.get(name)) is not None:
+                await before()
+            result = await method(*args, **keywords)
+            if (after := self.after.get(name)) is not None:
+                await after()
+            return result
+
+        return call
+
+
+class Gate:
+    """Holds a coroutine up until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self._open = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.reached.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class RawClient:
+    """What a client says, call by call, with nothing in between."""
+
+    def __init__(self, channel: aio.Channel, credential: str, client_id: str = "") -> None:
+        self.stub = fleet_pb2_grpc.FleetStub(channel)
+        self.client_id = client_id
+        self.metadata = (("authorization", f"Bearer {credential}"),)
+
+    def check_in(
+        self,
+        wait_s: float = PATIENCE_S,
+        labels: Mapping[str, str] | None = None,
+        trainers: tuple[str, ...] = ("toy",),
+        evaluators: tuple[str, ...] = (),
+        version: int = wire.PROTOCOL_VERSION,
+    ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
+        request = fleet_pb2.CheckInRequest(
+            protocol_version=version, labels=labels, trainers=trainers, evaluators=evaluators, wait_s=wait_s
+        )
+        return self.stub.CheckIn(request, metadata=self.metadata)
+
+    async def assignment(self, wait_s: float = PATIENCE_S, **options: Any) -> fleet_pb2.Assignment:
+        response = await self.check_in(wait_s, **options)
+        assert response.HasField("assignment"), response
+        return response.assignment
+
+    async def refusal(self, wait_s: float = 0.0, **options: Any) -> fleet_pb2.Refusal:
+        response = await self.check_in(wait_s, **options)
+        assert response.HasField("refusal"), response
+        return response.refusal
+
+    async def download(self, digest: str, offset: int = 0) -> bytes:
+        call = self.stub.Download(fleet_pb2.DownloadRequest(digest=digest, offset=offset), metadata=self.metadata)
+        return b"".join([chunk.data async for chunk in call])
+
+    def upload(
+        self, token: str, content: bytes, offset: int = 0, end: int | None = None, **header: Any
+    ) -> aio.StreamUnaryCall[Any, fleet_pb2.UploadResponse]:
+        """Sends `content[offset:end]` in small parts, under a header that promises all of it."""
+        fields: dict[str, Any] = {
+            "token": token,
+            "digest": digest_of(content),
+            "size_bytes": len(content),
+            "offset": offset,
+            **header,
+        }
+
+        async def requests() -> AsyncIterator[fleet_pb2.UploadRequest]:
+            yield fleet_pb2.UploadRequest(header=fleet_pb2.UploadHeader(**fields))
+            for part in _parts(content[offset:end]):
+                yield fleet_pb2.UploadRequest(data=part)
+
+        return self.stub.Upload(requests(), metadata=self.metadata)
+
+    async def query(self, token: str, digest: str) -> int:
+        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
+        return (await self.stub.QueryUpload(request, metadata=self.metadata)).received_bytes
+
+    async def report(
+        self, token: str, digest: str = "", num_examples: float = 1.0, metrics: Mapping[str, float] | None = None
+    ) -> fleet_pb2.ReportResponse:
+        request = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=num_examples, metrics=metrics)
+        return await self.stub.Report(request, metadata=self.metadata)
+
+    async def report_inline(
+        self, token: str, content: bytes, digest: str | None = None, num_examples: float = 1.0
+    ) -> fleet_pb2.ReportResponse:
+        """Reports with the update in the message."""
+        request = fleet_pb2.ReportRequest(
+            token=token, digest=digest or digest_of(content), num_examples=num_examples, update=content
+        )
+        return await self.stub.Report(request, metadata=self.metadata)
+
+    async def deliver(
+        self,
+        token: str,
+        update: Parameters | bytes,
+        num_examples: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> fleet_pb2.ReportResponse:
+        """Uploads and reports."""
+        content = update if isinstance(update, bytes) else update.to_bytes()
+        await self.upload(token, content)
+        return await self.report(token, digest_of(content), num_examples, metrics)
+
+    def heartbeat(self, token: str, wait_s: float = PATIENCE_S) -> aio.UnaryUnaryCall[Any, fleet_pb2.HeartbeatResponse]:
+        request = fleet_pb2.HeartbeatRequest(token=token, progress=0.5, wait_s=wait_s)
+        return self.stub.Heartbeat(request, metadata=self.metadata)
+
+    async def stop_reason(self, token: str, wait_s: float = PATIENCE_S) -> str:
+        """Waits to be told to stop; the reason."""
+        response = await self.heartbeat(token, wait_s)
+        assert response.HasField("stop"), response
+        return reason_name(response.stop.reason)
+
+    async def fail(self, token: str, reason: model_pb2.Reason.ValueType, text: str = "") -> None:
+        await self.stub.Fail(fleet_pb2.FailRequest(token=token, reason=reason, text=text), metadata=self.metadata)
+
+
+class Operator:
+    """What an operator says."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self.stub = admin_pb2_grpc.AdminStub(channel)
+
+    async def upload(self, model: Parameters | bytes) -> str:
+        content = model if isinstance(model, bytes) else model.to_bytes()
+        parts = [admin_pb2.UploadModelRequest(data=part) for part in _parts(content)]
+        return (await self.stub.UploadModel(iter(parts))).digest
+
+    async def create(self, text: str, model: Parameters | None = None, key: str | None = None) -> admin_pb2.Job:
+        digest = await self.upload(initial_model() if model is None else model)
+        key = key or f"idempotency-{next(_keys)}"
+        request = admin_pb2.CreateJobRequest(job_file=text, initial_digest=digest, idempotency_key=key)
+        return await self.stub.CreateJob(request)
+
+    async def start(self, text: str, model: Parameters | None = None) -> str:
+        """Creates and starts a job; its id."""
+        job = await self.create(text, model)
+        await self.stub.StartJob(admin_pb2.JobRequest(job=job.job_id))
+        return job.job_id
+
+    async def show(self, job: str) -> admin_pb2.Job:
+        return await self.stub.ShowJob(admin_pb2.JobRequest(job=job))
+
+    async def rounds(self, job: str) -> list[admin_pb2.Round]:
+        return list((await self.stub.ListRounds(admin_pb2.ListRoundsRequest(job=job, all_attempts=True))).rounds)
+
+    async def versions(self, job: str) -> list[admin_pb2.ModelVersion]:
+        return list((await self.stub.ListModelVersions(admin_pb2.ListModelVersionsRequest(job=job))).versions)
+
+    def watch(self, job: str, after: int = 0) -> aio.UnaryStreamCall[Any, admin_pb2.JobEvent]:
+        return self.stub.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after))
+
+    async def events(self, job: str, after: int = 0) -> list[admin_pb2.JobEvent]:
+        """The whole history of a job, which must end."""
+        return [event async for event in self.watch(job, after)]
+
+    async def until(self, job: str, entity: str, to_state: str, round_: int = 0) -> admin_pb2.JobEvent:
+        """Waits for an event."""
+        call = self.watch(job)
+        try:
+            async for event in call:
+                if (event.entity, event.to_state) == (entity, to_state) and round_ in (0, event.round):
+                    return event
+        finally:
+            call.cancel()
+        raise AssertionError(f"the job ended before {entity} became {to_state}")
+
+    async def export(self, job: str, version: int | None = None) -> bytes:
+        request = admin_pb2.ExportModelRequest(job=job)
+        if version is not None:
+            request.version = version
+        return b"".join([part.data async for part in self.stub.ExportModel(request)])
+
+    async def model(self, job: str, version: int | None = None) -> Parameters:
+        return Parameters.from_bytes(await self.export(job, version))
+
+    async def reasons(self, job: str) -> dict[str, str]:
+        """Why the assignments of the job ended, by client: STATE reason."""
+        call = self.watch(job)
+        found: dict[str, str] = {}
+        try:
+            async for event in call:
+                if event.entity == "assignment":
+                    found[event.client_id] = f"{event.to_state} {event.reason}".strip()
+        finally:
+            call.cancel()
+        return found
+
+
+@dataclasses.dataclass
+class Site:
+    """A daemon that runs, with a channel to it."""
+
+    daemon: Daemon
+    store: FaultyStore
+    channel: aio.Channel
+    operator: Operator
+    task: asyncio.Task[None]
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.daemon.port}"
+
+    async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
+        stub = fleet_pb2_grpc.FleetStub(self.channel)
+        answer = await stub.Enroll(
+            fleet_pb2.EnrollRequest(
+                population=population,
+                idempotency_key=key or f"idempotency-{next(_keys)}",
+                protocol_version=wire.PROTOCOL_VERSION,
+            )
+        )
+        return RawClient(self.channel, answer.credential, answer.client_id)
+
+    async def fleet(self, count: int) -> list[RawClient]:
+        return [await self.enrol() for _ in range(count)]
+
+    async def assign(self, clients: list[RawClient]) -> list[fleet_pb2.Assignment]:
+        return list(await asyncio.gather(*(client.assignment() for client in clients)))
+
+    async def waiting(self, count: int) -> None:
+        """Returns when so many clients are in the waiting room."""
+
+        async def there() -> bool:
+            return (await self.operator.stub.GetStatus(admin_pb2.GetStatusRequest())).num_waiting == count
+
+        await until(there, f"{count} waiting clients")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, *, limits: Limits | None = None, evaluators: Mapping[str, str] | None = None, **config: Any
+) -> AsyncGenerator[Site]:
+    """A daemon on the database and the blobs of a folder; stopped as SIGTERM does it."""
+    holder: list[FaultyStore] = []
+
+    async def open_faulty(database: str) -> Store:
+        holder.append(FaultyStore(await open_store(database)))
+        return cast(Store, holder[0])
+
+    made = ServerConfig(
+        listen="127.0.0.1:0",
+        data_dir=folder,
+        database=f"sqlite:///{folder / 'fedplat.sqlite'}",
+        evaluators=evaluators or {},
+        limits=limits or Limits(),
+        **{"grace_s": 5.0, **config},
+    )
+    daemon = Daemon(made, open_faulty)
+    task = asyncio.create_task(daemon.run(), name="daemon")
+    started = asyncio.create_task(daemon.started.wait())
+    await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    if task.done():
+        await task
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{daemon.port}") as channel:
+            yield Site(daemon, holder[0], channel, Operator(channel), task, folder)
+    finally:
+        daemon.stop()
+        await asyncio.gather(task, return_exceptions=True)
+    await task
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Waits for something that no event tells of."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"gave up waiting for: {what}") from None
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def reason_name(reason: model_pb2.Reason.ValueType) -> str:
+    return model_pb2.Reason.Name(reason).removeprefix("REASON_")
+
+
+def _parts(content: bytes, size: int = 50) -> list[bytes]:
+    return [content[start : start + size] for start in range(0, len(content), size)]

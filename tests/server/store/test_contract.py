@@ -1,0 +1,304 @@
+"""What every store does, driven by what a real coordinator decides; `save` itself is in test_contract_save.py."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+
+import pytest
+
+from fedplat.rounds import AttemptKey, HistoryRow
+from fedplat.rounds.events import Action, OperatorCommand
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat_server.errors import StoreError
+from fedplat_server.store.port import ClientRecord, Enrolment, Store
+from fedplat_server.testing import as_stored
+from server.store.driver import (
+    JOB_FILE,
+    Driver,
+    check_invariants,
+    digest_of,
+    draft,
+    eventful,
+    token_hash,
+)
+
+
+def enrolment(name: str, **changes: object) -> Enrolment:
+    made = Enrolment(name, "demo", {"region": "eu"}, "0.1.0", name.encode(), f"key of {name}")
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+# --- clients ---------------------------------------------------------------------------------------------------
+
+
+async def test_ping(store: Store) -> None:
+    await store.ping()
+
+
+async def test_enrolled_clients_are_listed_in_order(store: Store) -> None:
+    assert [await store.enroll(enrolment(name)) for name in ("z", "a", "m")] == ["z", "a", "m"]
+    await store.enroll(enrolment("other", population="production"))
+    assert [client.client_id for client in await store.list_clients("demo")] == ["z", "a", "m"]
+    assert [client.client_id for client in await store.list_clients()] == ["z", "a", "m", "other"]
+    assert await store.list_clients("nobody") == []
+
+
+async def test_a_client_is_found_by_its_credential(store: Store) -> None:
+    await store.enroll(enrolment("a"))
+    found = await store.client_by_credential(b"a")
+    assert found == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", 1_000_001.0)
+    assert await store.client_by_credential(b"b") is None
+
+
+async def test_enrolling_again_replaces_the_credential(store: Store) -> None:
+    await store.enroll(enrolment("a"))
+    again = enrolment("b", idempotency_key="key of a", labels={"x": "y"}, software_version="0.2.0")
+    assert await store.enroll(again) == "a"
+    assert await store.client_by_credential(b"a") is None
+    assert await store.client_by_credential(b"b") == ClientRecord("a", "demo", {"x": "y"}, "0.2.0", 1_000_001.0)
+    assert len(await store.list_clients()) == 1
+
+
+async def test_enrolling_again_in_another_population_is_refused(store: Store) -> None:
+    await store.enroll(enrolment("a"))
+    before = await store.list_clients()
+    with pytest.raises(StoreError, match="population demo"):
+        await store.enroll(enrolment("b", idempotency_key="key of a", population="production"))
+    assert await store.list_clients() == before
+    assert await store.client_by_credential(b"b") is None
+
+
+async def test_two_clients_cannot_share_an_id_or_a_credential(store: Store) -> None:
+    await store.enroll(enrolment("a"))
+    for double in (enrolment("a", idempotency_key="k", credential_hash=b"x"), enrolment("b", credential_hash=b"a")):
+        with pytest.raises(StoreError):
+            await store.enroll(double)
+    assert [client.client_id for client in await store.list_clients()] == ["a"]
+
+
+async def test_what_a_client_says_of_itself_is_replaced(store: Store) -> None:
+    await store.enroll(enrolment("a"))
+    await store.update_client("a", {"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
+    (client,) = await store.list_clients()
+    assert (client.labels, client.software_version) == ({"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
+    with pytest.raises(StoreError, match="no client b"):
+        await store.update_client("b", {}, "")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_job_is_a_draft_with_version_0(store: Store) -> None:
+    state = draft("one")
+    record = await store.create_job(state, JOB_FILE, "key")
+    assert (record.state, record.job_file, record.created_unix_s) == (state, JOB_FILE, 1_000_001.0)
+    assert await store.load_jobs() == [record]
+    (version,) = await store.list_versions("one")
+    assert (version.version, version.metrics) == (state.latest, {})
+    (history,) = await store.history("one")
+    assert history.row == HistoryRow("job", "", "DRAFT")
+
+
+async def test_creating_a_job_again_changes_nothing(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one")
+    history = await store.history("one")
+    again = await store.create_job(draft("two"), JOB_FILE, "key of one")
+    assert (again.state.job_id, again.state.status) == ("one", JobStatus.RUNNING)
+    assert again.state == as_stored(driver.coordinator.jobs["one"])
+    assert await store.history("one") == history
+    assert len(await store.load_jobs()) == 1
+
+
+async def test_jobs_are_loaded_in_the_order_of_their_creation(store: Store) -> None:
+    for job_id in ("z", "a", "m"):
+        await store.create_job(draft(job_id), JOB_FILE, job_id)
+    assert [record.state.job_id for record in await store.load_jobs()] == ["z", "a", "m"]
+
+
+async def test_two_jobs_cannot_share_an_id(store: Store) -> None:
+    await store.create_job(draft("one"), JOB_FILE, "key 1")
+    with pytest.raises(StoreError):
+        await store.create_job(draft("one"), JOB_FILE, "key 2")
+    assert len(await store.history("one")) == 1
+
+
+async def test_concurrent_creations_with_one_key_make_one_job(store: Store) -> None:
+    records = await asyncio.gather(*(store.create_job(draft(f"job {n}"), JOB_FILE, "key") for n in range(8)))
+    assert len({record.state.job_id for record in records}) == 1
+    assert len(await store.load_jobs()) == 1
+
+
+# --- assignments and attempts ----------------------------------------------------------------------------------
+
+
+async def test_assignments_are_found_by_token_however_old(store: Store) -> None:
+    driver = Driver(store)
+    await eventful(driver)
+    found = await store.find_assignment(token_hash(driver.tokens["b"]))
+    assert found is not None
+    key, assignment = found
+    assert key == AttemptKey("eventful", 1, 1)
+    assert (assignment.client_id, assignment.state) == ("b", AssignmentState.FAILED)
+    assert (assignment.reason, assignment.text) == (Reason.TRAINER_ERROR, "ValueError: \N{SNOWMAN}")
+    found = await store.find_assignment(token_hash(driver.tokens["d"]))
+    assert found is not None
+    assert found[1].state is AssignmentState.MERGED
+    assert (found[1].num_examples, found[1].weight, found[1].took_s) == (17.0, 17.0, 4.5)
+    assert found[1].metrics == {"loss": 1 / 3 + 1004.5, "accuracy": 0.5}
+    assert await store.find_assignment(token_hash("no such token")) is None
+
+
+async def test_a_replaced_token_finds_nothing(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one")
+    await driver.check_in(*"abcde")
+    old = driver.tokens["a"]
+    await driver.check_in("a")
+    assert driver.tokens["a"] != old
+    assert await store.find_assignment(token_hash(old)) is None
+    found = await store.find_assignment(token_hash(driver.tokens["a"]))
+    assert found is not None
+    assert found[1].client_id == "a"
+
+
+async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
+    driver = Driver(store)
+    await eventful(driver)
+    committed = await store.list_attempts("eventful")
+    everything = await store.list_attempts("eventful", all_attempts=True)
+    assert [tuple(one.key[1:]) for one in everything] == [
+        *((1, 1), (1, 2)),
+        *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (2, 6)),
+        (3, 1),
+    ]
+    assert [one for one in everything if one.phase is not AttemptPhase.ABANDONED] == committed
+    first, evaluation, late = everything[:3]
+    assert (first.kind, first.base_version, first.goal, first.minimum, first.target) == (AttemptKind.TRAIN, 0, 3, 2, 5)
+    assert first.counts == {AssignmentState.MERGED: 3, AssignmentState.FAILED: 1, AssignmentState.REJECTED: 1}
+    assert first.metrics.keys() == {"loss", "accuracy"}
+    assert evaluation.kind is AttemptKind.EVALUATE
+    assert late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
+    assert late.phase is AttemptPhase.ABANDONED
+    assert "1 of at least 2 needed clients reported" in late.reason
+    assert await store.last_attempt("eventful") == everything[-1]
+    assert await store.list_attempts("nobody") == []
+    assert await store.last_attempt("nobody") is None
+
+
+async def test_an_attempt_has_a_beginning_and_an_end(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one")
+    (open_one,) = await store.list_attempts("one")
+    assert open_one.ended_unix_s is None
+    await driver.finish_attempt("one", "a")
+    ended, _ = await store.list_attempts("one")
+    assert ended.opened_unix_s == open_one.opened_unix_s
+    assert ended.ended_unix_s is not None
+    assert ended.ended_unix_s > ended.opened_unix_s
+    await driver.finish_attempt("one", "b")
+    assert (await store.list_attempts("one"))[0] == ended
+
+
+# --- versions --------------------------------------------------------------------------------------------------
+
+
+async def test_versions_are_listed_as_they_were_committed(store: Store) -> None:
+    driver = Driver(store)
+    await eventful(driver)
+    records = await store.list_versions("eventful")
+    assert [record.version.version for record in records] == [0, 1, 2]
+    assert records[2].version == driver.coordinator.jobs["eventful"].latest
+    assert records[2].version.size_bytes == 2**40 + 2
+    assert await store.list_versions("nobody") == []
+
+
+async def test_metrics_of_a_version_are_noted(store: Store) -> None:
+    driver = Driver(store)
+    await eventful(driver)
+    before = await store.history("eventful")
+    metrics = {"accuracy": 0.25, "loss": math.inf, "low": -math.inf}
+    await store.set_version_metrics("eventful", 2, metrics)
+    records = await store.list_versions("eventful")
+    assert [record.metrics for record in records] == [{}, {}, metrics]
+    *earlier, noted = await store.history("eventful")
+    assert earlier == before
+    version = records[2].version
+    assert noted.row == HistoryRow("version", "2", "2", version.round, version.attempt, metrics=metrics)
+    await check_invariants(store)
+
+
+async def test_a_metric_may_be_nan(store: Store) -> None:
+    await store.create_job(draft("one"), JOB_FILE, "key")
+    await store.set_version_metrics("one", 0, {"loss": math.nan})
+    (record,) = await store.list_versions("one")
+    assert math.isnan(record.metrics["loss"])
+
+
+async def test_metrics_of_a_version_that_is_not_there_are_refused(store: Store) -> None:
+    await store.create_job(draft("one"), JOB_FILE, "key")
+    for job_id, version in (("one", 1), ("nobody", 0)):
+        with pytest.raises(StoreError, match="no version"):
+            await store.set_version_metrics(job_id, version, {})
+    assert len(await store.history("one")) == 1
+
+
+async def test_digests_and_who_may_read_them(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one")
+    await driver.create("two", JOB_FILE.replace('"demo"', '"production"'))
+    await driver.finish_attempt("one", "a")
+    latest = driver.coordinator.jobs["one"].latest
+    assert await store.populations_of(latest.digest) == {"demo"}
+    assert await store.populations_of(latest.state_digest) == frozenset()
+    await store.create_job(
+        dataclasses.replace(
+            draft("three", JOB_FILE.replace('"demo"', '"third"')),
+            latest=dataclasses.replace(latest, version=0, round=0),
+        ),
+        JOB_FILE.replace('"demo"', '"third"'),
+        "three",
+    )
+    assert await store.populations_of(latest.digest) == {"demo", "third"}
+    assert await store.referenced_digests() == {
+        digest_of("one", 0),
+        digest_of("two", 0),
+        latest.digest,
+        latest.state_digest,
+    }
+
+
+# --- history ---------------------------------------------------------------------------------------------------
+
+
+async def test_history_is_complete_and_ordered(store: Store) -> None:
+    driver, rows = Driver(store), list[HistoryRow]()
+    await driver.create("one")
+    rows = [record.row for record in await store.history("one")]
+    for names in ("a", "b"):
+        proposal = driver.propose(OperatorCommand("one", Action.PAUSE), OperatorCommand("one", Action.RESUME))
+        await store.save(proposal.changes)
+        driver.coordinator.accept(proposal)
+        rows += [row for change in proposal.changes for row in change.history]
+        assert [record.row for record in await store.history("one")] == rows
+        await driver.finish_attempt("one", names)
+        rows = [record.row for record in await store.history("one")]
+    records = await store.history("one")
+    assert [r.sequence for r in records] == sorted({r.sequence for r in records})
+    assert [r.unix_s for r in records] == sorted(r.unix_s for r in records)
+
+
+async def test_history_is_read_in_pages_of_one_job(store: Store) -> None:
+    await store.create_job(draft("one"), JOB_FILE, "key")
+    await eventful(Driver(store), "two")
+    await store.set_version_metrics("one", 0, {})
+    records, pages, after = await store.history("two"), list[object](), 0
+    while page := await store.history("two", after, limit=7):
+        assert len(page) <= 7
+        pages += page
+        after = page[-1].sequence
+    assert pages == records
+    assert [record.row.to_state for record in await store.history("one")] == ["DRAFT", "0"]
+    assert await store.history("nobody") == []

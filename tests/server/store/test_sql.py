@@ -1,0 +1,263 @@
+"""What only databases do: concurrency, failures, and lasting through them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
+from fedplat.rounds.states import JobStatus, Reason
+from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.store.database import MAX_TRIES
+from fedplat_server.store.engine import async_url, create_engine
+from fedplat_server.store.sql import SqlStore, open_store
+from server.store.conftest import execute_sql
+from server.store.driver import JOB_FILE, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
+
+SHORT_JOB = JOB_FILE.replace("rounds = 3", "rounds = 1").replace("goal = 3", "goal = 2")
+
+
+@contextlib.asynccontextmanager
+async def opened(database: str) -> AsyncGenerator[SqlStore]:
+    store = await open_store(database)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+# --- concurrency -----------------------------------------------------------------------------------------------
+
+
+async def test_forty_writers_and_forty_readers(sql_store: SqlStore) -> None:
+    drivers = [Driver(sql_store, prefix=f"job {n} ", check=False) for n in range(40)]
+
+    async def write(n: int) -> None:
+        await drivers[n].create(f"job {n}", SHORT_JOB)
+        await run_to_the_end(drivers[n], f"job {n}", f"client of {n}")
+
+    async def read(n: int) -> None:
+        for _ in range(5):
+            await sql_store.history(f"job {n}")
+            await sql_store.list_attempts(f"job {n}")
+            await sql_store.find_assignment(token_hash(f"job {n} token-1"))
+
+    await asyncio.gather(*(write(n) for n in range(40)), *(read(n) for n in range(40)))
+    jobs = [record.state for record in await sql_store.load_jobs()]
+    assert len(jobs) == 40
+    assert {job.status for job in jobs} == {JobStatus.COMPLETED}
+    await check_invariants(sql_store)
+
+
+async def test_two_servers_write_to_one_database(database: str) -> None:
+    async with opened(database) as one, opened(database) as two:
+
+        async def work(store: SqlStore, name: str) -> None:
+            driver = Driver(store, prefix=name, check=False)
+            await driver.create(name, SHORT_JOB)
+            await run_to_the_end(driver, name, name)
+
+        await asyncio.gather(*(work(store, f"job {n} {store is one}") for store in (one, two) for n in range(4)))
+        assert {record.state.status for record in await two.load_jobs()} == {JobStatus.COMPLETED}
+        await check_invariants(one)
+
+
+async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> None:
+    async with opened(database) as one, opened(database) as two:
+        driver = Driver(one)
+        for job_id in "abcdef":
+            await driver.create(job_id)
+        for action in (Action.PAUSE, Action.RESUME) * 5:
+            commands = [OperatorCommand(job_id, action) for job_id in "abcdef"]
+            here, there = driver.propose(*commands), driver.propose(*reversed(commands))
+            results = await asyncio.gather(one.save(here.changes), two.save(there.changes), return_exceptions=True)
+            assert sum(result is None for result in results) == 1
+            driver.coordinator.accept(here)  # both say the same
+        await driver.check()
+
+
+async def test_a_cancelled_save_happens_or_not(sql_store: SqlStore) -> None:
+    """And whatever happens, the store goes on."""
+    driver = Driver(sql_store)
+    await driver.create("one")
+    for turns in range(40):
+        action = Action.RESUME if driver.coordinator.jobs["one"].status is JobStatus.PAUSED else Action.PAUSE
+        proposal = driver.propose(OperatorCommand("one", action))
+        task = asyncio.create_task(sql_store.save(proposal.changes))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        (record,) = await sql_store.load_jobs()
+        if record.state.revision == proposal.jobs["one"].revision:
+            driver.coordinator.accept(proposal)
+        else:
+            driver.coordinator.reject(proposal)
+        await driver.check()
+    await check_invariants(sql_store)
+
+
+async def test_history_is_numbered_in_the_order_in_which_it_appears(database: str) -> None:
+    """A reader that goes on after the last number it saw misses nothing, though several write."""
+    async with opened(database) as one, opened(database) as two:
+        driver = Driver(one, check=False)
+        await driver.create("one")
+        done, seen = asyncio.Event(), list[int]()
+
+        async def read() -> None:
+            while True:
+                last = done.is_set()
+                page = await two.history("one", seen[-1] if seen else 0)
+                seen.extend(record.sequence for record in page)
+                if last and not page:
+                    return
+
+        async def note(store: SqlStore) -> None:
+            for number in range(25):
+                await store.set_version_metrics("one", 0, {"n": float(number)})
+
+        async def write() -> None:
+            saving = (driver.operate("one", action) for action in (Action.PAUSE, Action.RESUME) * 10)
+            await asyncio.gather(note(one), note(two), _in_order(saving))
+            done.set()
+
+        await asyncio.gather(read(), write())
+        assert seen == [record.sequence for record in await one.history("one", limit=10_000)]
+
+
+async def _in_order(coroutines: Any) -> None:
+    for coroutine in coroutines:
+        await coroutine
+
+
+# --- failures --------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
+    engine, limit = create_engine(async_url(sqlite)), [2**30]
+
+    def on_begin(connection: Any) -> None:
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}")
+
+    event.listen(engine.sync_engine, "begin", on_begin)
+    store = SqlStore(engine)
+    await store.create_job(draft("one"), JOB_FILE, "one")
+    limit[0] = 1
+    with pytest.raises(StoreUnavailableError, match="database or disk is full"):
+        await store.create_job(draft("two"), JOB_FILE + "\n" + "# long\n" * 10_000, "two")
+    assert len(await store.load_jobs()) == 1
+    limit[0] = 2**30
+    await store.create_job(draft("two"), JOB_FILE, "two")
+    assert len(await store.load_jobs()) == 2
+    await store.close()
+
+
+async def test_a_broken_database_is_no_unavailability(sql_store: SqlStore, database: str) -> None:
+    engine = create_engine(async_url(database))
+    async with engine.begin() as connection:
+        await connection.execute(text("DROP TABLE history"))
+    await engine.dispose()
+    with pytest.raises(StoreError, match="history") as caught:
+        await sql_store.create_job(draft("one"), JOB_FILE, "one")
+    assert not isinstance(caught.value, StoreUnavailableError)
+    assert await sql_store.load_jobs() == []
+
+
+async def test_a_nul_in_a_clients_text_is_replaced(sql_store: SqlStore) -> None:
+    driver = Driver(sql_store, check=False)
+    await driver.create("one")
+    await driver.check_in(*"abcde")
+    key, _ = driver.cohort("one")
+    await driver.send(AssignmentFailed(key, "a", Reason.TRAINER_ERROR, "zero \x00 byte"))
+    found = await sql_store.find_assignment(token_hash(driver.tokens["a"]))
+    assert found is not None
+    assert found[1].text == "zero \N{REPLACEMENT CHARACTER} byte"
+    assert (await sql_store.history("one"))[-1].row.reason == "zero \N{REPLACEMENT CHARACTER} byte"
+
+
+async def test_an_old_job_file_that_this_version_cannot_read_is_named(sql_store: SqlStore) -> None:
+    with pytest.raises(StoreError, match="job file of one cannot be read by this version"):
+        await sql_store.create_job(draft("one"), JOB_FILE + "\nnonsense = 1", "one")
+    assert await sql_store.load_jobs() == []
+
+
+def _fails(times: int, what: str) -> list[str]:
+    """PostgreSQL: the first few inserts into history fail. A sequence counts on through rollbacks."""
+    return [
+        "CREATE SEQUENCE tries",
+        f"""CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF nextval('tries') <= {times} THEN {what}; END IF;
+            RETURN NEW;
+        END $$""",
+        "CREATE TRIGGER fail BEFORE INSERT ON history FOR EACH ROW EXECUTE FUNCTION fail()",
+    ]
+
+
+@pytest.mark.parametrize("sqlstate", ["40001", "40P01"])
+async def test_a_conflict_is_tried_again(postgres: str, sqlstate: str) -> None:
+    async with opened(postgres) as store:
+        await execute_sql(postgres, *_fails(MAX_TRIES - 1, f"RAISE EXCEPTION 'conflict' USING ERRCODE = '{sqlstate}'"))
+        await store.create_job(draft("one"), JOB_FILE, "key")
+        assert len(await store.history("one")) == 1
+
+
+async def test_a_conflict_is_not_tried_for_ever(postgres: str) -> None:
+    async with opened(postgres) as store:
+        await execute_sql(postgres, *_fails(MAX_TRIES, "RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'"))
+        with pytest.raises(StoreUnavailableError, match="conflict"):
+            await store.create_job(draft("one"), JOB_FILE, "key")
+        assert await store.load_jobs() == []
+        await store.create_job(draft("one"), JOB_FILE, "key")
+
+
+async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> None:
+    async with opened(postgres) as store:
+        driver = Driver(store)
+        await driver.create("one")
+        await execute_sql(postgres, *_fails(1, "PERFORM pg_terminate_backend(pg_backend_pid())"))
+        proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
+        with pytest.raises(StoreUnavailableError):
+            await store.save(proposal.changes)
+        await driver.check()  # nothing was saved
+        await store.save(proposal.changes)
+        driver.coordinator.accept(proposal)
+        await driver.check()
+
+
+async def test_idle_connections_that_broke_are_replaced(postgres: str, postgres_server: str) -> None:
+    async with opened(postgres) as store:
+        await asyncio.gather(*(store.ping() for _ in range(5)))
+        name = async_url(postgres).database
+        everyone = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
+        await execute_sql(postgres_server, everyone)
+        await asyncio.gather(*(store.ping() for _ in range(5)))
+        await store.create_job(draft("one"), JOB_FILE, "key")
+
+
+async def test_a_database_that_takes_no_connections_is_unavailable(postgres: str, postgres_server: str) -> None:
+    name = async_url(postgres).database
+    await execute_sql(postgres_server, f"ALTER DATABASE {name} CONNECTION LIMIT 0", "CREATE ROLE guest LOGIN")
+    guest = async_url(postgres).set(username="guest").render_as_string(hide_password=False)
+    try:
+        with pytest.raises(StoreUnavailableError, match="too many connections"):
+            await open_store(guest)
+    finally:
+        await execute_sql(postgres_server, "DROP ROLE guest")
+
+
+async def test_everything_lasts_through_a_new_start(database: str) -> None:
+    async with opened(database) as store:
+        driver = Driver(store)
+        await eventful(driver)
+        before = dataclasses.astuple((await store.list_versions("eventful"))[-1])
+    async with opened(database) as store:
+        driver.store = store
+        await driver.check()
+        assert dataclasses.astuple((await store.list_versions("eventful"))[-1]) == before

@@ -1,0 +1,155 @@
+"""Aggregation when something goes wrong: the coordinator always hears how an attempt ended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from fedplat.aggregate import Accumulator
+from fedplat.job import parse_job
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat_server.aggregation import Aggregation
+from fedplat_server.blobs import BlobStore
+from fedplat_server.errors import BlobError, BlobFullError
+from fedplat_server.uploads import UploadKey, UploadStore
+from server.harness import digest_of, initial_model, job_file, update_of
+
+KEY = AttemptKey("j", 1, 1)
+UPDATE = update_of(initial_model(), 0).to_bytes()
+
+
+class Bench:
+    """An aggregation with one job, and what it posts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.blobs = BlobStore(folder / "blobs")
+        self.uploads = UploadStore(folder / "uploads")
+        self.outcomes: asyncio.Queue[AttemptAggregated | AggregationFailed] = asyncio.Queue()
+        self.aggregation = Aggregation(self.blobs, self.uploads, self.outcomes.put_nowait)
+        blob = self.blobs.put_chunks([initial_model().to_bytes()])
+        version = ModelVersion(version=0, round=0, attempt=0, digest=blob.digest, size_bytes=blob.size_bytes)
+        self.job = JobState("j", parse_job(job_file(goal=1)), version)
+
+    def receive(self, client_id: str, content: bytes = UPDATE) -> Fold:
+        upload = self.uploads.open(UploadKey(*KEY, client_id), digest_of(content), len(content), 0)
+        upload.write(content)
+        upload.close()
+        return Fold(KEY, client_id, digest_of(content), 1.0)
+
+    def take(self, command: Fold | Commit) -> None:
+        self.aggregation.take(self.job, command)
+
+    async def outcome(self) -> AttemptAggregated | AggregationFailed:
+        return await asyncio.wait_for(self.outcomes.get(), 60.0)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+async def test_folds_and_commits(bench: Bench) -> None:
+    bench.take(bench.receive("a"))
+    bench.take(bench.receive("b"))
+    bench.take(Commit(KEY, 0, 2))
+    outcome = await bench.outcome()
+    assert isinstance(outcome, AttemptAggregated)
+    assert (outcome.version.version, outcome.version.num_updates) == (1, 2)
+    assert bench.blobs.exists(outcome.version.digest)
+    await bench.aggregation.close()
+    assert not list(bench.uploads.folder.iterdir())
+    assert not vars(bench.aggregation)["_open"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), RuntimeError("a bug"), AssertionError(), BlobFullError("full")]
+)
+@pytest.mark.parametrize("method", ["fold", "finish"])
+async def test_whatever_it_dies_of_the_attempt_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, method: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Accumulator, method, fail)
+    bench.take(bench.receive("a"))
+    bench.take(Commit(KEY, 0, 1))
+    outcome = await bench.outcome()
+    assert isinstance(outcome, AggregationFailed)
+    assert outcome.text
+    await bench.aggregation.close()
+
+
+async def test_an_update_that_is_gone_fails_the_attempt(bench: Bench) -> None:
+    fold = bench.receive("a")
+    bench.uploads.discard(UploadKey(*KEY, "a"))
+    bench.take(fold)
+    outcome = await bench.outcome()
+    assert isinstance(outcome, AggregationFailed)
+    assert "the update of a is gone" in outcome.text
+    await bench.aggregation.close()
+
+
+async def test_uploads_that_cannot_be_thrown_away_do_not_lose_the_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise BlobError("the disk is gone")
+
+    monkeypatch.setattr(bench.uploads, "discard_attempt", fail)
+    bench.take(bench.receive("a"))
+    bench.take(Commit(KEY, 0, 1))
+    assert isinstance(await bench.outcome(), AttemptAggregated)
+    bench.aggregation.abandon(KEY)
+    await bench.aggregation.close()
+
+
+async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    folding, go_on = threading.Event(), threading.Event()
+    fold = Accumulator.fold
+
+    def slow(*arguments: object, **keywords: object) -> None:
+        folding.set()
+        assert go_on.wait(60.0)
+        fold(*arguments, **keywords)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Accumulator, "fold", slow)
+    bench.take(bench.receive("a"))
+    assert await asyncio.to_thread(folding.wait, 60.0)
+    bench.aggregation.abandon(KEY)
+    monkeypatch.undo()
+    again = AttemptKey("j", 1, 2)
+    upload = bench.uploads.open(UploadKey(*again, "a"), digest_of(UPDATE), len(UPDATE), 0)
+    upload.write(UPDATE)
+    upload.close()
+    bench.take(Fold(again, "a", digest_of(UPDATE), 1.0))
+    bench.take(Commit(again, 0, 1))
+    go_on.set()
+    outcome = await bench.outcome()
+    assert (type(outcome), outcome.key) == (AttemptAggregated, again)
+    await bench.aggregation.close()
+    assert bench.outcomes.empty()
+    assert not list(bench.uploads.folder.iterdir())
+
+
+async def test_closing_in_the_middle_posts_nothing(bench: Bench) -> None:
+    bench.take(bench.receive("a"))
+    await bench.aggregation.close()
+    assert bench.outcomes.empty()
+
+
+async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
+    for number in range(1, 20):
+        key = AttemptKey("j", 1, number)
+        if number % 2:
+            bench.take(Fold(key, "a", "0" * 64, 1.0))
+            assert isinstance(await bench.outcome(), AggregationFailed)
+        bench.aggregation.abandon(key)
+    await bench.aggregation.close()
+    assert not vars(bench.aggregation)["_open"]
+    assert not vars(bench.aggregation)["_discarding"]

@@ -1,0 +1,190 @@
+"""The long poll: who gets work, who is refused and why, and which call hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat_server.config import Limits
+from server import harness
+from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+
+
+async def test_returns_at_once_when_there_is_an_assignment(site: Site) -> None:
+    client = await site.enrol()
+    waiting = client.check_in(wait_s=harness.PATIENCE_S * 10)
+    await site.waiting(1)
+    job = await site.operator.start(
+        job_file("toy", rounds=7, goal=1, more="[config]\nlr = 0.5\nsteps = 3\nfast = true")
+    )
+    response = await asyncio.wait_for(waiting, harness.PATIENCE_S)
+    given = response.assignment
+    assert (given.job_id, given.job_name, given.round, given.attempt) == (job, "toy", 1, 1)
+    assert (given.trainer, given.task, given.heartbeat_s) == ("toy", fleet_pb2.TASK_TRAIN, 10.0)
+    assert {name: value.WhichOneof("kind") for name, value in given.config.items()} == {
+        "lr": "double_value",
+        "steps": "int_value",
+        "fast": "bool_value",
+    }
+    assert (response.protocol_version, bool(response.software_version)) == (1, True)
+
+
+async def test_refused_with_reason_and_window_after_the_wait(site: Site) -> None:
+    client = await site.enrol()
+    refusal = await client.refusal(wait_s=0.05)
+    assert (reason_name(refusal.reason), bool(refusal.text)) == ("NO_WORK", True)
+    assert 0.0 <= refusal.retry.min_s < refusal.retry.max_s
+    await site.operator.start(job_file(goal=5, where='region == "eu"'))
+    for region, trainer, reason in (
+        ("eu", "toy", "NOT_SELECTED"),
+        ("us", "toy", "NOT_ELIGIBLE"),
+        ("eu", "other", "NOT_ELIGIBLE"),
+    ):
+        refusal = await client.refusal(labels={"region": region}, trainers=(trainer,))
+        assert reason_name(refusal.reason) == reason
+    for wait_s in (-1.0, float("nan"), float("-inf")):
+        await client.refusal(wait_s)
+    await site.waiting(0)
+
+
+async def test_only_the_clients_that_the_expression_wants_are_assigned(site: Site) -> None:
+    us, eu = await site.fleet(2)
+    not_wanted = us.check_in(labels={"region": "us"})
+    await site.waiting(1)
+    await site.operator.start(job_file(goal=1, where='region == "eu"'))
+    await eu.assignment(labels={"region": "eu"})
+    await site.waiting(1)
+    assert not not_wanted.done()
+    not_wanted.cancel()
+    await site.waiting(0)
+
+
+async def test_a_second_check_in_supersedes_the_first(site: Site) -> None:
+    client = await site.enrol()
+    first = client.check_in()
+    await site.waiting(1)
+    second = client.check_in()
+    assert (await first).HasField("refusal")
+    await site.waiting(1)
+    await site.operator.start(job_file(goal=1))
+    assert (await second).HasField("assignment")
+
+
+async def test_a_client_that_vanishes_leaves_the_waiting_room(site: Site) -> None:
+    client = await site.enrol()
+    call = client.check_in()
+    await site.waiting(1)
+    call.cancel()
+    await site.waiting(0)
+
+
+async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Site) -> None:
+    await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    first = await client.assignment()
+    old_heartbeat = client.heartbeat(first.token, wait_s=0.2)
+    second = await client.assignment()
+    assert second.token != first.token
+    assert (second.job_id, second.round, second.attempt) == (first.job_id, first.round, first.attempt)
+    assert 0.0 < second.training_timeout_s <= first.training_timeout_s
+    assert reason_name((await old_heartbeat).stop.reason) == "STALE"
+    assert reason_name((await client.report(first.token, "0" * 64)).refusal.reason) == "STALE"
+    with pytest.raises(aio.AioRpcError) as caught:
+        await client.upload(first.token, b"content")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert (await client.deliver(second.token, update_of(initial_model(), 0))).HasField("receipt")
+
+
+async def test_another_population_gets_nothing(site: Site) -> None:
+    await site.operator.start(job_file(goal=1))
+    stranger = await site.enrol("other")
+    assert reason_name((await stranger.refusal()).reason) == "NO_WORK"
+
+
+async def test_a_full_waiting_room(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(max_waiting=1)) as site:
+        one, two = await site.fleet(2)
+        waiting = one.check_in()
+        await site.waiting(1)
+        refusal = await two.refusal(wait_s=harness.PATIENCE_S)
+        assert (reason_name(refusal.reason), refusal.retry.min_s > 0) == ("OVERLOADED", True)
+        waiting.cancel()
+
+
+async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> None:
+    async with harness.running(folder) as site:
+        client, working = await site.fleet(2)
+        await site.operator.start(job_file(goal=1))
+        assignment = await working.assignment()
+        heartbeat = working.heartbeat(assignment.token)
+        waiting = client.check_in()
+        await site.waiting(1)
+        site.daemon.stop()
+        refusal = (await waiting).refusal
+        assert (reason_name(refusal.reason), refusal.retry.max_s > refusal.retry.min_s > 0) == ("DRAINING", True)
+        with pytest.raises(aio.AioRpcError):
+            await heartbeat
+    await site.task
+
+
+async def test_another_protocol_version(site: Site) -> None:
+    client = await site.enrol()
+    for version in (0, 2, 2**32 - 1):
+        request = fleet_pb2.EnrollRequest(population="demo", idempotency_key="12345678", protocol_version=version)
+        for call in (client.check_in(version=version), client.stub.Enroll(request)):
+            with pytest.raises(aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert f"version {version}; supported: 1" in (caught.value.details() or "")
+
+
+TOO_MUCH: tuple[dict[str, Any], ...] = (
+    {"trainers": tuple(f"t{n}" for n in range(300))},
+    {"evaluators": tuple(f"t{n}" for n in range(300))},
+    {"trainers": ("no such name!",)},
+    {"labels": {f"label_{n}": "" for n in range(65)}},
+    {"labels": {"not a name": "x"}},
+    {"labels": {"region": "x" * 201}},
+    {"labels": {"region": "\x1b[2J"}},
+    {"labels": {"region": "\x00"}},
+)
+
+
+async def test_what_a_client_says_of_itself_is_bounded(site: Site) -> None:
+    client = await site.enrol()
+    for options in TOO_MUCH:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await client.check_in(0.0, **options)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, options
+
+
+async def saved_while_waiting(
+    site: Site, client: RawClient
+) -> tuple[Gate, aio.UnaryUnaryCall[object, fleet_pb2.CheckInResponse]]:
+    """A check-in whose assignment is being stored, and is held up there."""
+    gate = Gate()
+    waiting = client.check_in()
+    await site.waiting(1)
+    job = await site.operator.create(job_file(goal=1))
+    site.store.before["save"] = gate
+    start = asyncio.ensure_future(site.operator.stub.StartJob(admin_pb2.JobRequest(job=job.job_id)))
+    await gate.reached.wait()
+    del site.store.before["save"]
+    start.add_done_callback(lambda _: None)
+    return gate, waiting
+
+
+async def test_a_check_in_while_its_assignment_is_stored_gets_the_living_token(site: Site) -> None:
+    client = await site.enrol()
+    gate, first = await saved_while_waiting(site, client)
+    second = client.check_in()
+    assert (await first).HasField("refusal")  # superseded: the second has arrived
+    gate.open()
+    token = (await second).assignment.token
+    assert (await client.heartbeat(token, wait_s=0.0)).HasField("proceed")

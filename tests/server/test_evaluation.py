@@ -1,0 +1,219 @@
+"""Evaluators are foreign code: whatever one does, rounds go on and the daemon stops when it shall."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedplat_server import evaluation
+from fedplat_server.errors import StoreUnavailableError
+from server import harness
+from server.harness import Site, initial_model, job_file, update_of
+
+EVALUATORS = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def good(parameters):
+    parameters["weight"] += 1  # its own copy
+    return {"first": parameters["bias"][0], "process": os.getpid()}
+
+def raises(parameters):
+    raise RuntimeError("no data today")
+
+def exits(parameters):
+    raise SystemExit("enough")
+
+def interrupts(parameters):
+    raise KeyboardInterrupt
+
+class Peculiar(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+def peculiar(parameters):
+    raise Peculiar(1, 2)
+
+def nan(parameters):
+    return {"accuracy": float("nan")}
+
+def nothing(parameters):
+    return None
+
+def dies(parameters):
+    os._exit(3)
+
+def sometimes(parameters):
+    '''Dies the first time.'''
+    if not (HERE / "died").exists():
+        (HERE / "died").touch()
+        os._exit(3)
+    return good(parameters)
+
+def hangs(parameters):
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (HERE / "hangs").write_text(str(os.getpid()))
+    while True:
+        time.sleep(3600)
+"""
+
+
+FAILING = ("raises", "exits", "interrupts", "peculiar", "nan", "nothing")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "evaluators.py"
+    path.write_text(EVALUATORS)
+    return path
+
+
+def names(file: Path) -> dict[str, str]:
+    functions = (*FAILING, "good", "dies", "sometimes", "hangs")
+    return {name: f"{file}:{name}" for name in functions}
+
+
+def scored(name: str, rounds: int) -> str:
+    return job_file(goal=1, rounds=rounds, more=f'[evaluation]\nserver = "{name}"')
+
+
+def gone(process_id: int) -> None:
+    """Returns when the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(process_id).wait(harness.PATIENCE_S)
+
+
+async def train(site: Site, rounds: int) -> None:
+    client = await site.enrol()
+    for seed in range(rounds):
+        await client.deliver((await client.assignment()).token, update_of(initial_model(), seed))
+
+
+async def test_those_that_fail_cost_a_score_and_nothing_else(
+    folder: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with harness.running(folder, evaluators=names(file)) as site:
+        jobs: list[str] = []
+        for name in (*FAILING, "good"):
+            jobs.append(await site.operator.start(scored(name, 1).replace('"toy"', f'"{name}"', 1)))
+            await train(site, 1)
+            assert (await site.operator.events(jobs[-1]))[-1].to_state in ("COMPLETED", "1")
+        for job in jobs[:-1]:
+            assert not (await site.operator.versions(job))[-1].metrics
+        assert "process" in (await site.operator.versions(jobs[-1]))[-1].metrics
+    log = capsys.readouterr().out
+    for said in ("RuntimeError: no data today", "SystemExit: enough", "KeyboardInterrupt", "Peculiar: 1", "is nan"):
+        assert said in log
+    assert "in raises" in log  # the evaluator's author needs its traceback
+    assert "the evaluation process died" not in log
+
+
+async def test_one_whose_process_dies_costs_a_score_and_nothing_else(folder: Path, file: Path) -> None:
+    async with harness.running(folder, evaluators=names(file)) as site:
+        job = await site.operator.start(scored("dies", 2))
+        await train(site, 2)
+        history = await site.operator.events(job)
+        assert history[-1].to_state == "COMPLETED"
+        assert not any(event.metrics for event in history if event.entity == "version")
+
+
+async def test_one_that_died_costs_one_score_only(folder: Path, file: Path) -> None:
+    async with harness.running(folder, evaluators=names(file)) as site:
+        job = await site.operator.start(scored("sometimes", 4))
+        await train(site, 4)
+        await site.operator.events(job)
+        versions = await site.operator.versions(job)
+        assert [bool(version.metrics) for version in versions] == [False, False, True, True, True]
+        assert len({version.metrics["process"] for version in versions[2:]}) == 1
+
+
+async def test_one_that_hangs_is_ended_after_its_time(folder: Path, file: Path) -> None:
+    async with harness.running(folder, evaluators=names(file), evaluation_s=3.0) as site:
+        hanging = await site.operator.start(scored("hangs", 1))
+        await train(site, 1)
+        good = await site.operator.start(scored("good", 1).replace('"toy"', '"other"', 1))
+        await train(site, 1)
+        assert (await site.operator.events(hanging))[-1].to_state == "COMPLETED"
+        await site.operator.events(good)
+        assert (await site.operator.versions(good))[-1].metrics
+
+
+async def test_stopping_does_not_wait_for_one_that_hangs(folder: Path, file: Path) -> None:
+    async with harness.running(folder, evaluators=names(file)) as site:
+        job = await site.operator.start(scored("hangs", 2))
+        await train(site, 2)
+        await site.operator.until(job, "job", "COMPLETED")
+
+        async def hangs() -> bool:
+            return (file.parent / "hangs").exists() and (file.parent / "hangs").read_text() != ""
+
+        await harness.until(hangs, "the evaluator to hang")
+    await asyncio.to_thread(gone, int((file.parent / "hangs").read_text()))
+
+
+async def test_what_was_not_scored_is_scored_after_a_restart(folder: Path, file: Path) -> None:
+    async with harness.running(folder, evaluators={"good": names(file)["hangs"]}) as site:
+        job = await site.operator.start(scored("good", 1))
+        await train(site, 1)
+        await site.operator.until(job, "job", "COMPLETED")
+    async with harness.running(folder, evaluators=names(file)) as site:
+        await site.operator.events(job)
+        assert (await site.operator.versions(job))[-1].metrics
+
+
+async def test_a_score_waits_for_a_database_that_is_away(
+    folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.01)
+    async with harness.running(folder, evaluators=names(file)) as site:
+        tries = 0
+
+        async def away() -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 3:
+                raise StoreUnavailableError("away")
+
+        site.store.before["set_version_metrics"] = away
+        job = await site.operator.start(scored("good", 1))
+        await train(site, 1)
+        await site.operator.events(job)
+        assert (await site.operator.versions(job))[-1].metrics
+        assert tries == 3
+
+
+def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    """The pool's own processes would wait for work for ever."""
+    script = tmp_path / "daemon.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from fedplat_server import evaluation\n"
+        "async def main():\n"
+        "    process = evaluation._Process()\n"
+        "    print((await process.run(sys.argv[1], Path(sys.argv[2]), 60.0))['process'], flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    (tmp_path / "evaluators.py").write_text(EVALUATORS)
+    model = tmp_path / "model.safetensors"
+    model.write_bytes(initial_model().to_bytes())
+    command = [sys.executable, str(script), f"{tmp_path / 'evaluators.py'}:good", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        evaluator = int(float(daemon.stdout.readline()))
+        os.kill(daemon.pid, signal.SIGKILL)
+        daemon.wait()
+    gone(evaluator)

@@ -1,0 +1,135 @@
+"""The database goes away and comes back: callers are told, nothing is half done, and everything goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat_server import runner
+from server import harness
+from server.harness import Site, digest_of, initial_model, job_file, reason_name, update_of
+
+
+@pytest.fixture(autouse=True)
+def _short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
+
+
+async def unavailable(call: Awaitable[object]) -> None:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, caught.value.details()
+    assert "database" in (caught.value.details() or "")
+
+
+async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=2))
+    one, two = await site.fleet(2)
+    tokens = [assignment.token for assignment in await site.assign([one, two])]
+    updates = [update_of(initial_model(), seed) for seed in range(2)]
+    digests = [digest_of(update.to_bytes()) for update in updates]
+    await one.upload(tokens[0], updates[0].to_bytes())
+    before = len(await _history(site, job))
+
+    site.store.outage = True
+    request = admin_pb2.JobRequest(job=job)
+    for call in (
+        one.report(tokens[0], digests[0]),
+        two.upload(tokens[1], updates[1].to_bytes()),
+        two.fail(tokens[1], model_pb2.REASON_TRAINER_ERROR),
+        site.operator.stub.PauseJob(request),
+        site.operator.stub.ListJobs(admin_pb2.ListJobsRequest()),
+        site.operator.create(job_file()),
+        site.enrol(),
+    ):
+        await unavailable(call)
+    assert (await two.heartbeat(tokens[1], 0.0)).HasField("proceed")  # needs no database
+    site.store.outage = False
+
+    assert len(await _history(site, job)) == before
+    assert (await one.report(tokens[0], digests[0])).HasField("receipt")
+    assert (await two.deliver(tokens[1], updates[1])).HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")
+    assert (await site.operator.versions(job))[-1].num_updates == 2
+
+
+async def _history(site: Site, job: str) -> list[object]:
+    return list(await site.store.inner.history(job))
+
+
+async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) -> None:
+    more = "[deadlines]\ntraining_s = 0.3\nselection_s = 3600\nheartbeat_s = 0.1\n[retry]\nbase_s = 0.01\nmax_s = 0.01"
+    job = await site.operator.start(job_file(goal=1, more=more))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    failed = asyncio.Event()
+
+    async def away() -> None:
+        failed.set()
+        raise harness.StoreUnavailableError("away")
+
+    site.store.before["save"] = away
+    await failed.wait()
+    assert (await client.heartbeat(token, 0.0)).proceed.remaining_s == 0.0
+    del site.store.before["save"]
+    assert await client.stop_reason(token) == "TRAIN_TIMEOUT"
+    await site.operator.until(job, "attempt", "ABANDONED")
+    fresh = await client.assignment()
+    assert fresh.attempt == 2
+
+
+async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    failed = asyncio.Event()
+
+    async def away_for_the_version() -> None:
+        if (await site.store.inner.list_attempts(job))[-1].phase == "COMMITTING":
+            failed.set()
+            raise harness.StoreUnavailableError("away")
+
+    site.store.before["save"] = away_for_the_version
+    await client.deliver(token, update_of(initial_model(), 0))
+    await failed.wait()
+    assert len(await site.operator.versions(job)) == 1
+    del site.store.before["save"]
+    await site.operator.until(job, "job", "COMPLETED")
+    assert len(await site.operator.versions(job)) == 2
+
+
+async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site) -> None:
+    await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    await client.refusal(labels={"region": "eu"}, trainers=("other",))
+    site.store.outage = True
+    await unavailable(client.check_in(labels={"region": "eu"}))
+    await unavailable(client.check_in(labels={"region": "us"}))  # has to be stored before anything else
+    site.store.outage = False
+    await site.waiting(0)
+    assert (await client.assignment()).attempt == 1
+
+
+async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
+    async with harness.running(folder, grace_s=0.2) as site:
+        job = await site.operator.start(job_file(goal=1))
+        client = await site.enrol()
+        token = (await client.assignment()).token
+        await client.deliver(token, update_of(initial_model(), 0))
+        site.store.outage = True
+    async with harness.running(folder) as site:
+        shown = await site.operator.show(job)
+        assert shown.model.version in (0, 1)
+        again = harness.RawClient(site.channel, "")
+        again.metadata = client.metadata
+        answer = await again.report(token, digest_of(update_of(initial_model(), 0).to_bytes()))
+        if shown.model.version:
+            assert answer.HasField("receipt")
+        else:
+            assert reason_name(answer.refusal.reason) == "ATTEMPT_ABANDONED"

@@ -1,0 +1,268 @@
+"""The runner with a store that is held up or fails at the moments that matter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+
+from fedplat.job import parse_job
+from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
+from fedplat.rounds.commands import Abort, Assign, Command, Refuse
+from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand, TimerFired
+from fedplat.rounds.states import JobStatus
+from fedplat_server import runner as module
+from fedplat_server.check_in import wait_for_work
+from fedplat_server.desk import Desk
+from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
+from fedplat_server.runner import Runner
+from fedplat_server.store.port import Store
+from fedplat_server.testing import MemoryStore
+from server.harness import FaultyStore, Gate, job_file
+
+PATIENCE_S = 60.0
+
+
+class Actor:
+    """Answers those who wait, as the daemon does."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        self.changes: list[Change] = []
+
+    def act(self, command: Command) -> None:
+        if isinstance(command, Assign | Refuse):
+            self.desk.tell(command)
+        elif isinstance(command, Abort):
+            self.desk.stop(command)
+
+    def stored(self, changes: Sequence[Change]) -> None:
+        self.changes.extend(changes)
+
+
+class Bench:
+    """A runner with two jobs, "toy" and one of another population that makes changes when a test needs some."""
+
+    def __init__(self) -> None:
+        self.store = FaultyStore(cast(Store, MemoryStore()))
+        self.runner = Runner(Coordinator(), cast(Store, self.store))
+        self.actor = Actor()
+        self.task: asyncio.Task[None] | None = None
+
+    async def add(self, job_id: str, population: str) -> None:
+        text = job_file(job_id, goal=1).replace('"demo"', f'"{population}"')
+        version = ModelVersion(version=0, round=0, attempt=0, digest="0" * 64, size_bytes=1)
+        state = JobState(job_id, parse_job(text), version)
+        record = await self.store.inner.create_job(state, text, f"key of {job_id}")
+        self.runner.coordinator.add(record.state)
+
+    async def act(self, action: Action, job_id: str = "other") -> None:
+        assert (await self.runner.submit(OperatorCommand(job_id, action))).accepted
+
+    def wait_for_work(self, wait_s: float) -> asyncio.Task[Assign | Refuse]:
+        event = ClientCheckedIn("c", "demo", trainers=frozenset({"toy"}))
+        return asyncio.create_task(wait_for_work(self.runner, self.actor.desk, event, wait_s))
+
+
+@asynccontextmanager
+async def bench() -> AsyncGenerator[Bench]:
+    made = Bench()
+    await made.add("toy", "demo")
+    await made.add("other", "elsewhere")
+    made.task = asyncio.create_task(made.runner.run(made.actor))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield made
+    finally:
+        made.runner.stop_timers()
+        made.task.cancel()
+        await asyncio.gather(made.task, return_exceptions=True)
+
+
+async def settle() -> None:
+    """Lets everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> None:
+    async with bench() as it:
+        await it.act(Action.START)
+        gates = [Gate() for _ in range(4)]
+        order = iter(gates)
+
+        async def held() -> None:
+            await next(order)()
+
+        it.store.before["save"] = held
+        acts = [asyncio.create_task(it.act(Action.PAUSE))]
+        await gates[0].reached.wait()
+        first = it.wait_for_work(0.0)
+        await settle()
+        acts.append(asyncio.create_task(it.act(Action.RESUME)))
+        await settle()
+        gates[0].open()  # next batch: check in, resume
+        await gates[1].reached.wait()
+        acts.append(asyncio.create_task(it.act(Action.PAUSE)))
+        await settle()
+        gates[1].open()  # next: pause; the first call's time is over, and its leaving waits
+        await gates[2].reached.wait()
+        await settle()
+        acts.append(asyncio.create_task(it.act(Action.RESUME)))
+        await settle()
+        gates[2].open()  # next: leave, resume
+        await gates[3].reached.wait()
+        second = it.wait_for_work(PATIENCE_S)
+        await settle()
+        del it.store.before["save"]
+        gates[3].open()
+        await asyncio.gather(*acts)
+        assert isinstance(await first, Refuse)
+        await settle()
+        assert not second.done()
+        assert list(it.runner.coordinator.room.clients) == ["c"]
+        await it.act(Action.START, "toy")
+        assert isinstance(await second, Assign)
+
+
+async def test_a_cancelled_call_leaves_the_room_wherever_it_was() -> None:
+    async with bench() as it:
+        for steps in range(12):
+            call = it.wait_for_work(PATIENCE_S)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await settle()
+            assert not it.runner.coordinator.room.clients
+
+
+async def test_an_outage_tells_callers_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STORE_RETRY_S", 0.01)
+    async with bench() as it:
+        waiting = it.wait_for_work(PATIENCE_S)
+        await settle()
+        it.store.outage = True
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.START, "toy")
+        assert not waiting.done()
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.DRAFT
+        assert it.actor.changes == []
+        it.store.outage = False
+        await it.act(Action.START, "toy")
+        assert isinstance(await waiting, Assign)
+
+
+async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+        it.store.outage = True
+        with pytest.raises(StoreUnavailableError):
+            await it.wait_for_work(PATIENCE_S)
+        await settle()
+        assert not it.runner.coordinator.room.clients
+        it.store.outage = False
+        assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
+
+
+async def test_own_events_are_tried_until_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STORE_RETRY_S", 0.01)
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+        clock = it.runner.now
+        monkeypatch.setattr(it.runner, "_clock", lambda: clock + 10_000.0)
+        failed, tries = asyncio.Event(), 0
+
+        async def fail_twice() -> None:
+            nonlocal tries
+            tries += 1
+            if tries <= 2:
+                raise StoreUnavailableError("away")
+            failed.set()
+
+        it.store.before["save"] = fail_twice
+        it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
+        await failed.wait()
+        assert tries == 3
+
+
+async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
+    async with bench() as it:
+        await it.act(Action.START)
+        poison = asyncio.Event()
+        save = it.store.inner.save
+
+        async def picky(changes: Sequence[Change]) -> None:
+            if any(change.job.job_id == "toy" for change in changes):
+                poison.set()
+                raise StoreError("refused for good")
+            await save(changes)
+
+        it.store.inner.save = picky  # pyright: ignore[reportAttributeAccessIssue]
+        results = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.PAUSE), return_exceptions=True)
+        assert isinstance(results[0], StoreError)
+        assert results[1] is None
+        assert poison.is_set()
+        assert it.runner.coordinator.jobs["other"].status is JobStatus.PAUSED
+        assert it.task is not None
+        assert not it.task.done()
+
+
+async def test_an_own_event_that_the_database_refuses_ends_the_runner() -> None:
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+
+        async def refuse() -> None:
+            raise StoreError("refused for good")
+
+        it.store.before["save"] = refuse
+        it.runner.post(OperatorCommand("toy", Action.PAUSE))
+        assert it.task is not None
+        await asyncio.wait([it.task])
+        assert isinstance(it.task.exception(), StoreError)
+
+
+async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> None:
+    async with bench() as it:
+
+        async def stale() -> None:
+            raise StaleRevisionError("job toy is not at revision 0 any more")
+
+        it.store.before["save"] = stale
+        waiting = it.wait_for_work(PATIENCE_S)
+        calls = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.START), return_exceptions=True)
+        assert all(isinstance(answer, StoreUnavailableError) for answer in calls)
+        assert it.task is not None
+        with pytest.raises(StaleRevisionError, match="does another fedplat-server use this database"):
+            await it.task
+        with pytest.raises(StoreUnavailableError, match="the server stops"):  # nobody waits for ever
+            await it.act(Action.START)
+        waiting.cancel()
+
+
+async def test_stopping_in_the_middle_of_a_write_lets_it_end() -> None:
+    async with bench() as it:
+        gate = Gate()
+        it.store.before["save"] = gate
+        act = asyncio.create_task(it.act(Action.START, "toy"))
+        await gate.reached.wait()
+        assert it.runner.has_events
+        assert it.task is not None
+        it.task.cancel()
+        await settle()
+        assert not it.task.done()
+        gate.open()
+        await asyncio.gather(it.task, act, return_exceptions=True)
+        assert (await it.store.inner.load_jobs())[0].state.status is JobStatus.RUNNING
+
+
+async def test_nothing_grows_with_the_number_of_calls() -> None:
+    async with bench() as it:
+        for _ in range(50):
+            assert isinstance(await it.wait_for_work(0.0), Refuse)
+        await settle()
+        assert not it.runner.coordinator.room.clients
+        assert vars(it.actor.desk) == {"_waiting": {}, "_working": {}}

@@ -1,0 +1,205 @@
+"""Bytes on the wire: models to clients, updates from them, cut and resumed anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_server.config import Limits
+from server import harness
+from server.harness import RawClient, Site, digest_of, initial_model, job_file, update_of
+
+UPDATE = update_of(initial_model(), 0).to_bytes()
+DIGEST = digest_of(UPDATE)
+
+
+async def refused(call: aio.Call | object) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call  # pyright: ignore[reportGeneralTypeIssues]
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def working(site: Site) -> tuple[RawClient, str]:
+    """A client with an open assignment."""
+    await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    return client, (await client.assignment()).token
+
+
+async def test_an_upload_resumes_where_it_stopped(site: Site) -> None:
+    client, token = await working(site)
+    assert await client.query(token, DIGEST) == 0
+    assert (await client.upload(token, UPDATE, end=100)).received_bytes == 100
+    assert await client.query(token, DIGEST) == 100
+    code, text = await refused(client.upload(token, UPDATE))
+    assert (code, "resume at 100" in text) == (grpc.StatusCode.OUT_OF_RANGE, True)
+    assert (await client.upload(token, UPDATE, offset=100)).received_bytes == len(UPDATE)
+    assert (await client.report(token, DIGEST)).HasField("receipt")
+
+
+async def test_a_stream_that_is_cut_keeps_what_had_arrived(site: Site) -> None:
+    client, token = await working(site)
+    sent, cut = asyncio.Event(), asyncio.Event()
+
+    async def half() -> AsyncIterator[fleet_pb2.UploadRequest]:
+        header = fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
+        yield fleet_pb2.UploadRequest(header=header)
+        yield fleet_pb2.UploadRequest(data=UPDATE[:64])
+        sent.set()
+        await cut.wait()
+
+    call = client.stub.Upload(half(), metadata=client.metadata)
+    await sent.wait()
+
+    async def arrived() -> bool:
+        return await client.query(token, DIGEST) == 64
+
+    await harness.until(arrived, "64 bytes")
+    call.cancel()
+    cut.set()
+    assert (await client.upload(token, UPDATE, offset=64)).received_bytes == len(UPDATE)
+    assert (await client.report(token, DIGEST)).HasField("receipt")
+
+
+async def test_a_report_before_the_upload_is_complete(site: Site) -> None:
+    client, token = await working(site)
+    await client.upload(token, UPDATE, end=10)
+    code, text = await refused(client.report(token, DIGEST))
+    assert (code, "QueryUpload" in text) == (grpc.StatusCode.ABORTED, True)
+    await client.upload(token, UPDATE, offset=10)
+    assert (await client.report(token, DIGEST)).HasField("receipt")
+
+
+async def test_bytes_that_were_damaged_on_the_way_start_again(site: Site) -> None:
+    client, token = await working(site)
+    damaged = UPDATE[:-1] + bytes([UPDATE[-1] ^ 1])
+    code, text = await refused(client.upload(token, damaged, digest=DIGEST))
+    assert (code, "resume at 0" in text) == (grpc.StatusCode.OUT_OF_RANGE, True)
+    assert await client.query(token, DIGEST) == 0
+    assert (await client.deliver(token, UPDATE)).HasField("receipt")
+
+
+async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
+    client, _ = await working(site)
+    for messages in ([], [fleet_pb2.UploadRequest(data=b"x")], [fleet_pb2.UploadRequest()]):
+        call = client.stub.Upload(iter(messages), metadata=client.metadata)
+        assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_more_bytes_than_announced_or_allowed(site: Site) -> None:
+    client, token = await working(site)
+    code, _ = await refused(client.upload(token, UPDATE, size_bytes=100))
+    assert code is grpc.StatusCode.OUT_OF_RANGE
+    code, text = await refused(client.upload(token, UPDATE, size_bytes=2**62))
+    assert (code, "at most" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    # It will never fit, so the assignment is over.
+    stop = (await client.heartbeat(token, 0.0)).stop
+    assert harness.reason_name(stop.reason) == "REJECTED_SCHEMA"
+
+
+async def test_digests_that_are_none(site: Site) -> None:
+    client, token = await working(site)
+    for digest in ("", "../" * 20, "A" * 64, "0" * 63, "../../etc/passwd".ljust(64, "x")):
+        for call in (
+            client.upload(token, UPDATE, digest=digest),
+            client.query(token, digest),
+            client.download(digest),
+            client.report(token, digest),
+        ):
+            assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT, digest
+
+
+async def test_another_clients_token_opens_nothing(site: Site) -> None:
+    client, token = await working(site)
+    thief = await site.enrol()
+    assert (await refused(thief.upload(token, UPDATE)))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await refused(thief.query(token, DIGEST)))[0] is grpc.StatusCode.NOT_FOUND
+    assert harness.reason_name((await thief.report(token, DIGEST)).refusal.reason) == "STALE"
+    assert await thief.stop_reason(token, 0.0) == "STALE"
+    await thief.fail(token, model_pb2.REASON_TRAINER_ERROR)
+    assert (await client.heartbeat(token, 0.0)).HasField("proceed")
+    assert (await client.deliver(token, UPDATE)).HasField("receipt")
+
+
+async def test_downloads_from_any_offset(site: Site) -> None:
+    client, _ = await working(site)
+    content = initial_model().to_bytes()
+    digest = digest_of(content)
+    for offset in (0, 1, len(content) - 1, len(content)):
+        assert await client.download(digest, offset) == content[offset:]
+    for offset in (len(content) + 1, 2**63, 2**64 - 1):
+        assert (await refused(client.download(digest, offset)))[0] is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_models_of_another_population_cannot_be_downloaded(site: Site) -> None:
+    await working(site)
+    digest = digest_of(initial_model().to_bytes())
+    stranger = await site.enrol("other")
+    assert (await refused(stranger.download(digest)))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await refused(stranger.download("0" * 64)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_uploaded_update_cannot_be_downloaded(site: Site) -> None:
+    client, token = await working(site)
+    await client.upload(token, UPDATE)
+    assert (await refused(client.download(DIGEST)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_idle_streams_and_too_many_of_them_are_ended(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(idle_s=0.2, max_calls=3)) as site:
+        client, token = await working(site)
+
+        async def silent() -> AsyncIterator[fleet_pb2.UploadRequest]:
+            yield fleet_pb2.UploadRequest(
+                header=fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
+            )
+            await over.wait()
+
+        over = asyncio.Event()
+        code, _ = await refused(client.stub.Upload(silent(), metadata=client.metadata))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        over.set()
+        beats = [client.heartbeat(token) for _ in range(3)]
+
+        async def more_until_full() -> bool:
+            beats.append(client.heartbeat(token))  # an earlier one may have come before the stream was gone
+            return await full()
+
+        async def full() -> bool:
+            try:
+                await client.query(token, DIGEST)
+            except aio.AioRpcError as exc:
+                return exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            return False
+
+        await harness.until(more_until_full, "the limit of calls")
+        other = await site.enrol()
+        await other.refusal()
+        for beat in beats:
+            beat.cancel()
+
+        async def free() -> bool:
+            return not await full()
+
+        await harness.until(free, "calls to be free again")
+
+
+async def test_uploads_of_an_ended_attempt_leave_nothing_behind(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1, over_selection=2.0))
+    one, two = await site.fleet(2)
+    first, second = await site.assign([one, two])
+    await two.upload(second.token, UPDATE, end=100)
+    await one.deliver(first.token, UPDATE)
+    await site.operator.until(job, "job", "COMPLETED")
+    assert (await refused(two.upload(second.token, UPDATE, offset=100)))[0] is grpc.StatusCode.NOT_FOUND
+
+    async def empty() -> bool:
+        return not list((site.folder / "uploads").iterdir())
+
+    await harness.until(empty, "the folder of uploads to be empty")

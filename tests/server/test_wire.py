@@ -1,0 +1,222 @@
+"""What arrives at the socket: rubbish, bombs, probes, and handlers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import resource
+from collections.abc import AsyncGenerator
+from typing import Any
+from unittest.mock import Mock
+
+import grpc
+import pytest
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from fedplat import wire
+from fedplat.rounds.states import REASON_TEXTS, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server import logs
+from fedplat_server.rpc import convert
+from fedplat_server.rpc.errors import CATALOGUE, Code, RefusedError
+from server.harness import Site, initial_model, job_file, update_of
+
+METHODS = [
+    *(f"/fedplat.wire.v1.Fleet/{method.name}" for method in fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods),
+    *(f"/fedplat.wire.v1.Admin/{method.name}" for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods),
+]
+
+
+def raw(channel: aio.Channel, method: str) -> aio.UnaryUnaryMultiCallable[bytes, bytes]:
+    """A method without codecs: what a test sends is what goes over the wire."""
+    return channel.unary_unary(method)
+
+
+async def alive(site: Site) -> None:
+    assert (await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())).process_id == os.getpid()
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    client = await site.enrol()
+    for method in METHODS:
+        for content in (b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"):
+            one = site.channel.unary_unary(method)(content, metadata=client.metadata)
+            many = site.channel.unary_stream(method)(content, metadata=client.metadata)
+            for call in (one, anext(aiter(many))):
+                assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT, method
+    assert not caplog.records  # else anybody could fill the log
+    await alive(site)
+
+
+@pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Admin/CreateJob"])
+async def test_messages_that_are_too_large_are_refused(site: Site, method: str) -> None:
+    content = bytes(wire.MAX_MESSAGE_BYTES + 1)
+    assert await code_of(raw(site.channel, method)(content)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await alive(site)
+
+
+async def test_a_compressed_bomb_is_not_inflated(site: Site) -> None:
+    async with aio.insecure_channel(site.address, compression=grpc.Compression.Gzip) as channel:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        content = bytes(16 * wire.MAX_MESSAGE_BYTES)
+        call = raw(channel, "/fedplat.wire.v1.Fleet/Report")(content)
+        assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        # The caller's own copies are in this process, too; the server's inflated one would be one more.
+        assert grown < 3 * len(content)
+    await alive(site)
+
+
+async def test_methods_that_do_not_exist(site: Site) -> None:
+    assert await code_of(raw(site.channel, "/fedplat.wire.v1.Fleet/Nothing")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_of_each_service(site: Site) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(site.channel)
+    for service in ("", "fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin"):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert await code_of(stub.Check(health_pb2.HealthCheckRequest(service="x"))) is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_can_be_watched_and_says_when_the_server_stops(site: Site) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(site.channel)
+    watching = stub.Watch(health_pb2.HealthCheckRequest())
+    answers = aiter(watching)
+    assert (await anext(answers)).status == health_pb2.HealthCheckResponse.SERVING
+    site.daemon.stop()
+    assert (await anext(answers)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watching.cancel()
+
+
+async def test_reflection_names_the_services(site: Site) -> None:
+    def names() -> set[str]:
+        with grpc.insecure_channel(site.address) as channel:
+            return set(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    found = await asyncio.to_thread(names)
+    assert {"fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin", "grpc.health.v1.Health"} <= found
+
+
+# --- handlers that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def log(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[io.StringIO]:
+    """The log as the daemon writes it."""
+    written = io.StringIO()
+
+    class Immediate:
+        def __init__(self, _: int) -> None: ...
+
+        def write(self, text: str) -> int:
+            return written.write(text)
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(logs, "Sink", Immediate)
+    monkeypatch.setattr("logging.basicConfig", Mock())
+    logs.configure("DEBUG", json=True)
+    yield written
+    structlog.reset_defaults()
+
+
+async def test_an_unexpected_error_is_a_number_for_the_caller_and_a_traceback_in_the_log(
+    log: io.StringIO, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await site.enrol()
+    secret = client.metadata[0][1].removeprefix("Bearer ")
+
+    async def bug(*_: object) -> None:
+        credential = secret
+        raise KeyError(f"an invented bug with {len(credential)}")
+
+    site.store.before["list_clients"] = bug
+    site.store.before["find_assignment"] = bug
+    for call in (
+        site.operator.stub.GetStatus(admin_pb2.GetStatusRequest()),
+        client.heartbeat("a-secret-token", 0.0),
+        client.upload("a-secret-token", b"content"),
+    ):
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        details = caught.value.details() or ""
+        assert "invented" not in details
+        number = details.rpartition(": ")[2]
+        lines = [json.loads(line) for line in log.getvalue().splitlines()]
+        found = [line for line in lines if line.get("number") == number]
+        assert len(found) == 1
+        assert "an invented bug" in json.dumps(found[0]["exception"])
+    assert secret not in log.getvalue()
+    assert "a-secret-token" not in log.getvalue()
+
+
+async def test_no_secret_is_logged_in_the_course_of_a_round(log: io.StringIO, site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    first = await client.assignment()
+    second = await client.assignment()
+    await client.deliver(second.token, update_of(initial_model(), 0))
+    await site.operator.until(job, "job", "COMPLETED")
+    for secret in (first.token, second.token, client.metadata[0][1].removeprefix("Bearer ")):
+        assert secret not in log.getvalue()
+    assert "COMPLETED" in log.getvalue()
+
+
+# --- the catalogue ---------------------------------------------------------------------------------------------------
+
+
+def test_every_code_has_a_status_and_a_sentence() -> None:
+    assert set(CATALOGUE) == set(Code)
+    for code, (status, sentence) in CATALOGUE.items():
+        assert status is not grpc.StatusCode.OK
+        assert sentence
+        refused = RefusedError(code, "because")
+        assert (refused.status, str(refused)) == (status, f"{sentence}: because")
+    assert [status for status, _ in CATALOGUE.values()].count(grpc.StatusCode.INTERNAL) == 1
+
+
+def test_every_reason_has_words_and_goes_over_the_wire_and_back() -> None:
+    assert set(REASON_TEXTS) == set(Reason) == set(convert.REASONS)
+    for reason in Reason:
+        assert convert.reason_from_wire(convert.REASONS[reason]) is reason
+    names = {name.removeprefix("REASON_") for name in model_pb2.Reason.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
+    assert names == {reason.name for reason in Reason}
+    assert convert.reason_from_wire(model_pb2.REASON_UNSPECIFIED) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "wire_enum", "ours"),
+    [
+        ("JOB_STATUS_", admin_pb2.JobStatus, JobStatus),
+        ("ATTEMPT_KIND_", admin_pb2.AttemptKind, AttemptKind),
+        ("ATTEMPT_PHASE_", admin_pb2.AttemptPhase, AttemptPhase),
+    ],
+)
+def test_statuses_correspond_one_to_one(prefix: str, wire_enum: Any, ours: Any) -> None:
+    assert {name.removeprefix(prefix) for name in wire_enum.keys()} == {one.name for one in ours} | {"UNSPECIFIED"}  # noqa: SIM118
+    assert len(set(wire_enum.values())) == len(wire_enum.keys())
+
+
+@pytest.mark.parametrize(("scalar", "kind"), [(True, "bool"), (3, "int"), (0.5, "double"), ("x", "string"), (0, "int")])
+def test_hyper_parameters_keep_their_type(scalar: bool | int | float | str, kind: str) -> None:
+    value = convert.value(scalar)
+    assert value.WhichOneof("kind") == f"{kind}_value"
+    assert getattr(value, f"{kind}_value") == scalar
+
+
+def test_every_task_has_a_kind() -> None:
+    assert set(convert.TASKS) == set(AttemptKind)
+    assert fleet_pb2.TASK_UNSPECIFIED not in convert.TASKS.values()
