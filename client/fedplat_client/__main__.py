@@ -1,0 +1,6 @@
+"""`python -m fedplat_client` is the command `fedplat-client`."""
+
+from fedplat_client.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="fedplat-client")

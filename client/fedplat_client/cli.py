@@ -1,0 +1,144 @@
+"""The command `fedplat-client`, for people who want no script."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import click
+
+from fedplat.errors import MissingExtraError
+from fedplat_client._version import __version__
+from fedplat_client.client import Client
+from fedplat_client.errors import ClientError
+from fedplat_client.task import Task
+
+_LEVELS = ("debug", "info", "warning", "error")
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class _UsageError(click.ClickException):
+    """A wrong argument: one line, and the exit status that click uses for these."""
+
+    exit_code = 2
+
+
+class _FieldFormatter(logging.Formatter):
+    """A sentence for people, then the fields for machines as key=value."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        text = super().formatMessage(record)
+        return " ".join((text, *(f"{name}={value}" for name, value in fields.items())))
+
+
+class _RunOptions(TypedDict):
+    server: str
+    population: str
+    trainers: tuple[str, ...]
+    evaluators: tuple[str, ...]
+    labels: tuple[str, ...]
+    data_dir: Path | None
+    max_tasks: int | None
+    log_level: str
+
+
+@click.group(help="The client of fedplat: training stays where the data is.")
+@click.version_option(__version__, prog_name="fedplat-client")
+def main() -> None:
+    """Entry point of the command."""
+
+
+@main.command(help="Work for a server until stopped.")
+@click.option(
+    "--server",
+    envvar="FEDPLAT_SERVER",
+    show_envvar=True,
+    required=True,
+    metavar="HOST:PORT",
+    help="The server's address.",
+)
+@click.option(
+    "--population", envvar="FEDPLAT_POPULATION", show_envvar=True, required=True, help="The group of clients to join."
+)
+@click.option("--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="A trainer; repeatable.")
+@click.option(
+    "--evaluator", "evaluators", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="An evaluator; repeatable."
+)
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="A label; repeatable.")
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where identity and models are kept."
+)
+@click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
+@click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
+def run(**options: Unpack[_RunOptions]) -> None:
+    """Runs a client."""
+    _set_up_logging(options["log_level"])
+    client = _client(options)
+    try:
+        client.run(options["max_tasks"])
+    except ClientError as exc:
+        raise click.ClickException(str(exc)) from exc
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    click.echo("stopped", err=True)
+
+
+def _client(options: _RunOptions) -> Client:
+    if not (options["trainers"] or options["evaluators"]):
+        raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
+    labels = dict(_label(text) for text in options["labels"])
+    try:
+        client = Client(
+            options["server"], population=options["population"], labels=labels, data_dir=options["data_dir"]
+        )
+        for spec in options["trainers"]:
+            client.add_trainer(*_load("--trainer", spec))
+        for spec in options["evaluators"]:
+            name, function = _load("--evaluator", spec)
+            # A trainer object such as TorchTrainer brings its evaluator along.
+            client.add_evaluator(name, getattr(function, "evaluate", function))
+    except ValueError as exc:
+        raise _UsageError(str(exc)) from exc
+    return client
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise _UsageError(f"--label {text!r} cannot be read; expected KEY=VALUE, such as region=eu")
+    return key, value
+
+
+def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
+    """The name and the function that `[name=]module:function` stands for."""
+    name, _, target = spec.rpartition("=")
+    module_name, _, function_name = target.partition(":")
+    if not (module_name and function_name):
+        raise _UsageError(f"{option} {spec!r} cannot be read; expected [NAME=]MODULE:FUNCTION")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError, MissingExtraError) as exc:
+        raise _UsageError(
+            f"{option} {spec!r}: the module {module_name!r} cannot be imported ({exc}); "
+            f"expected a module in {here} or on PYTHONPATH"
+        ) from exc
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        what = "is no function" if hasattr(module, function_name) else "does not exist"
+        raise _UsageError(f"{option} {spec!r}: {function_name!r} {what} in {module.__file__ or module_name}")
+    return name or function_name, function
+
+
+def _set_up_logging(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_FieldFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -1,0 +1,200 @@
+"""The client: a loop that asks the server for work and does it, through every failure, until it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_client import connection, identity, stopping, worker
+from fedplat_client.cache import ModelCache
+from fedplat_client.errors import (
+    Cancelled,
+    CredentialError,
+    DataDirectoryError,
+    IncompatibleServerError,
+    ServerError,
+)
+from fedplat_client.options import Backoff, ClientOptions, draw_s
+from fedplat_client.session import Profile, Session
+from fedplat_client.task import EvaluateFunction, TrainFunction
+
+Function = TypeVar("Function", TrainFunction, EvaluateFunction)
+Work: TypeAlias = Callable[[fleet_pb2.Assignment], worker.Outcome]
+_logger = logging.getLogger(__name__)
+
+
+class Client:
+    """A participant of one population on one server.
+
+    ```python
+    client = Client("fed.example.org:7443", population="demo", labels={"region": "eu"})
+
+    @client.trainer("digits")
+    def train(task):
+        task.parameters["bias"] += 1.0
+        return TrainResult(parameters=task.parameters, num_examples=100)
+
+    client.run()
+    ```
+
+    Args:
+        server: `host:port`.
+        population: the group of clients that jobs draw from.
+        labels: what jobs may select by, such as `{"region": "eu"}`.
+        data_dir: where identity and models are kept; by default the platform's folder for user data. Two clients
+            on one machine need two of them.
+        options: times and sizes.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        population: str,
+        labels: Mapping[str, str] | None = None,
+        data_dir: str | os.PathLike[str] | None = None,
+        options: ClientOptions | None = None,
+    ) -> None:
+        self._server = server
+        self._population = population
+        self._labels = _checked_labels(labels or {})
+        folder = Path(data_dir).expanduser() if data_dir is not None else identity.default_data_dir()
+        self._directory = identity.DataDirectory(folder, server, population)
+        self._options = options or ClientOptions()
+        self._trainers: dict[str, TrainFunction] = {}
+        self._evaluators: dict[str, EvaluateFunction] = {}
+        self._stop = stopping.StopSignal()
+
+    def trainer(self, name: str) -> Callable[[TrainFunction], TrainFunction]:
+        """Decorates the function that trains for jobs whose trainer is `name`."""
+        return lambda function: self.add_trainer(name, function)
+
+    def evaluator(self, name: str) -> Callable[[EvaluateFunction], EvaluateFunction]:
+        """Decorates the function that evaluates for jobs whose evaluator is `name`."""
+        return lambda function: self.add_evaluator(name, function)
+
+    def add_trainer(self, name: str, function: TrainFunction) -> TrainFunction:
+        """Installs a trainer and returns it. Raises `ValueError` when the name is taken."""
+        return _install(self._trainers, "trainer", name, function)
+
+    def add_evaluator(self, name: str, function: EvaluateFunction) -> EvaluateFunction:
+        """Installs an evaluator and returns it. Raises `ValueError` when the name is taken."""
+        return _install(self._evaluators, "evaluator", name, function)
+
+    def stop(self) -> None:
+        """Makes `run` return soon, for good; callable from any thread and at any time.
+
+        A trainer that is running gets `Cancelled` from its next `task.progress`.
+        """
+        self._stop.set(worker.client_stopped())
+
+    def run(self, max_tasks: int | None = None) -> None:
+        """Works until `stop`, SIGINT or SIGTERM, or until `max_tasks` assignments have ended, well or badly.
+
+        Unreachable servers are waited for, however long. Raises `IncompatibleServerError`, `EnrolmentError` and
+        `DataDirectoryError`, which waiting does not mend.
+        """
+        if not (self._trainers or self._evaluators):
+            raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
+        if max_tasks is not None and max_tasks < 0:
+            raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
+        with self._started() as (session, work):
+            backoff = Backoff(self._options)
+            num_tasks = 0
+            delay_s = 0.0
+            renewed = False  # whether the credential was replaced since something last went well
+            while num_tasks != max_tasks and not self._stopped_within(delay_s):
+                try:
+                    session.enrol()
+                    reply = session.check_in(self._options.check_in_wait_s)
+                    if reply.HasField("assignment"):
+                        num_tasks += 1
+                        outcome = work(reply.assignment)
+                    else:
+                        outcome = _refused(reply)
+                    renewed = renewed and outcome.failed
+                    delay_s = self._delay_s(outcome, backoff)
+                except Cancelled:
+                    return
+                except IncompatibleServerError:
+                    raise
+                except CredentialError as exc:
+                    session.forget_credential()
+                    delay_s = backoff.next_s() if renewed else 0.0
+                    renewed = True
+                    _logger.warning("The server does not know this client any more: %s", exc, extra=self._fields)
+                except ServerError as exc:
+                    delay_s = backoff.next_s()
+                    _logger.warning(
+                        "The server cannot be used: %s", exc, extra={**self._fields, "retry_s": round(delay_s, 3)}
+                    )
+
+    @contextlib.contextmanager
+    def _started(self) -> Generator[tuple[Session, Work]]:
+        with self._directory.locked(), stopping.on_signals(self.stop), connection.connect(self._server) as channel:
+            calls = connection.Connection(channel, self._options.call_timeout_s)
+            profile = Profile(
+                population=self._population,
+                labels=self._labels,
+                trainers=sorted(self._trainers),
+                evaluators=sorted(self._evaluators),
+            )
+            try:
+                cache = ModelCache(self._directory.models, self._options.cache_limit_bytes)
+            except OSError as exc:
+                raise DataDirectoryError(
+                    f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
+                ) from exc
+            hand = worker.Worker(
+                connection=calls,
+                cache=cache,
+                trainers=self._trainers,
+                evaluators=self._evaluators,
+                options=self._options,
+                stop=self._stop,
+            )
+            yield Session(calls, self._directory, profile, self._stop), hand.work
+
+    def _stopped_within(self, delay_s: float) -> bool:
+        return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
+
+    def _delay_s(self, outcome: worker.Outcome, backoff: Backoff) -> float:
+        if not outcome.failed:
+            backoff.reset()
+        if outcome.retry is not None:
+            return draw_s(outcome.retry, self._options.rng)
+        return backoff.next_s() if outcome.failed else 0.0
+
+    @property
+    def _fields(self) -> dict[str, object]:
+        return {"server": self._server, "population": self._population}
+
+
+def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        if not key or type(key) is not str or type(value) is not str:
+            raise ValueError(f"the label {key!r} is {value!r}; expected text for both, such as {{'memory_mb': '4096'}}")
+    return dict(labels)
+
+
+def _refused(reply: fleet_pb2.CheckInResponse) -> worker.Outcome:
+    """A check-in without work; a server that names no retry window gets the back-off."""
+    refusal = reply.refusal
+    _logger.debug("There is no work: %s", refusal.text, extra={"reason": stopping.reason_name(refusal.reason)})
+    if refusal.HasField("retry"):
+        return worker.Outcome(failed=False, retry=refusal.retry)
+    return worker.Outcome(failed=True)
+
+
+def _install(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:
+    if not name or not callable(function):
+        raise ValueError(f"a {kind} needs a name and a function; got {name!r} and {function!r}")
+    if name in table:
+        raise ValueError(f"there is a {kind} {name!r} already; names must be unique")
+    table[name] = function
+    return function

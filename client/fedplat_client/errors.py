@@ -1,0 +1,74 @@
+"""The errors of the client SDK, as one tree below the core's.
+
+```
+FedplatError
+└── ClientError
+    ├── Cancelled                  the task shall stop; `Task.progress` raises it inside the trainer
+    ├── DataDirectoryError         the data directory is in use, unreadable or damaged
+    ├── EnrolmentError             the server does not accept this client
+    ├── TransferError              a model or an update could not be moved, or its digest is wrong
+    └── ServerError                a call failed; carries `code`, the name of the gRPC status
+        ├── ServerUnavailableError     no usable answer; the same call may work later
+        ├── CredentialError            the server does not know the credential
+        ├── IncompatibleServerError    the server speaks another version of the protocol
+        └── CallRefusedError           the server understood the call and said no
+```
+`fedplat_client.connection` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
+"""
+
+from __future__ import annotations
+
+from fedplat.errors import FedplatError
+
+
+class ClientError(FedplatError):
+    """The base of every error that the client SDK raises on purpose."""
+
+
+class Cancelled(ClientError):
+    """The task shall stop: the trainer lets it pass, and the client asks for new work.
+
+    `reason` is the name of a reason in `model.proto` without its prefix, such as "SURPLUS" or "TRAIN_TIMEOUT";
+    `text` says the same for people.
+    """
+
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(f"{reason}: {text}" if text else reason)
+        self.reason = reason
+        self.text = text
+
+
+class DataDirectoryError(ClientError):
+    """The data directory is in use, unreadable or damaged; the message says what to do."""
+
+
+class EnrolmentError(ClientError):
+    """The server does not accept this client; trying again does not help."""
+
+
+class TransferError(ClientError):
+    """A model or an update could not be moved, or its digest is wrong."""
+
+
+class ServerError(ClientError):
+    """A call failed; `code` is the name of the gRPC status."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class ServerUnavailableError(ServerError):
+    """There was no usable answer; the same call may work later."""
+
+
+class CredentialError(ServerError):
+    """The server does not know the credential of this client."""
+
+
+class IncompatibleServerError(ServerError):
+    """The server speaks another version of the protocol; the message names the versions that it supports."""
+
+
+class CallRefusedError(ServerError):
+    """The server understood the call and said no."""

@@ -1,0 +1,72 @@
+"""The heartbeat: a thread that tells the server the progress of a task and hears when the task shall stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.connection import Connection
+from fedplat_client.errors import Cancelled, ServerError
+from fedplat_client.options import Backoff
+from fedplat_client.stopping import Stop, StopSignal, reason_name
+from fedplat_client.task import Control
+
+# A server that asks for no pause at all would get a busy loop.
+_SHORTEST_BEAT_S = 0.1
+_logger = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Runs within a `with` block, from the reception of an assignment to the end of its upload.
+
+    Sets the task's signal when the server says stop, or when the assignment's time is up though the server
+    cannot be reached. Leaving the block cancels the call in flight and joins the thread.
+    """
+
+    def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
+        self._connection = connection
+        self._token = token
+        self._heartbeat_s = max(heartbeat_s, _SHORTEST_BEAT_S)
+        self._control = control
+        self._ended = StopSignal()
+        self._thread = threading.Thread(target=self._run, name="fedplat-heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
+        self._ended.set(Stop(model_pb2.REASON_UNSPECIFIED, "the task is over"))
+
+    def _run(self) -> None:
+        backoff = Backoff(self._control.options)
+        with self._control.signal.attached(self._end):
+            while not self._ended.is_set():
+                remaining_s = self._control.remaining_s
+                if remaining_s <= 0:
+                    self._control.expire()
+                    return
+                try:
+                    self._beat(min(self._heartbeat_s, remaining_s))
+                    backoff.reset()
+                except Cancelled:
+                    return
+                except ServerError as exc:
+                    _logger.debug("A heartbeat failed: %s", exc)
+                    self._control.options.wait(self._ended, min(backoff.next_s(), remaining_s))
+
+    def _beat(self, wait_s: float) -> None:
+        request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
+        response = self._connection.heartbeat(request, self._ended)
+        if response.HasField("stop"):
+            refusal = response.stop
+            retry = refusal.retry if refusal.HasField("retry") else None
+            text = refusal.text or f"the server said stop ({reason_name(refusal.reason)})"
+            self._control.signal.set(Stop(refusal.reason, text, by_server=True, retry=retry))

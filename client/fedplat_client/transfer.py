@@ -1,0 +1,138 @@
+"""Moving models and updates: in pieces, resumed where they broke, given up after a while without progress."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedplat import wire
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.connection import Connection
+from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
+from fedplat_client.options import Backoff
+from fedplat_client.task import Control
+
+# The server has another number of bytes than we thought: ask it, and go on from there.
+_OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
+
+
+def download(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
+    """Completes the file `part`, which holds the beginning of a model or does not exist yet.
+
+    Raises `TransferError`, `CredentialError`, or `Cancelled` when the task is stopped.
+    """
+    patience = _Patience(control, "the download of the model")
+    while (have := _size_of(part, model)) < model.size_bytes:
+        try:
+            _append(connection, model, part, control)
+            broken = "the stream ended early"
+        except ServerUnavailableError as exc:
+            broken = str(exc)
+        except CallRefusedError as exc:
+            raise TransferError(f"the server does not send the model {model.digest}: {exc}") from exc
+        now = _size_of(part, model)
+        if now < model.size_bytes:
+            patience.broken(broken, progress=now > have)
+
+
+def upload(connection: Connection, token: str, update: Parameters, control: Control) -> str:
+    """Sends an update and returns its digest.
+
+    Raises `TransferError`, `CredentialError`, or `Cancelled` when the task is stopped.
+    """
+    digest, size_bytes = digest_of(update), update.schema.file_size_bytes
+    patience = _Patience(control, "the upload of the update")
+    offset = 0
+    while True:
+        header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
+        try:
+            have = connection.upload(_requests(header, update), _positive(control.remaining_s), control.signal)
+            broken = "the server took a part only"
+        except ServerUnavailableError as exc:
+            have, broken = None, str(exc)
+        except CallRefusedError as exc:
+            if exc.code not in _OFFSET_REFUSED:
+                raise TransferError(f"the server does not take the update: {exc}") from exc
+            have, broken = None, str(exc)
+        while have is None:
+            have, broken = _query(connection, token, digest, control, broken)
+            if have is None:
+                patience.broken(broken, progress=False)
+        if have == size_bytes:
+            return digest
+        if have > size_bytes:
+            raise TransferError(f"the server has {have} bytes of the update; expected {size_bytes} at most")
+        patience.broken(broken, progress=have > offset)
+        offset = have
+
+
+def digest_of(parameters: Parameters) -> str:
+    """SHA-256 of the safetensors file, computed without making the file."""
+    sha256 = hashlib.sha256(parameters.schema.header)
+    sha256.update(parameters.buffer.data)
+    return sha256.hexdigest()
+
+
+class _Patience:
+    """Waits after each break, longer and longer; gives up after too many in a row without a new byte."""
+
+    def __init__(self, control: Control, what: str) -> None:
+        self._control = control
+        self._what = what
+        self._backoff = Backoff(control.options)
+        self._idle = 0
+
+    def broken(self, why: str, *, progress: bool) -> None:
+        if progress:
+            self._idle = 0
+            self._backoff.reset()
+        else:
+            self._idle += 1
+        if self._idle >= self._control.options.transfer_attempts:
+            raise TransferError(f"{self._what} broke {self._idle} times in a row without progress; last: {why}")
+        self._control.wait(self._backoff.next_s())
+
+
+def _append(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
+    with part.open("ab") as file:
+        request = fleet_pb2.DownloadRequest(digest=model.digest, offset=file.tell())
+        pieces = connection.download(request, _positive(control.remaining_s), control.signal)
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                if file.tell() + len(piece) > model.size_bytes:
+                    raise TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
+                file.write(piece)
+
+
+def _size_of(part: Path, model: model_pb2.ModelRef) -> int:
+    size = part.stat().st_size if part.exists() else 0
+    if size > model.size_bytes:
+        part.unlink()
+        return 0
+    return size
+
+
+def _query(connection: Connection, token: str, digest: str, control: Control, broken: str) -> tuple[int | None, str]:
+    try:
+        return connection.query_upload(token, digest, control.signal), broken
+    except ServerUnavailableError as exc:
+        return None, str(exc)
+    except CallRefusedError as exc:
+        raise TransferError(f"the server does not take the update: {exc}") from exc
+
+
+def _requests(header: fleet_pb2.UploadHeader, update: Parameters) -> Iterator[fleet_pb2.UploadRequest]:
+    yield fleet_pb2.UploadRequest(header=header)
+    start = header.offset
+    for part in (memoryview(update.schema.header), update.buffer.data):
+        for begin in range(start, len(part), wire.CHUNK_BYTES):
+            yield fleet_pb2.UploadRequest(data=bytes(part[begin : begin + wire.CHUNK_BYTES]))
+        start = max(0, start - len(part))
+
+
+def _positive(timeout_s: float) -> float:
+    """A timeout that gRPC takes; an assignment whose time is up ends with DEADLINE_EXCEEDED."""
+    return min(max(timeout_s, 0.001), 7 * 86_400.0)

@@ -1,0 +1,270 @@
+"""Work on one assignment: get the model, let the trainer run, send the update, report."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from fedplat.errors import ModelError
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import transfer
+from fedplat_client.cache import ModelCache
+from fedplat_client.connection import Connection
+from fedplat_client.errors import (
+    CallRefusedError,
+    Cancelled,
+    ClientError,
+    CredentialError,
+    ServerError,
+    ServerUnavailableError,
+    TransferError,
+)
+from fedplat_client.heartbeat import Heartbeat
+from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.stopping import Stop, StopSignal, reason_name
+from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+
+_TEXT_LIMIT = 500
+_FAIL_ATTEMPTS = 3
+_FAREWELL_S = 5.0
+_DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
+# A server that crashed after an upload may have lost its end, and says so to the report.
+_BYTES_MISSING = "ABORTED"
+_logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", TrainFunction, EvaluateFunction)
+Result = TypeVar("Result", TrainResult, EvaluateResult)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an assignment or a check-in ended: whether to back off, and the server's wish when to come back."""
+
+    failed: bool
+    retry: model_pb2.RetryWindow | None = None
+
+
+class _AssignmentFailedError(ClientError):
+    """The assignment is given up; `reason` is what the server is told."""
+
+    def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """Does one assignment after the other; `stop` is the client's own signal."""
+
+    connection: Connection
+    cache: ModelCache
+    trainers: Mapping[str, TrainFunction]
+    evaluators: Mapping[str, EvaluateFunction]
+    options: ClientOptions
+    stop: StopSignal
+
+    def work(self, assignment: fleet_pb2.Assignment) -> Outcome:
+        """Works on an assignment to its end, good or bad. Raises `CredentialError` only."""
+        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
+        fields = _fields(assignment)
+        _logger.info("Work on a task begins.", extra=fields)
+        try:
+            request, update = self._produce(assignment, control)
+            return self._report(request, update, control, fields)
+        except Cancelled:
+            stop = control.signal.stop
+        except _AssignmentFailedError as exc:
+            stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
+        except (KeyboardInterrupt, SystemExit):
+            self.stop.set(client_stopped())
+            self._fail(assignment.token, client_stopped())
+            raise
+        assert stop is not None  # only a signal that is set raises Cancelled
+        fields["reason"] = reason_name(stop.reason)
+        if stop.by_server:
+            _logger.info("The server stopped the task: %s", stop.text, extra=fields)
+            return Outcome(failed=False, retry=stop.retry)
+        _logger.warning("The task failed: %s", stop.text, extra=fields)
+        if stop.reason not in _DEADLINES:  # the server's own deadlines have passed before ours
+            self._fail(assignment.token, stop)
+        return Outcome(failed=True)
+
+    def _produce(
+        self, assignment: fleet_pb2.Assignment, control: Control
+    ) -> tuple[fleet_pb2.ReportRequest, Parameters | None]:
+        """Everything up to the report, under the heartbeat."""
+        run = self._function(assignment)
+        heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
+        with self._stoppable(control), heartbeat:
+            base = self._model(assignment.model, control)
+            result = run(_task(assignment, base, control))
+            request = fleet_pb2.ReportRequest(
+                token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
+            )
+            update = _update(result, base) if isinstance(result, TrainResult) else None
+            if update is not None:
+                control.trained = True
+                self._attach(request, update, control)
+        control.signal.check()
+        return request, update
+
+    def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
+        """Within it, the end of the client is the end of the task."""
+        return self.stop.attached(lambda: control.signal.set(client_stopped()))
+
+    def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
+        name = assignment.trainer
+        if assignment.task == fleet_pb2.TASK_EVALUATE:
+            evaluator = _installed(self.evaluators, "evaluator", name)
+            return lambda task: _call(evaluator, task, EvaluateResult)
+        trainer = _installed(self.trainers, "trainer", name)
+        return lambda task: _call(trainer, task, TrainResult)
+
+    def _model(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
+        try:
+            path = self.cache.find(model.digest)
+            if path is None:
+                self.cache.make_room(model.digest, model.size_bytes)
+                transfer.download(self.connection, model, self.cache.part(model.digest), control)
+                path = self.cache.admit(model.digest)
+            return Parameters.open(path)
+        except (TransferError, ModelError, OSError) as exc:
+            control.signal.check()
+            raise _AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be got: {exc}"
+            ) from exc
+
+    def _attach(self, request: fleet_pb2.ReportRequest, update: Parameters, control: Control) -> None:
+        """Uploads the update, or puts a small one into the report."""
+        if update.schema.file_size_bytes > self.options.inline_limit_bytes:
+            request.digest = self._send(request.token, update, control)
+        else:
+            request.update = update.to_bytes()
+            request.digest = transfer.digest_of(update)
+
+    def _send(self, token: str, update: Parameters, control: Control) -> str:
+        try:
+            return transfer.upload(self.connection, token, update, control)
+        except TransferError as exc:
+            control.signal.check()
+            raise _AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
+
+    def _report(
+        self,
+        request: fleet_pb2.ReportRequest,
+        update: Parameters | None,
+        control: Control,
+        fields: Mapping[str, object],
+    ) -> Outcome:
+        """Commits the update; again and again while there is no answer, because a repetition does no harm."""
+        backoff = Backoff(self.options)
+        while True:
+            try:
+                response = self.connection.report(request)
+                break
+            except ServerUnavailableError as exc:
+                stopped = self.options.wait(self.stop, backoff.next_s())
+                if stopped or control.remaining_s <= 0:
+                    _logger.warning("The task could not be reported: %s", exc, extra=fields)
+                    return Outcome(failed=True)
+                if exc.code == _BYTES_MISSING and update is not None:
+                    with self._stoppable(control):
+                        self._send(request.token, update, control)
+            except CallRefusedError as exc:
+                _logger.warning("The server refused the report: %s", exc, extra=fields)
+                return Outcome(failed=True)
+        if not response.HasField("refusal"):
+            _logger.info("The task is done and reported.", extra=fields)
+            return Outcome(failed=False)
+        refusal = response.refusal
+        reason = {"reason": reason_name(refusal.reason)}
+        _logger.warning("The server did not accept the report: %s", refusal.text, extra={**fields, **reason})
+        return Outcome(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
+
+    def _fail(self, token: str, stop: Stop) -> None:
+        """Tells the server, so that it need not wait for the deadline; best effort."""
+        request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
+        backoff = Backoff(self.options)
+        for _ in range(_FAIL_ATTEMPTS):
+            try:
+                self.connection.fail(request, _FAREWELL_S)
+                return
+            except ServerUnavailableError as exc:
+                _logger.debug("The failure could not be reported: %s", exc)
+                if self.options.wait(self.stop, backoff.next_s()):
+                    return
+            except CredentialError:
+                raise
+            except ServerError as exc:
+                _logger.warning("The server refused the report of a failure: %s", exc)
+                return
+
+
+def _update(result: TrainResult, base: Parameters) -> Parameters:
+    try:
+        return result.to_update(base)
+    except ModelError as exc:
+        raise _AssignmentFailedError(
+            model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
+        ) from exc
+
+
+def _installed(functions: Mapping[str, Function], kind: str, name: str) -> Function:
+    if name not in functions:
+        there = ", ".join(sorted(functions)) or "none"
+        raise _AssignmentFailedError(
+            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; it has: {there}"
+        )
+    return functions[name]
+
+
+def client_stopped() -> Stop:
+    """The stop of a client by its owner."""
+    return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
+
+
+def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
+    """Runs code of the client's owner, whatever it does."""
+    try:
+        result = cast(object, function(task))
+        if not isinstance(result, expected):
+            raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
+    except Exception as exc:
+        task.control.signal.check()  # however the trainer put it, it was told to stop
+        _logger.exception("The trainer %r raised an error.", task.name)
+        text = f"{type(exc).__name__}: {exc}"
+        raise _AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, text) from exc
+    task.control.signal.check()
+    return result
+
+
+def _task(assignment: fleet_pb2.Assignment, base: Parameters, control: Control) -> Task:
+    return Task(
+        name=assignment.trainer,
+        parameters=base.copy(),
+        config={name: _scalar(value) for name, value in assignment.config.items()},
+        job_id=assignment.job_id,
+        job_name=assignment.job_name,
+        round=assignment.round,
+        attempt=assignment.attempt,
+        control=control,
+    )
+
+
+def _scalar(value: model_pb2.Value) -> Scalar:
+    kind = value.WhichOneof("kind")
+    return getattr(value, kind) if kind else ""
+
+
+def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
+    return {
+        "job": assignment.job_name or assignment.job_id,
+        "round": assignment.round,
+        "attempt": assignment.attempt,
+        "task": "evaluate" if assignment.task == fleet_pb2.TASK_EVALUATE else "train",
+        "trainer": assignment.trainer,
+    }

@@ -1,0 +1,69 @@
+"""Fixtures for the tests of the client SDK."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client.fake_fleet import FakeFleet, serving
+from fedplat.model import Parameters
+from fedplat.wire.v1 import model_pb2
+from fedplat_client import Client, ClientOptions
+from fedplat_client.stopping import StopSignal
+
+MakeClient = Callable[..., Client]
+
+
+@pytest.fixture
+def fleet() -> Generator[FakeFleet]:
+    with serving(FakeFleet()) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def interruptible() -> Generator[None]:
+    """SIGINT works, for child processes too, even where a shell started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def base() -> Parameters:
+    rng = np.random.default_rng(0)
+    return Parameters.from_arrays(
+        {
+            "weight": rng.standard_normal((40, 50)).astype(np.float32),
+            "bias": rng.standard_normal(50).astype(np.float32),
+            "steps": np.array(7, np.int64),
+        }
+    )
+
+
+@pytest.fixture
+def model(fleet: FakeFleet, base: Parameters) -> model_pb2.ModelRef:
+    return fleet.add_model(base)
+
+
+@pytest.fixture
+def delays() -> list[float]:
+    """The delays that clients of `make_client` asked for; none of them takes any time."""
+    return []
+
+
+@pytest.fixture
+def make_client(fleet: FakeFleet, tmp_path: Path, delays: list[float]) -> MakeClient:
+    def wait(stop: StopSignal, seconds: float) -> bool:
+        delays.append(seconds)
+        return stop.is_set()
+
+    def make(data_dir: Path = tmp_path / "data", **options: object) -> Client:
+        given = ClientOptions(**({"rng": random.Random(0), "wait": wait, "inline_limit_bytes": 0} | options))  # type: ignore[arg-type]
+        return Client(fleet.address, population="demo", labels={"region": "eu"}, data_dir=data_dir, options=given)
+
+    return make

@@ -1,0 +1,124 @@
+"""The command `fedplat-client`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import fedplat_client
+from client.fake_fleet import FakeFleet
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.cli import main
+
+TRAINERS = """
+from fedplat_client import EvaluateResult, TrainResult
+
+def digits(task):
+    task.progress(1.0)
+    return TrainResult(parameters=task.parameters, num_examples=2)
+
+def wait(task):
+    task.control.signal.wait(60)
+    task.progress(1.0)
+
+class Both:
+    def __call__(self, task):
+        return digits(task)
+    def evaluate(self, task):
+        return EvaluateResult(num_examples=3, metrics={"accuracy": 1.0})
+
+both = Both()
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of trainers in the current directory, under a name that no other test imported."""
+    name = f"trainers_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(TRAINERS)
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+def arguments(fleet: FakeFleet, *more: str) -> list[str]:
+    return ["run", "--server", fleet.address, "--population", "demo", "--data-dir", "data", *more]
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0
+    assert fedplat_client.__version__ in result.output
+
+
+def test_it_works_for_a_server(fleet: FakeFleet, model: model_pb2.ModelRef, module: str) -> None:
+    fleet.assign(model)
+    fleet.assign(model, trainer="both")
+    fleet.assign(model, trainer="scores", task=fleet_pb2.TASK_EVALUATE)
+    more = ["--trainer", f"{module}:digits", "--trainer", f"both={module}:both", "--evaluator", f"scores={module}:both"]
+    labels = ["--label", "region=eu", "--label", "note=a=b"]
+    result = CliRunner().invoke(main, arguments(fleet, *more, *labels, "--max-tasks", "3"))
+    assert result.exit_code == 0, result.output
+    assert fleet.calls.count("Report") == 3
+    check_in = fleet.requests["CheckIn"][0]
+    assert (check_in.trainers, check_in.evaluators) == (["both", "digits"], ["scores"])
+    assert dict(check_in.labels) == {"region": "eu", "note": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "give at least one --trainer or --evaluator"),
+        (("--trainer", "nonsense"), "expected [NAME=]MODULE:FUNCTION"),
+        (("--trainer", "no_such_module:f"), "the module 'no_such_module' cannot be imported"),
+        (("--trainer", "broken:f"), "No module named 'nothing_of_that_name'"),
+        (("--trainer", "{module}:missing"), "'missing' does not exist in"),
+        (("--trainer", "{module}:number"), "'number' is no function in"),
+        (("--trainer", "{module}:digits", "--label", "eu"), "--label 'eu' cannot be read; expected KEY=VALUE"),
+        (("--trainer", "{module}:digits", "--trainer", "digits={module}:wait"), "a trainer 'digits' already"),
+    ],
+)
+def test_a_wrong_argument_gives_one_clear_line(
+    fleet: FakeFleet, module: str, more: tuple[str, ...], message: str
+) -> None:
+    result = CliRunner().invoke(main, arguments(fleet, *(part.format(module=module) for part in more)))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert isinstance(result.exception, SystemExit)
+    assert fleet.calls == []
+
+
+def test_an_error_of_the_client_gives_one_clear_line(fleet: FakeFleet, module: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / fleet.address.replace(":", "%3A")).write_text("a file, not a folder")
+    result = CliRunner().invoke(main, arguments(fleet, "--trainer", f"{module}:digits"))
+    assert result.exit_code == 1
+    assert "cannot be used" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_cleanly(
+    fleet: FakeFleet, model: model_pb2.ModelRef, module: str, number: signal.Signals
+) -> None:
+    fleet.assign(model, trainer="wait")
+    command = [sys.executable, "-m", "fedplat_client", *arguments(fleet, "--trainer", f"{module}:wait")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ, text=True) as process:
+        fleet.wait_for("Heartbeat")
+        process.send_signal(number)
+        _, output = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert output.endswith("stopped\n")
+    assert "Traceback" not in output
+    assert "Work on a task begins. job=digits round=1" in output
+    assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_CLIENT_STOPPED]

@@ -1,0 +1,104 @@
+"""The SDK imports and works in a real environment without torch, SQLAlchemy, alembic or the server."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from client.fake_fleet import FakeFleet
+from fedplat.wire.v1 import model_pb2
+
+ROOT = Path(__file__).parents[2]
+OURS = {"fedplat", "fedplat-client"}
+PROBE = """
+import importlib.util, sys
+import fedplat_client
+heavy = ["torch", "sqlalchemy", "alembic", "fedplat_server", "rich", "typer", "pydantic"]
+assert [name for name in heavy if importlib.util.find_spec(name)] == []
+assert [name for name in heavy if name in sys.modules] == []
+try:
+    import fedplat_client.trainers.torch
+except fedplat_client.MissingExtraError as exc:
+    print(exc)
+"""
+TRAINER = """
+from fedplat_client import TrainResult
+
+def digits(task):
+    task.parameters["weight"] *= 2
+    return TrainResult(parameters=task.parameters, num_examples=1)
+"""
+
+
+def required() -> Iterator[Requirement]:
+    for path in (ROOT / "pyproject.toml", ROOT / "client" / "pyproject.toml"):
+        with path.open("rb") as file:
+            yield from map(Requirement, tomllib.load(file)["project"]["dependencies"])
+
+
+def closure() -> set[str]:
+    """The distributions that the SDK brings along, by the declarations of this tree and of what is installed."""
+    names: set[str] = set()
+    todo = [requirement for requirement in required() if requirement.name not in OURS]
+    while todo:
+        requirement = todo.pop()
+        if requirement.name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            names.add(requirement.name)
+            todo += map(Requirement, importlib.metadata.requires(requirement.name) or [])
+    return names
+
+
+def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    probe = [str(python), "-I", "-c", PROBE]
+    output = subprocess.run(probe, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "pip install 'fedplat-client[torch]'" in output
+    (folder / "edge.py").write_text(TRAINER)
+    fleet.assign(model)
+    arguments = ["run", "--server", fleet.address, "--population", "demo", "--data-dir", "data"]
+    command = [str(python), "-m", "fedplat_client", *arguments, "--trainer", "edge:digits", "--max-tasks", "1"]
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
+    assert fleet.calls.count("Report") == 1
+
+
+def test_the_declared_dependencies_suffice(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
+    """Needs no network: the environment gets copies of the distributions that are installed here."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    for name in closure():
+        for file in importlib.metadata.files(name) or []:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                target = packages / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file.locate(), target)
+    for folder in (ROOT / "fedplat", ROOT / "client" / "fedplat_client"):
+        shutil.copytree(folder, packages / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    prove(tmp_path / "env" / "bin" / "python", fleet, model, tmp_path)
+
+
+def test_pip_installs_it(fleet: FakeFleet, model: model_pb2.ModelRef, tmp_path: Path) -> None:
+    """The edge's own command, `pip install . ./client`; skipped where no package index can be reached."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    reach = [*pip, "--retries", "0", "--timeout", "10", "download", "--no-deps", "--no-cache-dir", "--dest"]
+    if subprocess.run([*reach, str(tmp_path / "reach"), "hatchling>=1.26"], capture_output=True).returncode:
+        pytest.skip("no package index can be reached")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), *pip[1:], "install", "-c", "constraints.txt", ".", "./client"]
+    subprocess.run(install, cwd=ROOT, check=True)
+    prove(python, fleet, model, tmp_path)
+    command = tmp_path / "env" / "bin" / "fedplat-client"
+    shown = subprocess.run([str(command), "--help"], check=True, capture_output=True, text=True).stdout
+    assert "training stays where the data is" in shown
+    for folder in (ROOT, ROOT / "client"):
+        assert not [path for name in ("build", "dist", "*.egg-info") for path in folder.glob(name)]

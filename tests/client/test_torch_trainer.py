@@ -1,0 +1,162 @@
+"""TorchTrainer on real data: scikit-learn's handwritten digits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from fedplat.backends import torch as backend
+from fedplat.model import Parameters
+from fedplat_client import Task, TrainResult
+from fedplat_client.trainers.torch import TorchTrainer
+
+CONFIG = {"epochs": 10, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Generator[None]:
+    """Small matrices; more threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def digits(num_examples: int | None = None) -> TensorDataset:
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(
+        torch.tensor(images[:num_examples] / 16.0, dtype=torch.float32),
+        torch.tensor(labels[:num_examples], dtype=torch.int64),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
+
+
+def batch_norm_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def initial(module: nn.Module) -> Parameters:
+    return backend.from_state_dict(module.state_dict())
+
+
+def make_task(parameters: Parameters, **config: Any) -> Task:
+    return Task(name="digits", parameters=parameters.copy(), config=CONFIG | config)
+
+
+def train(trainer: TorchTrainer, task: Task) -> Parameters:
+    result = trainer(task)
+    assert isinstance(result, TrainResult)
+    assert isinstance(result.parameters, Parameters)
+    return result.parameters
+
+
+def test_it_learns_a_real_problem() -> None:
+    torch.manual_seed(0)
+    trainer = TorchTrainer(model=mlp, data=digits())
+    task = make_task(initial(mlp()))
+    before = trainer.evaluate(task)
+    result = trainer(task)
+    assert result.num_examples == before.num_examples == 1797
+    assert result.metrics["accuracy"] > 0.9
+    assert task.control.fraction == 1.0
+    after = trainer.evaluate(task)  # the task's parameters are the trained ones now
+    assert before.metrics["accuracy"] < 0.3
+    assert after.metrics["accuracy"] > 0.95
+    assert after.metrics["loss"] < before.metrics["loss"] / 5
+
+
+def test_evaluation_agrees_with_numpy() -> None:
+    torch.manual_seed(0)
+    start = initial(nn.Linear(64, 10))
+    data = digits(100)
+    result = TorchTrainer(model=lambda: nn.Linear(64, 10), data=data).evaluate(make_task(start, batch_size=33))
+    images, labels = (tensor.numpy() for tensor in data.tensors)
+    logits = (images @ start["weight"].T + start["bias"]).astype(np.float64)
+    expected = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(100), labels])
+    np.testing.assert_allclose(result.metrics["loss"], expected, rtol=1e-6)
+    assert result.metrics["accuracy"] == np.mean(logits.argmax(1) == labels)
+
+
+@pytest.mark.parametrize("num_examples", [97, 96])
+def test_batch_norm_trains_and_its_counter_is_carried(num_examples: int) -> None:
+    torch.manual_seed(0)
+    start = initial(batch_norm_mlp())
+    trainer = TorchTrainer(model=batch_norm_mlp, data=digits(num_examples))  # 97: a last batch of one example
+    trained = train(trainer, make_task(start, epochs=2))
+    assert trained["1.num_batches_tracked"] == 6
+    assert trained.schema == start.schema
+    assert not np.array_equal(trained["1.running_mean"], start["1.running_mean"])
+
+
+def test_a_seed_gives_the_same_bits_and_leaves_the_global_state_alone() -> None:
+    torch.manual_seed(0)
+    start = initial(mlp())
+    state = torch.get_rng_state()
+    first, second, other = (
+        train(TorchTrainer(model=mlp, data=digits(200), seed=seed), make_task(start, epochs=2)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.to_bytes() == second.to_bytes()
+    assert first.to_bytes() != other.to_bytes()
+
+
+def test_each_round_draws_anew() -> None:
+    torch.manual_seed(0)
+    start = initial(mlp())
+    trainer = TorchTrainer(model=mlp, data=digits(200))
+    rounds = [
+        train(trainer, Task(name="digits", parameters=start.copy(), config=CONFIG, round=number)) for number in (1, 2)
+    ]
+    assert rounds[0].to_bytes() != rounds[1].to_bytes()
+
+
+def test_data_may_depend_on_the_task_and_loss_and_optimizer_are_the_users() -> None:
+    def halves(task: Task) -> Dataset[Any]:
+        inputs = torch.linspace(-1, 1, 50).reshape(50, 1)
+        return TensorDataset(inputs, inputs * float(task.config["slope"]))
+
+    trainer = TorchTrainer(
+        model=lambda: nn.Linear(1, 1),
+        data=halves,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, config: torch.optim.Adam(parameters, lr=float(config["learning_rate"])),
+        device="cpu",
+    )
+    torch.manual_seed(0)
+    task = make_task(initial(nn.Linear(1, 1)), slope=3.0, epochs=40)
+    result = trainer(task)
+    assert set(result.metrics) == {"loss"}  # no classes, no accuracy
+    np.testing.assert_allclose(task.parameters["weight"], [[3.0]], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"epochs": 0}, "epochs = 0; expected a whole number"),
+        ({"batch_size": 1.5}, "batch_size = 1.5"),
+        ({"learning_rate": "fast"}, "learning_rate = 'fast'; expected a number"),
+    ],
+)
+def test_an_unusable_configuration_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchTrainer(model=mlp, data=digits(10))(make_task(initial(mlp()), **config))
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(ValueError, match="no 'epochs'"):
+        TorchTrainer(model=mlp, data=digits(10))(Task(name="digits", parameters=initial(mlp())))
+
+
+def test_empty_data_is_named() -> None:
+    with pytest.raises(ValueError, match="dataset is empty"):
+        TorchTrainer(model=mlp, data=digits(0))(make_task(initial(mlp())))

@@ -1,0 +1,307 @@
+"""Transfers that break and resume, and the model cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from client.fake_fleet import FakeFleet
+from fedplat import wire
+from fedplat.model import Parameters
+from fedplat.wire.v1 import model_pb2
+from fedplat_client import Client, Task, TrainResult, TransferError, transfer
+from fedplat_client.cache import ModelCache
+from fedplat_client.task import Control
+
+MakeClient = Callable[..., Client]
+
+
+def add_one(task: Task) -> TrainResult:
+    task.parameters["weight"] += np.float32(1)
+    return TrainResult(parameters=task.parameters, num_examples=3)
+
+
+def trained_update(base: Parameters) -> Parameters:
+    trained = base.copy()
+    trained["weight"] += np.float32(1)
+    return trained.minus(base)
+
+
+def run(client: Client, num_tasks: int = 1) -> None:
+    client.add_trainer("digits", add_one)
+    client.run(max_tasks=num_tasks)
+
+
+def models(tmp_path: Path) -> Path:
+    (folder,) = tmp_path.glob("data/*/demo/models")
+    return folder
+
+
+def test_a_cut_download_resumes_at_the_byte_where_it_broke(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters, delays: list[float]
+) -> None:
+    fleet.cut_downloads = [2500, 2500, 4321]
+    fleet.assign(model)
+    run(make_client())
+    assert [request.offset for request in fleet.requests["Download"]] == [0, 2500, 2500, 4321]
+    assert sum(fleet.sent_bytes) == model.size_bytes
+    assert len(delays) == 3
+    digest = fleet.requests["Report"][0].digest
+    assert fleet.uploads[digest] == trained_update(base).to_bytes()
+
+
+def test_a_download_resumes_after_a_restart_of_the_process(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, tmp_path: Path
+) -> None:
+    fleet.cut_downloads = [2500, 2500]
+    fleet.assign(model)
+    run(make_client(transfer_attempts=1))
+    assert [fail.reason for fail in fleet.requests["Fail"]] == [model_pb2.REASON_TRANSFER_FAILED]
+    assert (models(tmp_path) / f"{model.digest}.part").stat().st_size == 2500
+    fleet.assign(model)
+    run(make_client())
+    assert [request.offset for request in fleet.requests["Download"]] == [0, 2500, 2500]
+    assert fleet.calls.count("Report") == 1
+
+
+def test_a_download_without_progress_is_given_up(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, delays: list[float]
+) -> None:
+    fleet.failures["Download"] = [grpc.StatusCode.UNAVAILABLE] * 5
+    fleet.assign(model)
+    run(make_client(transfer_attempts=5))
+    (fail,) = fleet.requests["Fail"]
+    assert fail.reason == model_pb2.REASON_TRANSFER_FAILED
+    assert "broke 5 times in a row without progress" in fail.text
+    assert "planned for Download" in fail.text
+    assert len(delays) == 4
+
+
+def test_a_refused_download_is_not_tried_again(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.failures["Download"] = [grpc.StatusCode.NOT_FOUND]
+    fleet.assign(model)
+    run(make_client())
+    assert fleet.calls.count("Download") == 1
+    assert "NOT_FOUND" in fleet.requests["Fail"][0].text
+
+
+def test_a_stop_ends_a_download_that_cannot_go_on(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.failures["Download"] = [grpc.StatusCode.UNAVAILABLE] * 1_000_000
+    fleet.assign(model)
+    fleet.say_stop(model_pb2.REASON_ATTEMPT_ABANDONED)
+    run(make_client(transfer_attempts=1_000_000))
+    assert not {"Upload", "Report", "Fail"} & set(fleet.calls)
+
+
+def test_content_with_another_digest_is_deleted_and_downloaded_anew_next_time(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, tmp_path: Path
+) -> None:
+    good = fleet.models[model.digest]
+    fleet.models[model.digest] = bytes(reversed(good))
+    fleet.assign(model)
+    run(make_client())
+    (fail,) = fleet.requests["Fail"]
+    assert fail.reason == model_pb2.REASON_TRANSFER_FAILED
+    assert hashlib.sha256(bytes(reversed(good))).hexdigest() in fail.text
+    assert list(models(tmp_path).iterdir()) == []
+    fleet.models[model.digest] = good
+    fleet.assign(model)
+    run(make_client())
+    assert fleet.calls.count("Report") == 1
+
+
+def test_a_server_that_sends_too_much_is_cut_off(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.models[model.digest] += b"more"
+    fleet.assign(model)
+    run(make_client())
+    assert "more than the" in fleet.requests["Fail"][0].text
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer part"])
+def test_a_damaged_cache_is_noticed_and_mended(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters, tmp_path: Path, damage: str
+) -> None:
+    fleet.assign(model)
+    run(make_client())
+    path = models(tmp_path) / f"{model.digest}.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+        path.with_suffix(".part").write_bytes(content + b"more")
+    fleet.assign(model)
+    run(make_client())
+    assert [request.offset for request in fleet.requests["Download"]] == [0, 0]
+    assert path.read_bytes() == base.to_bytes()
+    assert fleet.calls.count("Report") == 2
+
+
+@pytest.mark.parametrize("digest", ["../../escape", "", "A" * 64, "a" * 63])
+def test_a_digest_that_is_none_never_becomes_a_file_name(
+    fleet: FakeFleet, make_client: MakeClient, digest: str
+) -> None:
+    fleet.assign(model_pb2.ModelRef(digest=digest, size_bytes=10))
+    run(make_client())
+    assert "expected 64 hexadecimal digits" in fleet.requests["Fail"][0].text
+    assert "Download" not in fleet.calls
+
+
+def test_a_model_that_is_no_safetensors_file_is_reported(fleet: FakeFleet, make_client: MakeClient) -> None:
+    content = b"something else entirely"
+    digest = hashlib.sha256(content).hexdigest()
+    fleet.models[digest] = content
+    fleet.assign(model_pb2.ModelRef(digest=digest, size_bytes=len(content)))
+    run(make_client())
+    assert fleet.requests["Fail"][0].reason == model_pb2.REASON_TRANSFER_FAILED
+
+
+def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
+) -> None:
+    fleet.cut_uploads = [10, 5000, 5001]  # the first within the header
+    fleet.failures["QueryUpload"] = [grpc.StatusCode.UNAVAILABLE]
+    fleet.assign(model)
+    run(make_client())
+    assert [request.offset for request in fleet.requests["Upload"]] == [0, 10, 5000, 5001]
+    update = trained_update(base).to_bytes()
+    assert sum(fleet.received_bytes) == len(update)
+    digest = hashlib.sha256(update).hexdigest()
+    assert fleet.requests["Report"][0].digest == digest
+    assert fleet.uploads[digest] == update
+
+
+def test_an_upload_goes_on_from_what_an_earlier_process_sent(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
+) -> None:
+    update = trained_update(base).to_bytes()
+    digest = hashlib.sha256(update).hexdigest()
+    fleet.uploads[digest] += update[:3000]
+    fleet.assign(model)
+    run(make_client())
+    assert [request.offset for request in fleet.requests["Upload"]] == [0, 3000]
+    assert fleet.uploads[digest] == update
+
+
+def test_an_upload_whose_reply_got_lost_is_not_sent_twice(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.lost_replies["Upload"] = 1
+    fleet.assign(model)
+    run(make_client())
+    assert fleet.calls.count("Upload") == 1
+    assert fleet.calls.count("Report") == 1
+
+
+def test_an_update_that_a_crashed_server_lost_in_part_is_completed(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
+) -> None:
+    fleet.truncate_at_report = 4000
+    fleet.assign(model)
+    run(make_client())
+    update = trained_update(base).to_bytes()
+    assert [request.offset for request in fleet.requests["Upload"]] == [0, 0, 4000]
+    assert fleet.uploads[hashlib.sha256(update).hexdigest()] == update
+    assert fleet.calls.count("Report") == 2
+    assert "Fail" not in fleet.calls
+
+
+@pytest.mark.parametrize(
+    ("code", "num_uploads"), [(grpc.StatusCode.UNAVAILABLE, 4), (grpc.StatusCode.PERMISSION_DENIED, 1)]
+)
+def test_an_upload_that_cannot_be_done_is_given_up(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, code: grpc.StatusCode, num_uploads: int
+) -> None:
+    fleet.failures["Upload"] = [code] * 20
+    fleet.assign(model)
+    run(make_client(transfer_attempts=4))
+    assert fleet.requests["Fail"][0].reason == model_pb2.REASON_TRANSFER_FAILED
+    assert fleet.calls.count("Upload") == num_uploads
+    assert "Report" not in fleet.calls
+
+
+def test_a_stop_ends_an_upload_that_cannot_go_on(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.failures["Upload"] = [grpc.StatusCode.UNAVAILABLE] * 1_000_000
+    fleet.assign(model)
+    client = make_client(transfer_attempts=1_000_000)
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        fleet.say_stop(model_pb2.REASON_UPLOAD_TIMEOUT)
+        return add_one(task)
+
+    client.run(max_tasks=1)
+    assert not {"Report", "Fail"} & set(fleet.calls)
+
+
+def test_a_model_of_many_chunks_moves_in_messages_below_the_limit(fleet: FakeFleet, make_client: MakeClient) -> None:
+    base = Parameters.from_arrays({"weight": np.arange(wire.CHUNK_BYTES, dtype=np.float32)})  # 4 chunks and a header
+    fleet.assign(fleet.add_model(base))
+    run(make_client())
+    digest = fleet.requests["Report"][0].digest
+    assert fleet.uploads[digest] == trained_update(base).to_bytes()
+
+
+def test_the_digest_is_that_of_the_file(base: Parameters) -> None:
+    assert transfer.digest_of(base) == hashlib.sha256(base.to_bytes()).hexdigest()
+
+
+def test_waiting_for_a_transfer_ends_with_the_task() -> None:
+    control = Control(training_timeout_s=60.0)
+    control.expire()
+    with pytest.raises(Exception, match="TRAIN_TIMEOUT"):
+        control.wait(3600.0)
+
+
+class TestModelCache:
+    def fill(self, cache: ModelCache, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        cache.make_room(digest, len(content))
+        cache.part(digest).write_bytes(content)
+        cache.admit(digest)
+        return digest
+
+    def test_the_least_recently_used_model_goes_first(self, tmp_path: Path) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=300)
+        first, second, third = (self.fill(cache, bytes([number]) * 100) for number in range(3))
+        assert cache.find(first) is not None
+        fourth = self.fill(cache, b"x" * 100)
+        assert cache.find(second) is None
+        assert all(cache.find(digest) for digest in (first, third, fourth))
+
+    def test_leftovers_of_downloads_go_too(self, tmp_path: Path) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=150)
+        stale = cache.part("a" * 64)
+        stale.write_bytes(b"x" * 100)
+        self.fill(cache, b"y" * 100)
+        assert not stale.exists()
+
+    def test_the_model_in_use_stays_though_it_exceeds_the_limit(self, tmp_path: Path) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=10)
+        digest = self.fill(cache, b"y" * 100)
+        cache.make_room(digest, 100)
+        assert cache.find(digest) is not None
+
+    def test_another_digest_is_refused(self, tmp_path: Path) -> None:
+        cache = ModelCache(tmp_path / "models", limit_bytes=10)
+        part = cache.part("a" * 64)
+        part.write_bytes(b"x")
+        with pytest.raises(TransferError, match=hashlib.sha256(b"x").hexdigest()):
+            cache.admit("a" * 64)
+        assert not part.exists()

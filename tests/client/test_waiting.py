@@ -1,0 +1,104 @@
+"""Back-off, retry windows, stop signals, and the records that carry times."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fedplat import wire
+from fedplat.wire.v1 import model_pb2
+from fedplat_client import Cancelled, ClientOptions
+from fedplat_client.options import Backoff, draw_s
+from fedplat_client.stopping import Stop, StopSignal, reason_name
+
+
+class Extreme(random.Random):
+    """Draws one end of every range."""
+
+    def __init__(self, high: bool) -> None:
+        super().__init__()
+        self.high = high
+
+    def uniform(self, a: float, b: float) -> float:
+        return b if self.high else a
+
+
+def test_the_back_off_is_full_jitter_bounded_and_starts_anew() -> None:
+    high = Backoff(ClientOptions(first_backoff_s=0.5, max_backoff_s=6.0, rng=Extreme(high=True)))
+    assert [high.next_s() for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 6.0, 6.0]
+    high.reset()
+    assert high.next_s() == 0.5
+    low = Backoff(ClientOptions(rng=Extreme(high=False)))
+    assert [low.next_s() for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert all(math.isfinite(high.next_s()) for _ in range(2000))
+
+
+def test_equal_seeds_wait_equally_and_others_do_not() -> None:
+    def delays(seed: int) -> list[float]:
+        backoff = Backoff(ClientOptions(rng=random.Random(seed)))
+        return [backoff.next_s() for _ in range(10)]
+
+    assert delays(1) == delays(1)
+    assert delays(1) != delays(2)
+
+
+@pytest.mark.parametrize(
+    ("window", "low", "high"),
+    [
+        ((2.0, 5.0), 2.0, 5.0),
+        ((0.0, 0.0), 0.0, 0.0),
+        ((5.0, 2.0), 5.0, 5.0),
+        ((-3.0, -1.0), 0.0, 0.0),
+        ((math.nan, math.nan), 0.0, 0.0),
+        ((1.0, math.inf), 1.0, 86_400.0),
+        ((1e12, 1e13), 86_400.0, 86_400.0),
+    ],
+)
+def test_a_retry_window_is_drawn_from_and_never_trusted(window: tuple[float, float], low: float, high: float) -> None:
+    message = model_pb2.RetryWindow(min_s=window[0], max_s=window[1])
+    assert draw_s(message, Extreme(high=False)) == low
+    assert draw_s(message, Extreme(high=True)) == high
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ClientOptions(check_in_wait_s=0),
+        lambda: ClientOptions(max_backoff_s=math.nan),
+        lambda: ClientOptions(transfer_attempts=0),
+        lambda: ClientOptions(cache_limit_bytes=-1),
+        lambda: ClientOptions(inline_limit_bytes=wire.INLINE_BYTES + 1),
+    ],
+)
+def test_options_are_validated_where_they_are_made(make: Callable[[], ClientOptions]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        make()
+
+
+def test_a_stop_signal_cancels_what_is_attached_and_keeps_its_first_reason() -> None:
+    stop_signal = StopSignal()
+    stop_signal.check()
+    cancelled: list[str] = []
+    with stop_signal.attached(lambda: cancelled.append("done")):
+        pass
+    with stop_signal.attached(lambda: cancelled.append("pending")):
+        thread = threading.Thread(target=stop_signal.set, args=[Stop(model_pb2.REASON_SURPLUS, "enough")])
+        thread.start()
+        assert stop_signal.wait(30)
+        thread.join()
+    with stop_signal.attached(lambda: cancelled.append("late")):
+        pass
+    assert cancelled == ["pending", "late"]
+    stop_signal.set(Stop(model_pb2.REASON_CLIENT_STOPPED, "stopped"))
+    with pytest.raises(Cancelled, match="SURPLUS: enough") as caught:
+        stop_signal.check()
+    assert (caught.value.reason, caught.value.text) == ("SURPLUS", "enough")
+
+
+def test_reasons_of_a_newer_server_have_a_name_too() -> None:
+    assert reason_name(model_pb2.REASON_NO_WORK) == "NO_WORK"
+    assert reason_name(999) == "999"
