@@ -1,0 +1,62 @@
+"""One client of the digits job: it holds its share of the digits and trains where they are.
+
+    python examples/digits/client.py --server 127.0.0.1:7443 --index 0
+
+`--slow` makes a straggler: in some rounds it is far slower than the deadline allows, and notices late that it
+was told to stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+
+import click
+import torch
+
+import model
+from fedplat_client import Cancelled, Client, Task, TrainResult
+from fedplat_client.trainers.torch import TorchTrainer
+
+SLOW_SHARE = 0.5
+SLOW_S = 30.0
+STUBBORN_S = 1.5
+
+
+@click.command()
+@click.option("--server", default="127.0.0.1:7443", show_default=True, help="HOST:PORT of the server.")
+@click.option("--index", type=click.IntRange(0, model.NUM_CLIENTS - 1), required=True, help="Which share it holds.")
+@click.option("--data-dir", default=None, help="Where its identity and its cache lie.")
+@click.option("--slow", is_flag=True, help="Be a straggler in about half of the rounds.")
+def main(server: str, index: int, data_dir: str | None, slow: bool) -> None:
+    """Run one client until it is stopped."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    torch.set_num_threads(1)  # many clients share this machine
+    trainer = TorchTrainer(model=model.build, data=model.client_data(index), seed=index)
+    dice, tasks = random.Random(index), itertools.count()
+    client = Client(server, population="demo", labels={"index": str(index)}, data_dir=data_dir)
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        if slow and next(tasks) and dice.random() < SLOW_SHARE:
+            dawdle(task)
+        return trainer(task)
+
+    client.run()
+
+
+def dawdle(task: Task) -> None:
+    """Does nothing for longer than the deadline allows."""
+    try:
+        for step in range(int(SLOW_S * 10)):
+            time.sleep(0.1)
+            task.progress(step / (SLOW_S * 10))
+    except Cancelled:
+        time.sleep(STUBBORN_S)  # still busy: the server must not select it meanwhile
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Real processes for the tests: a server daemon and clients, as an operator would start them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from fedplat.cli.admin import AdminClient
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+PATIENCE_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Waits for something that another process does; a bound, not an expectation of speed."""
+    pause = threading.Event()
+    for _ in range(int(patience_s / 0.05)):
+        if condition():
+            return
+        pause.wait(0.05)
+    raise AssertionError(f"gave up waiting for: {what}")
+
+
+class Server:
+    """A `fedplat-server run` process on a port of its own; may be killed and started again with the same line."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.address = f"127.0.0.1:{free_port()}"
+        self.log = folder / "server.log"
+        self.command = [
+            *(str(BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder), *options)
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        subprocess.run(
+            [str(BIN / "fedplat-server"), "db", "upgrade", "--data-dir", str(folder)], check=True, capture_output=True
+        )
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        with AdminClient(self.address) as admin:
+            admin.wait_until_ready(PATIENCE_S)
+
+    def kill(self) -> None:
+        """SIGKILL: no chance to tidy up."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+        return self._process.wait(PATIENCE_S)
+
+    def log_text(self) -> str:
+        return self.log.read_text()
+
+
+@contextlib.contextmanager
+def server(folder: Path, *options: str) -> Generator[Server]:
+    folder.mkdir(parents=True, exist_ok=True)
+    running = Server(folder, *options)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@contextlib.contextmanager
+def processes(commands: Sequence[Sequence[str]], log: Path) -> Generator[list[subprocess.Popen[bytes]]]:
+    """Processes that end with the test."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        with log.open("ab") as output:
+            for command in commands:
+                running.append(
+                    subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
+                )
+        yield running
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait(PATIENCE_S)

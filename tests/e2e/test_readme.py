@@ -1,0 +1,87 @@
+"""The README is true: its files are taken out of it and run, with its commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from e2e import processes
+from fedplat.model import Parameters
+
+README = (processes.ROOT / "README.md").read_text()
+PUBLIC_ADDRESS = "fed.example.org:7443"
+
+
+def files_of(text: str) -> dict[str, str]:
+    return dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", text, flags=re.DOTALL))
+
+
+def commands_of(text: str) -> list[str]:
+    blocks: list[str] = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_the_trainer_is_short() -> None:
+    assert len(files_of(README)["trainer.py"].splitlines()) < 30
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    """A server, two clients that run the README's trainer, and the operator's commands, to the exported model."""
+    files = files_of(README)
+    assert set(files) == {"trainer.py", "job.toml", "start.py"}
+    commands = commands_of(README)
+    with processes.server(tmp_path / "server") as server:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text.replace(PUBLIC_ADDRESS, server.address))
+        assert "python trainer.py" in commands
+        trainers = [["env", f"HOME={tmp_path / str(n)}", sys.executable, str(tmp_path / "trainer.py")] for n in (1, 2)]
+        with processes.processes(trainers, tmp_path / "clients.log"):
+            environment = {**os.environ, "FEDPLAT_SERVER": server.address, "PATH": f"{processes.BIN}:/usr/bin:/bin"}
+            operator = [command for command in commands if command.startswith("fedplat ")]
+            assert [command.split()[1] for command in operator] == ["job", "model"]
+            for command in operator:
+                done = subprocess.run(
+                    command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                )
+                assert done.returncode == 0, done.stderr + done.stdout
+    # The private data of every client follows y = x (1, -2, 0.5).
+    final = Parameters.open(tmp_path / "final.safetensors")["weight"]
+    np.testing.assert_allclose(final, [1.0, -2.0, 0.5], atol=0.05)
+
+
+def test_commands_exist() -> None:
+    """Each fedplat command of the README and of docs/ is one that the program knows."""
+    texts = [README, *(path.read_text() for path in (processes.ROOT / "docs").glob("*.md"))]
+    called = {
+        tuple(word for word in match.split() if re.fullmatch(r"[a-z]+", word))
+        for text in texts
+        for match in re.findall(r"^fedplat(?:-server|-client)? [^\n#|]*", text, flags=re.MULTILINE)
+    }
+    assert called
+    for text in texts:
+        for line in commands_of(text):
+            program, *words = line.split()
+            if program in ("fedplat", "fedplat-server", "fedplat-client"):
+                names = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word) and not word.endswith("toml")]
+                done = subprocess.run(
+                    [str(processes.BIN / program), *names, "--help"], capture_output=True, text=True, check=False
+                )
+                assert done.returncode == 0, f"{line}: {done.stderr}"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [processes.ROOT / "README.md", *(processes.ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (processes.ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make (\w+)`?", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
