@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
+import random
 import re
 import sqlite3
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import sqlalchemy
 from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
@@ -96,12 +100,12 @@ def create_engine(url: URL, *, foreign_keys: bool = True) -> AsyncEngine:
         cursor = connection.cursor()
         for pragma in (
             f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
-            "journal_mode = WAL",
             "synchronous = FULL",
             f"foreign_keys = {'ON' if foreign_keys else 'OFF'}",
         ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
+        connection.run_async(_use_wal)
 
     def on_begin(connection: sqlalchemy.Connection) -> None:
         writes = connection.get_execution_options().get(WRITES)
@@ -110,6 +114,21 @@ def create_engine(url: URL, *, foreign_keys: bool = True) -> AsyncEngine:
     event.listen(engine.sync_engine, "connect", on_connect)
     event.listen(engine.sync_engine, "begin", on_begin)
     return engine
+
+
+async def _use_wal(connection: aiosqlite.Connection) -> None:
+    """Keeps a write-ahead log, which the file remembers: readers then never wait for the writer."""
+    # Of two that open a new file at once SQLite refuses one, whatever its busy_timeout: waiting for the lock that the
+    # change needs could be a deadlock.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            await connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(random.uniform(0.005, 0.05))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import re
+import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL
 
 from fedplat_server.errors import ConfigError, SchemaVersionError, StoreUnavailableError
+from fedplat_server.store import engine as engine_module
 from fedplat_server.store import schema, tables
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import open_store
@@ -81,6 +85,29 @@ def test_two_may_upgrade_at_once(empty_database: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         heads = list(pool.map(schema.upgrade, [empty_database] * 4))
     assert heads == [schema.head()] * 4
+
+
+def test_a_new_file_that_another_writes_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite refuses the change to a write-ahead log at once, whatever its busy_timeout, while another writes."""
+    refused = threading.Event()
+
+    class Waits:
+        @staticmethod
+        def uniform(low: float, high: float) -> float:
+            refused.set()
+            return low
+
+    monkeypatch.setattr(engine_module, "random", Waits)
+    path = tmp_path / "fedplat.db"
+    with (
+        contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+        upgrade = pool.submit(schema.upgrade, str(path))
+        assert refused.wait(30)
+        other.execute("COMMIT")
+        assert upgrade.result() == schema.head()
 
 
 async def test_an_upgrade_that_fails_leaves_nothing_behind(
