@@ -1,0 +1,157 @@
+"""The server's own certificate authority: for people who have none.
+
+`Authority` signs certificates for servers and, for a short time each, for clients. Its key stays in the data folder,
+readable by its owner only. All keys that TLS sees are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there.
+Certificates follow RFC 5280; a client's has its id as the common name and as a URI (`fedplat:client:<id>`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedplat_server.errors import ConfigError
+
+AUTHORITY_DAYS = 3650
+SERVER_DAYS = 397
+CLOCK_SKEW = datetime.timedelta(hours=1)
+"""How far before the moment of signing a certificate is valid: clocks of edge devices are often wrong."""
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """A fresh private key for TLS."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as PEM (PKCS #8), not encrypted."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def certificate_pem(certificate: x509.Certificate) -> bytes:
+    """A certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+class Authority:
+    """A certificate authority: its certificate, and the key that signs."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def new(cls, now: datetime.datetime) -> Authority:
+        """A new authority, valid for ten years."""
+        key, name = new_key(), _name("fedplat private CA")
+        builder = _builder(name, name, key.public_key(), now, datetime.timedelta(days=AUTHORITY_DAYS))
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        return cls(builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256()), key)
+
+    @classmethod
+    def load(cls, certificate: Path, key: Path) -> Authority:
+        """Reads an authority that `save` has written. Raises `ConfigError`."""
+        try:
+            loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
+            authority = x509.load_pem_x509_certificate(certificate.read_bytes())
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"the certificate authority {certificate} cannot be read: {exc}") from exc
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != authority.public_key():
+            raise ConfigError(f"the key {key} does not belong to the certificate {certificate}")
+        return cls(authority, loaded)
+
+    def save(self, certificate: Path, key: Path) -> None:
+        """Writes both as PEM; the key for its owner only. Refuses (`ConfigError`) to replace one that is there."""
+        write_new(key, key_pem(self._key), 0o600)
+        write_new(certificate, certificate_pem(self.certificate), 0o644)
+
+    def for_server(
+        self,
+        hosts: Sequence[str],
+        public_key: ec.EllipticCurvePublicKey,
+        now: datetime.datetime,
+        valid: datetime.timedelta = datetime.timedelta(days=SERVER_DAYS),
+    ) -> x509.Certificate:
+        """A certificate for a server that is reached by these host names and addresses."""
+        builder = _builder(_name(hosts[0]), self.certificate.subject, public_key, now, valid)
+        builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+        return self._leaf(builder, ExtendedKeyUsageOID.SERVER_AUTH)
+
+    def for_client(
+        self, client_id: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, valid: datetime.timedelta
+    ) -> x509.Certificate:
+        """A certificate for a client."""
+        builder = _builder(_name(client_id), self.certificate.subject, public_key, now, valid)
+        uri = x509.UniformResourceIdentifier(f"fedplat:client:{client_id}")
+        builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
+        return self._leaf(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def _leaf(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        return builder.add_extension(issuer, critical=False).sign(self._key, hashes.SHA256())
+
+
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """Makes a file with these permissions. Raises `ConfigError` if it is there already or cannot be made."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError as exc:
+        raise ConfigError(f"{path} is there already; it is not replaced") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64])])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    now: datetime.datetime,
+    valid: datetime.timedelta,
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder(issuer_name=issuer, subject_name=subject, public_key=public_key)
+    builder = builder.serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - CLOCK_SKEW).not_valid_after(now + valid)
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,59 @@
+"""The gRPC server: its services, its options, and the port that it listens on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from fedplat import wire
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat_server.config import ServerConfig
+from fedplat_server.errors import ConfigError
+from fedplat_server.rpc.admin import AdminService
+from fedplat_server.rpc.boundary import Boundary
+from fedplat_server.rpc.fleet import FleetService
+from fedplat_server.services import Services
+
+_SERVICES = (
+    fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second daemon on the port must fail, not share it
+    # Clients keep long polls open through NATs, and may ping to do so.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A client whose network is gone must not be taken for one that waits for work.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # gRPC's core cancels pending calls beyond 1,000 otherwise; waiting clients are bounded by our own limit.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+)
+
+
+async def serve(config: ServerConfig, services: Services) -> tuple[aio.Server, Any, int]:
+    """Starts to listen; returns the server, the health service (whose package has no types), and the port."""
+    server = aio.server(interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression)
+    fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), server)
+    checks: Any = cast(Any, health).aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in ("", *_SERVICES):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"cannot listen on {config.listen}: the port is taken or the address is not this machine's; "
+            "choose another with --listen HOST:PORT"
+        ) from exc
+    await server.start()
+    return server, checks, port
