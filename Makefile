@@ -17,7 +17,7 @@ demo: $(STAMP) ## the main job, for real: one server, ten client processes, hand
 	$(BIN)/python examples/digits/demo.py
 
 test: $(STAMP) ## every test; no network beyond loopback, no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
