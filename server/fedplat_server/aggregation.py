@@ -19,7 +19,7 @@ from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server import logs
+from fedplat_server import crash, logs
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobError
 from fedplat_server.uploads import UploadKey, UploadStore
@@ -111,15 +111,18 @@ class Aggregation:
         # Finite updates may add up to more than float32 holds, and a job never recovers from such a version.
         if not (result.is_finite() and all(np.isfinite(vector).all() for vector in state.values())):
             raise ModelError("the aggregate of the updates is not finite: some of them are far too large")
-        model = self._blobs.put_chunks([result.schema.header, result.buffer.data])
-        state_bytes = state_to_bytes(state)
+        with crash.step("commit.model"):
+            model = self._blobs.put_chunks([result.schema.header, result.buffer.data])
+        with crash.step("commit.state"):
+            state_bytes = state_to_bytes(state)
+            state_digest = self._blobs.put_chunks([state_bytes]).digest if state_bytes else ""
         return ModelVersion(
             version=job.latest.version + 1,
             round=key.round,
             attempt=key.number,
             digest=model.digest,
             size_bytes=model.size_bytes,
-            state_digest=self._blobs.put_chunks([state_bytes]).digest if state_bytes else "",
+            state_digest=state_digest,
             num_updates=accumulator.num_updates,
             total_weight=accumulator.total_weight,
         )

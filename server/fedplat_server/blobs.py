@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from fedplat_server import files
+from fedplat_server import crash, files
 from fedplat_server.errors import BlobError
 
 _TEMPORARY = ".tmp"
@@ -49,11 +49,13 @@ class BlobStore:
             digest, size_bytes = hashlib.sha256(), 0
             descriptor = files.create(temporary)
             try:
-                for chunk in chunks:
-                    files.write_all(descriptor, chunk)
-                    digest.update(chunk)
-                    size_bytes += memoryview(chunk).nbytes
-                os.fsync(descriptor)
+                with crash.step("blob.write"):
+                    for chunk in chunks:
+                        files.write_all(descriptor, chunk)
+                        digest.update(chunk)
+                        size_bytes += memoryview(chunk).nbytes
+                with crash.step("blob.fsync"):
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             blob = Blob(digest.hexdigest(), size_bytes)
@@ -108,7 +110,8 @@ class BlobStore:
                 path.unlink(missing_ok=True)
         orphans = self.all_digests() - referenced
         for digest in orphans:
-            self.delete(digest)
+            with crash.step("blob.remove_orphan"):
+                self.delete(digest)
         return len(orphans)
 
     def _temporary(self) -> Path:
@@ -118,13 +121,15 @@ class BlobStore:
         target = self.path(digest)
         folder = target.parent
         if folder not in self._synced:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.sync(self.folder)
-            files.sync(folder.parent)
+            with crash.step("blob.new_folder"):
+                folder.mkdir(parents=True, exist_ok=True)
+                files.sync(self.folder)
+                files.sync(folder.parent)
             self._synced.add(folder)
         # A blob of this digest that is there already is replaced: its entry in the folder might not be durable.
-        os.replace(source, target)
-        with _removed_on_error(target):
+        with crash.step("blob.rename"):
+            os.replace(source, target)
+        with _removed_on_error(target), crash.step("blob.folder_sync"):
             files.sync(folder)
 
 

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat_server import files
+from fedplat_server import crash, files
 from fedplat_server.errors import UploadError
 
 
@@ -90,7 +90,7 @@ class Upload:
                 raise UploadError("the update was reported already")
             if self._received + memoryview(data).nbytes > self._size_bytes:
                 raise UploadError(f"there are more bytes than the {self._size_bytes} that were declared")
-            with files.translated("writing an upload"):
+            with files.translated("writing an upload"), crash.step("upload.append"):
                 self._file.append(self._descriptor, data)
             self._received = self._file.received
 
@@ -174,19 +174,20 @@ class UploadStore:
 
     def discard(self, key: UploadKey) -> None:
         """Throws away what a client uploaded for an attempt."""
-        with self._lock, files.translated("discarding an upload"):
+        with self._lock, files.translated("discarding an upload"), crash.step("upload.discard"):
             self._remove(key)
 
     def discard_attempt(self, job_id: str, round_: int, attempt: int) -> None:
         """Throws away what all clients uploaded for an attempt."""
-        with self._lock, files.translated("discarding the uploads of an attempt"):
-            for key in [key for key in self._files if key[:3] == (job_id, round_, attempt)]:
+        name = (job_id, round_, attempt)
+        with self._lock, files.translated("discarding the uploads of an attempt"), crash.step("spool.discard"):
+            for key in [key for key in self._files if key[:3] == name]:
                 self._remove(key)
             _remove_folder(self._folder(UploadKey(job_id, round_, attempt, "")))
 
     def clear(self) -> None:
         """Throws everything away: for the start, when no attempt goes on."""
-        with self._lock, files.translated("clearing the uploads"):
+        with self._lock, files.translated("clearing the uploads"), crash.step("spool.clear"):
             for key in list(self._files):
                 self._remove(key)
             _remove_folder(self.folder)

@@ -15,7 +15,7 @@ from fedplat import wire
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import files, intake
+from fedplat_server import crash, files, intake
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import UploadError
 from fedplat_server.rpc import requests
@@ -119,7 +119,8 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[bytes], limit_bytes
             size += len(data)
             if size > limit_bytes:
                 raise RefusedError(Code.TOO_LARGE, f"at most {limit_bytes}")
-            await asyncio.to_thread(files.write_all, file.fileno(), data)
+            with crash.step("model.receive"):
+                await asyncio.to_thread(files.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
         except ModelError as exc:

@@ -16,6 +16,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy.engine import URL
 
+from fedplat_server import crash
 from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
 from fedplat_server.store.engine import WRITES, async_url, create_engine, sqlite_path, translated
 
@@ -49,7 +50,8 @@ def upgrade(database: str) -> str:
     Does nothing if it is there already. A SQLite file is created. Raises `SchemaVersionError` if a newer fedplat
     has written the database. Not for coroutines.
     """
-    asyncio.run(_upgrade(async_url(database)))
+    with crash.step("schema.upgrade"):
+        asyncio.run(_upgrade(async_url(database)))
     return head()
 
 
@@ -102,6 +104,7 @@ async def _current(url: URL) -> str | None:
 def _run(connection: sqlalchemy.Connection, url: URL) -> None:
     _refuse_newer(MigrationContext.configure(connection).get_current_revision(), url)
     command.upgrade(config(connection), "head")
+    crash.point("schema.upgrade.uncommitted")
 
 
 def _refuse_newer(found: str | None, url: URL) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
+from fedplat_server import crash
 from fedplat_server.errors import EnrolmentError, StoreError
 from fedplat_server.store import rows, schema, writes
 from fedplat_server.store.database import Database
@@ -85,7 +86,8 @@ class SqlStore:
                 )
             return row.client_id
 
-        return await self._database.write(work)
+        with crash.step("enroll"):
+            return await self._database.write(work)
 
     async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
         """The client with this credential."""
@@ -101,7 +103,8 @@ class SqlStore:
             if (await connection.execute(update.values(values))).rowcount != 1:
                 raise StoreError(f"there is no client {client_id}")
 
-        await self._database.write(work)
+        with crash.step("update_client"):
+            await self._database.write(work)
 
     async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
         """Clients in the order of their enrolment."""
@@ -134,7 +137,8 @@ class SqlStore:
                 await connection.execute(history.insert().values(row))
             return (await _load_jobs(connection, jobs.c.idempotency_key == idempotency_key))[0]
 
-        return await self._database.write(work)
+        with crash.step("create_job"):
+            return await self._database.write(work)
 
     async def load_jobs(self) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""
@@ -144,7 +148,8 @@ class SqlStore:
         """Writes changes, all or none; see the port."""
         batch = writes.flatten(changes, self._clock())
         if batch.jobs:
-            await self._database.write(lambda connection: writes.write(connection, batch))
+            with crash.step("save"):
+                await self._database.write(lambda connection: writes.write(connection, batch))
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
         """The assignment with this token, however old."""
@@ -210,7 +215,8 @@ class SqlStore:
             said = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
             await connection.execute(history.insert().values(rows.history_values(job_id, said, now)))
 
-        await self._database.write(work)
+        with crash.step("metrics"):
+            await self._database.write(work)
 
     async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""

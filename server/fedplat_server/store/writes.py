@@ -15,6 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.rounds import AttemptKey, Change
+from fedplat_server import crash
 from fedplat_server.errors import StaleRevisionError
 from fedplat_server.store import rows, tables
 from fedplat_server.store.rows import Values
@@ -86,6 +87,7 @@ async def write(connection: AsyncConnection, batch: Batch) -> None:
     await _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
     await _execute(connection, tables.model_versions.insert(), batch.versions)
     await _execute(connection, tables.history.insert(), batch.history)
+    crash.point("save.uncommitted")
 
 
 async def _execute(connection: AsyncConnection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:
