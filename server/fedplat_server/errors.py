@@ -40,6 +40,10 @@ class EnrolmentError(StoreError):
     """A client that is enrolled in one population enrols in another."""
 
 
+class OperatorError(StoreError):
+    """An operator whose name is taken, or who is not there."""
+
+
 class StaleRevisionError(StoreError):
     """A job was changed by somebody else since it was read."""
 

@@ -21,6 +21,7 @@ from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict
 from fedplat.rounds.commands import Command, SetTimer
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs
+from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
 from fedplat_server.store.port import Store
 
@@ -56,6 +57,7 @@ class _Item:
     event: Event
     answer: asyncio.Future[Verdict] | None = None
     when_stored: Callable[[], None] | None = None
+    audit: Sequence[AuditEntry] = ()
 
 
 class Runner:
@@ -80,15 +82,18 @@ class Runner:
         """Hands an event of the server's own over; it is tried until it can be stored."""
         self._queue.put_nowait(_Item(event))
 
-    async def submit(self, event: Event, when_stored: Callable[[], None] | None = None) -> Verdict:
+    async def submit(
+        self, event: Event, when_stored: Callable[[], None] | None = None, audit: Sequence[AuditEntry] = ()
+    ) -> Verdict:
         """Hands a caller's event over and returns its verdict, stored. Raises `StoreError`.
 
-        `when_stored` is called after the event is stored and before its commands are carried out.
+        `when_stored` is called after the event is stored and before its commands are carried out. `audit` is noted
+        in the same transaction, if the event is accepted.
         """
         if self._ended is not None:
             raise StoreUnavailableError(f"the server stops: {self._ended}") from self._ended
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Item(event, answer, when_stored))
+        self._queue.put_nowait(_Item(event, answer, when_stored, audit))
         return await answer
 
     async def run(self, actor: Actor) -> None:
@@ -120,8 +125,10 @@ class Runner:
         proposal = self.coordinator.propose([item.event for item in batch], context)
         try:
             if proposal.changes:
+                verdicts = zip(batch, proposal.verdicts, strict=True)
+                audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
                 # A cancellation must not leave open whether the changes were stored.
-                await _finish(self._store.save(proposal.changes))
+                await _finish(self._store.save(proposal.changes, audit))
         except StoreError as exc:
             self.coordinator.reject(proposal)
             await self._not_stored(batch, actor, exc)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
 from fedplat.rounds.states import AttemptPhase
+from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import EnrolmentError, StaleRevisionError, StoreError
+from fedplat_server.store.memory_people import MemoryPeople
 from fedplat_server.store.port import (
     AttemptRecord,
     ClientRecord,
@@ -77,11 +79,11 @@ class _Job:
         return JobRecord(state, self.job_file, self.created_unix_s)
 
 
-class MemoryStore:
+class MemoryStore(MemoryPeople):
     """The adapter of `port.Store` in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._clients: dict[str, tuple[Enrolment, ClientRecord]] = {}
         self._jobs: dict[str, _Job] = {}
         self._job_keys: dict[str, str] = {}
@@ -131,7 +133,9 @@ class MemoryStore:
         records = [record for _, record in self._clients.values()]
         return [record for record in records if population in (None, record.population)]
 
-    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+    async def create_job(
+        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+    ) -> JobRecord:
         """Adds a job with its version 0 and a history row; see the port."""
         if idempotency_key not in self._job_keys:
             if state.job_id in self._jobs:
@@ -140,17 +144,19 @@ class MemoryStore:
             self._job_keys[idempotency_key] = state.job_id
             self._jobs[state.job_id] = _Job(state, job_file, now, [VersionRecord(state.latest, now, {})])
             self._note(state.job_id, HistoryRow("job", "", state.status), now)
+            await self.append_audit(audit)
         return self._jobs[self._job_keys[idempotency_key]].record()
 
     async def load_jobs(self) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""
         return [job.record() for job in self._jobs.values()]
 
-    async def save(self, changes: Sequence[Change]) -> None:
+    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
         """Writes changes, all or none; see the port."""
         self._check(changes)
         for change in changes:
             self._apply(change, self._clock())
+        await self.append_audit(audit)
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
         """The assignment with this token, however old."""

@@ -15,6 +15,7 @@ from fedplat.rounds.commands import Abort, Assign, Command, Refuse
 from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server import runner as module
+from fedplat_server.audit import AuditEntry
 from fedplat_server.check_in import wait_for_work
 from fedplat_server.desk import Desk
 from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
@@ -195,11 +196,11 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
         poison = asyncio.Event()
         save = it.store.inner.save
 
-        async def picky(changes: Sequence[Change]) -> None:
+        async def picky(changes: Sequence[Change], audit: Sequence[AuditEntry]) -> None:
             if any(change.job.job_id == "toy" for change in changes):
                 poison.set()
                 raise StoreError("refused for good")
-            await save(changes)
+            await save(changes, audit)
 
         it.store.inner.save = picky  # pyright: ignore[reportAttributeAccessIssue]
         results = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.PAUSE), return_exceptions=True)

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+from fedplat_server.audit import AuditEntry
+from fedplat_server.store.people import AuditStore, OperatorStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(Protocol):
-    """The port."""
+class Store(OperatorStore, AuditStore, Protocol):
+    """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:
         """Lets go of every connection."""
@@ -115,10 +117,12 @@ class Store(Protocol):
         """Clients in the order of their enrolment."""
         ...
 
-    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+    async def create_job(
+        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+    ) -> JobRecord:
         """Adds a job (status DRAFT, version 0) with a history row.
 
-        A known idempotency key returns the job that has it, unchanged.
+        A known idempotency key returns the job that has it, unchanged, and notes nothing.
         """
         ...
 
@@ -131,8 +135,8 @@ class Store(Protocol):
         """
         ...
 
-    async def save(self, changes: Sequence[Change]) -> None:
-        """Writes changes in order, all or none: job, attempt, assignments, version, history.
+    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
+        """Writes changes in order, all or none: job, attempt, assignments, version, history, audit log.
 
         Raises `StaleRevisionError` when a job's revision is not the expected one.
         """

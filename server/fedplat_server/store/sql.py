@@ -14,8 +14,9 @@ from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, 
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
+from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import EnrolmentError, StoreError
-from fedplat_server.store import rows, schema, writes
+from fedplat_server.store import rows, schema, sql_people, writes
 from fedplat_server.store.database import Database
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.port import (
@@ -40,7 +41,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(create_engine(url), clock)
 
 
-class SqlStore:
+class SqlStore(sql_people.SqlPeople):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.time) -> None:
@@ -115,7 +116,9 @@ class SqlStore:
 
     # --- jobs ------------------------------------------------------------------------------------------------
 
-    async def create_job(self, state: JobState, job_file: str, idempotency_key: str) -> JobRecord:
+    async def create_job(
+        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+    ) -> JobRecord:
         """Adds a job with its version 0 and a history row; see the port."""
         now = self._clock()
         values = {
@@ -135,6 +138,7 @@ class SqlStore:
                 version = rows.version_values(state.job_id, state.latest, now)
                 await connection.execute(model_versions.insert().values(version))
                 await connection.execute(history.insert().values(row))
+                await sql_people.append(connection, audit, now)
             return (await _load_jobs(connection, jobs.c.idempotency_key == idempotency_key))[0]
 
         with crash.step("create_job"):
@@ -144,12 +148,18 @@ class SqlStore:
         """Every job in the order of creation; see the port."""
         return await self._database.read(_load_jobs)
 
-    async def save(self, changes: Sequence[Change]) -> None:
+    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
         """Writes changes, all or none; see the port."""
-        batch = writes.flatten(changes, self._clock())
-        if batch.jobs:
+        now = self._clock()
+        batch = writes.flatten(changes, now)
+
+        async def work(connection: AsyncConnection) -> None:
+            await writes.write(connection, batch)
+            await sql_people.append(connection, audit, now)
+
+        if batch.jobs or audit:
             with crash.step("save"):
-                await self._database.write(lambda connection: writes.write(connection, batch))
+                await self._database.write(work)
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
         """The assignment with this token, however old."""

@@ -189,3 +189,35 @@ history = Table(
     Column("kind", String, nullable=False),
     Index(None, "job_id", "sequence"),
 )
+
+operators = Table(
+    "operators",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("role", String, nullable=False),
+    Column("token_hash", LargeBinary, nullable=False, unique=True),
+    Column("created_unix_s", Float, nullable=False),
+    Column("expires_unix_s", Float),
+)
+
+# Rows are numbered by the chain, not by the database: there are no gaps.
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("sequence", BigInteger, primary_key=True, autoincrement=False),
+    Column("unix_s", Float, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("details", Text, nullable=False),
+    Column("previous_hash", String, nullable=False),
+    Column("hash", String, nullable=False),
+)
+
+# One row: where the audit log ends.
+audit_head = Table(
+    "audit_head",
+    metadata,
+    Column("num_rows", BigInteger, nullable=False),
+    Column("hash", String, nullable=False),
+)

@@ -1,0 +1,135 @@
+"""The audit log: who did what, as a chain of hashes that cannot be changed in the middle without leaving a trace.
+
+Each row's hash covers the row and the hash of the row before; the head (how many rows there are, and the hash of the
+last) is kept in a row of its own, which is what notices a log that was cut short. Somebody who may write to the
+database can compute all of it anew: against that helps only a head that was written down elsewhere, which is why the
+daemon logs it when it starts and when it stops. Pure: no clock and no database.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+GENESIS = "0" * 64
+"""What stands for the hash before the first row."""
+SERVER = "server"
+"""The actor of what nobody asked for."""
+HOST = "host"
+"""The actor of a command that was run beside the database, by whoever may."""
+
+
+class Action(StrEnum):
+    """What can stand in the log."""
+
+    JOB_CREATED = "job created"
+    JOB_STARTED = "job started"
+    JOB_PAUSED = "job paused"
+    JOB_RESUMED = "job resumed"
+    JOB_CANCELLED = "job cancelled"
+    OPERATOR_ADDED = "operator added"
+    OPERATOR_REMOVED = "operator removed"
+    LOGIN_REFUSED = "login refused"
+    CERTIFICATES_CHANGED = "certificates changed"
+    REPORT_CONFLICT = "report with other content refused"
+    SERVER_STARTED = "server started"
+    SERVER_STOPPED = "server stopped"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """What shall be noted: `actor` (an operator's name, a client's id, `SERVER` or `HOST`) did `action` to `subject`.
+
+    `details` are words and numbers for people; never a secret.
+    """
+
+    actor: str
+    action: Action
+    subject: str = ""
+    details: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict[str, str])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditHead:
+    """Where the log ends: how many rows it has, and the hash of the last."""
+
+    num_rows: int = 0
+    hash: str = GENESIS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditRow:
+    """A row of the log. `details` is JSON in one fixed spelling, since the hash covers its letters."""
+
+    sequence: int
+    unix_s: float
+    actor: str
+    action: str
+    subject: str
+    details: str
+    previous_hash: str
+    hash: str
+
+
+def next_row(entry: AuditEntry, unix_s: float, head: AuditHead) -> AuditRow:
+    """The row that an entry becomes when it is appended now."""
+    details = json.dumps(dict(entry.details), sort_keys=True, separators=(",", ":"))
+    row = AuditRow(
+        sequence=head.num_rows + 1,
+        unix_s=unix_s,
+        actor=_storable(entry.actor),
+        action=entry.action.value,
+        subject=_storable(entry.subject),
+        details=details,
+        previous_hash=head.hash,
+        hash="",
+    )
+    return dataclasses.replace(row, hash=hash_of(row))
+
+
+def head_after(row: AuditRow) -> AuditHead:
+    """Where the log ends with this row."""
+    return AuditHead(row.sequence, row.hash)
+
+
+def chain(entries: Iterable[AuditEntry], unix_s: float, head: AuditHead) -> tuple[list[AuditRow], AuditHead]:
+    """The rows of several entries that are appended now, and where the log ends then."""
+    rows: list[AuditRow] = []
+    for entry in entries:
+        rows.append(next_row(entry, unix_s, head))
+        head = head_after(rows[-1])
+    return rows, head
+
+
+def hash_of(row: AuditRow) -> str:
+    """SHA-256 of all of a row but its own hash: a JSON array, so that no two rows are spelled alike."""
+    fields = dataclasses.astuple(row)[:-1]
+    return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_chain(rows: Iterable[AuditRow], head: AuditHead) -> list[str]:
+    """What is wrong with a whole log, a sentence each; nothing when it is as it was written."""
+    problems: list[str] = []
+    at = AuditHead()
+    for row in rows:
+        if row.sequence != at.num_rows + 1:
+            problems.append(f"audit row {row.sequence} follows row {at.num_rows}: rows are missing or out of order")
+        if row.previous_hash != at.hash:
+            problems.append(f"audit row {row.sequence} does not continue the row before it")
+        if row.hash != hash_of(row):
+            problems.append(f"audit row {row.sequence} was changed after it was written")
+        at = head_after(row)
+    if at != head:
+        problems.append(
+            f"the audit log ends with row {at.num_rows} ({at.hash[:16]}), but its head names row {head.num_rows} "
+            f"({head.hash[:16]}): rows at the end were removed, added or replaced"
+        )
+    return problems
+
+
+def _storable(text: str) -> str:
+    """What every database takes, and gives back letter by letter."""
+    return text.encode(errors="replace").decode().replace("\x00", "\ufffd")[:500]

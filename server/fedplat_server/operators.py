@@ -1,0 +1,88 @@
+"""Operators: people and programs that may use the Admin service, each with a name, a role and a token.
+
+A token has 256 random bits and a prefix that scanners for leaked secrets can know it by; the database keeps its hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import secrets
+from enum import StrEnum
+
+from fedplat_server.errors import ConfigError
+
+TOKEN_PREFIX = "fedplat_op_"
+_TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([smhdw])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+class Role(StrEnum):
+    """What an operator may do; each role may do what those before it may."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+    def includes(self, needed: Role) -> bool:
+        """Whether this role may do what needs the other."""
+        return _RANKS[self] >= _RANKS[needed]
+
+
+_RANKS = {role: rank for rank, role in enumerate(Role)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorRecord:
+    """An operator as the database has it; `expires_unix_s` is None for one who stays."""
+
+    name: str
+    role: Role
+    created_unix_s: float
+    expires_unix_s: float | None = None
+
+    def is_valid(self, unix_s: float) -> bool:
+        """Whether the token is still good at a moment."""
+        return self.expires_unix_s is None or unix_s < self.expires_unix_s
+
+
+def new_operator_token() -> tuple[str, bytes]:
+    """A fresh token, and what the database keeps of it."""
+    token = TOKEN_PREFIX + secrets.token_urlsafe(32)
+    return token, hash_token(token)
+
+
+def hash_token(token: str) -> bytes:
+    """What the database keeps of a token: it is random, so that a plain hash is enough."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+def looks_like_token(text: str) -> bool:
+    """Whether a text has the form of an operator's token."""
+    return _TOKEN.fullmatch(text) is not None
+
+
+def checked_name(name: str) -> str:
+    """A name that an operator may have. Raises `ConfigError`."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"operator name {name[:80]!r}: expected 1 to 63 letters, digits or _.@- (alphanumeric first)")
+    return name
+
+
+def parse_role(text: str) -> Role:
+    """A role by its name. Raises `ConfigError`."""
+    try:
+        return Role(text)
+    except ValueError as exc:
+        raise ConfigError(f"role {text[:80]!r}: expected {', '.join(Role)}") from exc
+
+
+def parse_duration_s(text: str) -> float:
+    """A time such as 90d, 12h or 30m, in seconds. Raises `ConfigError`."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"duration {text[:80]!r}: expected a number and s, m, h, d or w, such as 90d")
+    return float(match[1]) * _UNITS_S[match[2]]

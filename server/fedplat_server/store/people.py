@@ -1,0 +1,45 @@
+"""The part of the store's port about operators and the audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fedplat_server.audit import AuditEntry, AuditHead, AuditRow
+from fedplat_server.operators import OperatorRecord
+
+
+class OperatorStore(Protocol):
+    """Who may use the Admin service. Whatever changes it notes audit entries in the same transaction."""
+
+    async def add_operator(self, operator: OperatorRecord, token_hash: bytes, audit: Sequence[AuditEntry] = ()) -> None:
+        """Adds an operator. Raises `OperatorError` if there is one of that name."""
+        ...
+
+    async def remove_operator(self, name: str, audit: Sequence[AuditEntry] = ()) -> None:
+        """Removes an operator. Raises `OperatorError` if there is none of that name."""
+        ...
+
+    async def operator_by_token(self, token_hash: bytes) -> OperatorRecord | None:
+        """The operator with this token, valid or expired."""
+        ...
+
+    async def list_operators(self) -> list[OperatorRecord]:
+        """All operators by name."""
+        ...
+
+
+class AuditStore(Protocol):
+    """The audit log. Nothing here changes or removes a row."""
+
+    async def append_audit(self, entries: Sequence[AuditEntry]) -> None:
+        """Appends entries, all or none, each continuing the one before, whoever else appends at the same time."""
+        ...
+
+    async def list_audit(self, after_sequence: int = 0, limit: int = 1000) -> list[AuditRow]:
+        """Rows after a sequence number, oldest first."""
+        ...
+
+    async def audit_head(self) -> AuditHead:
+        """Where the log ends, by the note that is kept of it."""
+        ...

@@ -1,0 +1,99 @@
+"""What every store does with operators and the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fedplat.rounds.events import Action, OperatorCommand
+from fedplat_server.audit import SERVER, AuditEntry, AuditHead, check_chain
+from fedplat_server.audit import Action as Noted
+from fedplat_server.errors import OperatorError, StaleRevisionError
+from fedplat_server.operators import OperatorRecord, Role
+from fedplat_server.store.port import Store
+from fedplat_server.store.sql import open_store
+from server.store.driver import JOB_FILE, Driver, draft
+
+ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
+BEN = OperatorRecord("ben", Role.VIEWER, 2.5, expires_unix_s=3.5)
+
+
+def note(actor: str, **details: str | int) -> AuditEntry:
+    return AuditEntry(actor, Noted.JOB_STARTED, "j-1", details)
+
+
+async def problems(store: Store) -> list[str]:
+    return check_chain(await store.list_audit(limit=10_000), await store.audit_head())
+
+
+async def test_operators_come_and_go(store: Store) -> None:
+    await store.add_operator(BEN, b"b")
+    await store.add_operator(ANNA, b"a")
+    assert await store.list_operators() == [ANNA, BEN]
+    assert await store.operator_by_token(b"b") == BEN
+    await store.remove_operator("ben")
+    assert await store.operator_by_token(b"b") is None
+    assert await store.list_operators() == [ANNA]
+
+
+async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:
+    await store.add_operator(ANNA, b"a", [note("host")])
+    with pytest.raises(OperatorError, match="an operator anna already"):
+        await store.add_operator(ANNA, b"b", [note("host")])
+    with pytest.raises(OperatorError, match="no operator ben"):
+        await store.remove_operator("ben", [note("host")])
+    assert (await store.audit_head()).num_rows == 1
+
+
+async def test_an_empty_log(store: Store) -> None:
+    assert await store.list_audit() == []
+    assert await store.audit_head() == AuditHead()
+    await store.append_audit([])
+    assert await problems(store) == []
+
+
+async def test_rows_are_given_back_as_they_were_hashed(store: Store) -> None:
+    await store.append_audit([note("anna", text="naïve \x00 ✓ \ud800", number=7), note("zero \x00 and \ud800")])
+    await store.append_audit([AuditEntry(SERVER, Noted.SERVER_STARTED)])
+    rows = await store.list_audit()
+    assert [row.sequence for row in rows] == [1, 2, 3]
+    assert rows[0].actor == "anna"
+    assert rows[0].details == '{"number":7,"text":"na\\u00efve \\u0000 \\u2713 \\ud800"}'
+    assert await problems(store) == []
+    assert await store.list_audit(after_sequence=1, limit=1) == rows[1:2]
+
+
+async def test_concurrent_appends_make_one_chain(store: Store) -> None:
+    await asyncio.gather(*(store.append_audit([note(f"{n}-{m}") for m in range(3)]) for n in range(20)))
+    assert await problems(store) == []
+    actors = [row.actor for row in await store.list_audit()]
+    assert sorted(actors) == sorted(f"{n}-{m}" for n in range(20) for m in range(3))
+    for start in range(0, 60, 3):
+        assert len({actor.split("-")[0] for actor in actors[start : start + 3]}) == 1
+
+
+async def test_several_daemons_on_one_database_make_one_chain(database: str) -> None:
+    stores = [await open_store(database) for _ in range(3)]
+    await asyncio.gather(*(store.append_audit([note(f"{n}")]) for store in stores for n in range(10)))
+    assert await problems(stores[0]) == []
+    assert (await stores[1].audit_head()).num_rows == 30
+    for store in stores:
+        await store.close()
+
+
+async def test_a_new_job_is_noted_once(store: Store) -> None:
+    for _ in range(2):
+        await store.create_job(draft("j-1"), JOB_FILE, "a key for it", [note("anna")])
+    assert [row.actor for row in await store.list_audit()] == ["anna"]
+
+
+async def test_a_change_and_its_note_are_stored_together_or_not_at_all(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("j-1")
+    changes = driver.propose(OperatorCommand("j-1", Action.PAUSE)).changes
+    await store.save(changes, [note("anna")])
+    with pytest.raises(StaleRevisionError):
+        await store.save(changes, [note("anna")])
+    assert [row.actor for row in await store.list_audit()] == ["anna"]
+    assert await problems(store) == []
