@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: all demo test check format proto bench clean
+.PHONY: all demo test faults faults-page check format proto bench clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -18,6 +18,12 @@ demo: $(STAMP) ## the main job, for real: one server, ten client processes, hand
 
 test: $(STAMP) ## every test; no network beyond loopback, no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails if a row has none
+	$(BIN)/python tests/faults/run.py -n auto --dist worksteal -q
+
+faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
+	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

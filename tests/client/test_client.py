@@ -141,6 +141,7 @@ def test_an_unchanged_model_is_downloaded_once_even_across_restarts(
     assert fleet.calls.count("Enroll") == 1
 
 
+@pytest.mark.fault("F32")
 def test_the_retry_window_of_a_refusal_is_honoured(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, delays: list[float]
 ) -> None:
@@ -159,6 +160,7 @@ def test_the_retry_window_of_a_refusal_is_honoured(
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED]
 )
+@pytest.mark.fault("F19")
 def test_an_unusable_server_is_waited_for_with_back_off(
     fleet: FakeFleet,
     make_client: MakeClient,
@@ -220,6 +222,7 @@ def test_a_credential_that_works_for_check_ins_only_leads_to_back_off(
     assert len(delays) == 2
 
 
+@pytest.mark.fault("F28")
 def test_another_protocol_version_ends_the_client_with_the_servers_text(
     fleet: FakeFleet, make_client: MakeClient
 ) -> None:
@@ -240,6 +243,7 @@ def test_a_refused_enrolment_ends_the_client(fleet: FakeFleet, make_client: Make
 
 
 @pytest.mark.parametrize("fault", ["lost reply", "unavailable"])
+@pytest.mark.fault("F12")
 def test_a_report_is_repeated_until_there_is_an_answer(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, fault: str
 ) -> None:
@@ -260,6 +264,7 @@ def test_a_report_is_repeated_until_there_is_an_answer(
 @pytest.mark.parametrize(
     "reason", [model_pb2.REASON_REJECTED_SCHEMA, model_pb2.REASON_STALE, model_pb2.REASON_TRAIN_TIMEOUT]
 )
+@pytest.mark.fault("F25")
 def test_a_refused_report_is_not_repeated(
     fleet: FakeFleet,
     make_client: MakeClient,
@@ -279,6 +284,7 @@ def test_a_refused_report_is_not_repeated(
     assert 5 <= delays[0] <= 6
 
 
+@pytest.mark.fault("F15")
 def test_an_assignment_that_is_handed_out_again_is_worked_on(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
 ) -> None:

@@ -30,6 +30,7 @@ def add_one(task: Task) -> TrainResult:
     return TrainResult(parameters=task.parameters, num_examples=3, metrics={"loss": 0.5})
 
 
+@pytest.mark.fault("F34")
 def test_the_servers_stop_reaches_the_trainer_and_the_client_goes_on(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
 ) -> None:
@@ -168,6 +169,7 @@ def test_an_unknown_trainer_is_reported(fleet: FakeFleet, make_client: MakeClien
 
 
 @pytest.mark.parametrize("when", ["progress", "heartbeat"])
+@pytest.mark.fault("F19")
 def test_a_deadline_cancels_even_when_the_server_is_out_of_reach(
     fleet: FakeFleet,
     make_client: MakeClient,

@@ -170,6 +170,7 @@ def test_a_model_that_is_no_safetensors_file_is_reported(fleet: FakeFleet, make_
     assert fleet.requests["Fail"][0].reason == model_pb2.REASON_TRANSFER_FAILED
 
 
+@pytest.mark.fault("F14")
 def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_cut_upload_resumes_at_the_byte_that_the_server_names(
     assert fleet.uploads[digest] == update
 
 
+@pytest.mark.fault("F14", "F15")
 def test_an_upload_goes_on_from_what_an_earlier_process_sent(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
 ) -> None:
@@ -197,6 +199,7 @@ def test_an_upload_goes_on_from_what_an_earlier_process_sent(
     assert fleet.uploads[digest] == update
 
 
+@pytest.mark.fault("F14")
 def test_an_upload_whose_reply_got_lost_is_not_sent_twice(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
 ) -> None:
@@ -207,6 +210,7 @@ def test_an_upload_whose_reply_got_lost_is_not_sent_twice(
     assert fleet.calls.count("Report") == 1
 
 
+@pytest.mark.fault("F14")
 def test_an_update_that_a_crashed_server_lost_in_part_is_completed(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, base: Parameters
 ) -> None:

@@ -27,6 +27,7 @@ class Extreme(random.Random):
         return b if self.high else a
 
 
+@pytest.mark.fault("F19", "F32")
 def test_the_back_off_is_full_jitter_bounded_and_starts_anew() -> None:
     high = Backoff(ClientOptions(first_backoff_s=0.5, max_backoff_s=6.0, rng=Extreme(high=True)))
     assert [high.next_s() for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 6.0, 6.0]
@@ -58,6 +59,7 @@ def test_equal_seeds_wait_equally_and_others_do_not() -> None:
         ((1e12, 1e13), 86_400.0, 86_400.0),
     ],
 )
+@pytest.mark.fault("F32")
 def test_a_retry_window_is_drawn_from_and_never_trusted(window: tuple[float, float], low: float, high: float) -> None:
     message = model_pb2.RetryWindow(min_s=window[0], max_s=window[1])
     assert draw_s(message, Extreme(high=False)) == low
@@ -99,6 +101,7 @@ def test_a_stop_signal_cancels_what_is_attached_and_keeps_its_first_reason() -> 
     assert (caught.value.reason, caught.value.text) == ("SURPLUS", "enough")
 
 
+@pytest.mark.fault("F28")
 def test_reasons_of_a_newer_server_have_a_name_too() -> None:
     assert reason_name(model_pb2.REASON_NO_WORK) == "NO_WORK"
     assert reason_name(999) == "999"

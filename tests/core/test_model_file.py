@@ -242,6 +242,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.fault("F22", "F23")
 def test_hostile_files_are_refused_without_a_large_allocation(name: str):
     data = HOSTILE[name]
     tracemalloc.start()
@@ -310,6 +311,7 @@ def test_any_model_survives_a_file(specs: list[TensorSpec], carry: Any, seed: in
 
 @settings(deadline=None)
 @given(data=st.binary(max_size=200))
+@pytest.mark.fault("F23")
 def test_random_bytes_raise_nothing_but_model_errors(data: bytes):
     for content in (data, file_of(data), file_of(data, data)):
         with contextlib.suppress(ModelError):
@@ -318,6 +320,7 @@ def test_random_bytes_raise_nothing_but_model_errors(data: bytes):
 
 @settings(deadline=None)
 @given(st.data())
+@pytest.mark.fault("F23")
 def test_damaged_files_raise_nothing_but_model_errors(data: st.DataObject):
     content = bytearray(Parameters.from_arrays(arrays()).to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -347,6 +350,7 @@ _ENTRIES = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(header=st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), _ENTRIES | _JSON), size=st.integers(0, 16))
+@pytest.mark.fault("F23")
 def test_any_json_header_raises_nothing_but_model_errors(header: dict[str, Any], size: int):
     with contextlib.suppress(ModelError):
         Parameters.from_bytes(file_of(msgspec.json.encode(header), bytes(size)))

@@ -78,18 +78,25 @@ class Link:
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> None:
         """Carries bytes until both sides have ended, or the connection is cut."""
-        self._adopt(writer)
         carrying = asyncio.create_task(self._carry(reader, writer, target))
         cutting = asyncio.create_task(self._cut.wait())
         try:
             await asyncio.wait([carrying, cutting], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end(carrying, cutting)
-            for one in self._writers:
-                if self._cut.is_set():
-                    one.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                    one.transport.abort()
-                one.close()
+
+    def adopt(self, writer: asyncio.StreamWriter) -> None:
+        """Takes over one end of the connection, to be closed with it."""
+        writer.transport.set_write_buffer_limits(0)  # what is drained has left
+        self._writers.append(writer)
+
+    def close(self) -> None:
+        """Closes both ends."""
+        for one in self._writers:
+            if self._cut.is_set() and not one.transport.is_closing():
+                one.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                one.transport.abort()
+            one.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> None:
         await self._until_open("to_server")
@@ -98,7 +105,7 @@ class Link:
         except OSError:
             self.cut()
             return
-        self._adopt(server_writer)
+        self.adopt(server_writer)
         ways = [
             asyncio.create_task(self._one_way("to_server", reader, server_writer)),
             asyncio.create_task(self._one_way("to_client", server_reader, writer)),
@@ -109,10 +116,6 @@ class Link:
             self.cut()
         finally:
             await _end(*ways)
-
-    def _adopt(self, writer: asyncio.StreamWriter) -> None:
-        writer.transport.set_write_buffer_limits(0)  # what is drained has left
-        self._writers.append(writer)
 
     async def _one_way(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         queue: asyncio.Queue[_Chunk] = asyncio.Queue(_QUEUE_CHUNKS)
@@ -206,17 +209,20 @@ class Proxy:
         """Ends every connection."""
         await _end(*self._tasks)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(self._weather)
+        link.adopt(writer)
         self.links.append(link)
         self.num_accepted += 1
         task = asyncio.create_task(link.run(reader, writer, self.target))
         self._tasks.add(task)
-        try:
-            await asyncio.wait([task])
-        finally:
+
+        def ended(_: asyncio.Task[None]) -> None:
+            link.close()
             self.links.remove(link)
             self._tasks.discard(task)
+
+        task.add_done_callback(ended)
 
 
 @contextlib.asynccontextmanager

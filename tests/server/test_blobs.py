@@ -145,6 +145,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("function", "code", "nth"), STEPS)
+@pytest.mark.fault("F7", "F8")
 def test_a_step_that_fails_leaves_nothing(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch, function: str, code: int, nth: int
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_step_that_fails_leaves_nothing(
     assert everything(blobs) == [DIGEST]
 
 
+@pytest.mark.fault("F8")
 def test_folders_are_synced_until_that_succeeded_once(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is there may not be durable: the sync that failed is made good by the next blob."""
     with monkeypatch.context() as patch:
@@ -220,6 +222,7 @@ print(blobs.put_chunks([b"x" * 70_000]).size_bytes)
 """
 
 
+@pytest.mark.fault("F7")
 def test_a_real_limit_leaves_nothing(blobs: BlobStore) -> None:
     command = [sys.executable, "-c", FULL, str(blobs.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -84,6 +84,7 @@ async def test_a_client_that_vanishes_leaves_the_waiting_room(site: Site) -> Non
     await site.waiting(0)
 
 
+@pytest.mark.fault("F15", "F21")
 async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
     client = await site.enrol()
@@ -107,6 +108,7 @@ async def test_another_population_gets_nothing(site: Site) -> None:
     assert reason_name((await stranger.refusal()).reason) == "NO_WORK"
 
 
+@pytest.mark.fault("F32")
 async def test_a_full_waiting_room(folder: Path) -> None:
     async with harness.running(folder, limits=Limits(max_waiting=1)) as site:
         one, two = await site.fleet(2)
@@ -117,6 +119,7 @@ async def test_a_full_waiting_room(folder: Path) -> None:
         waiting.cancel()
 
 
+@pytest.mark.fault("F36")
 async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> None:
     async with harness.running(folder) as site:
         client, working = await site.fleet(2)
@@ -133,6 +136,7 @@ async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> No
     await site.task
 
 
+@pytest.mark.fault("F28")
 async def test_another_protocol_version(site: Site) -> None:
     client = await site.enrol()
     for version in (0, 2, 2**32 - 1):

@@ -51,6 +51,7 @@ async def test_pause_stops_clients_at_once_and_resume_starts_afresh(site: Site) 
     assert [one.dropped for one in await site.operator.rounds(job)] == [1, 0]
 
 
+@pytest.mark.fault("F34")
 async def test_cancel_stops_clients_and_ends_the_job_for_good(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
     client = await site.enrol()
@@ -134,6 +135,7 @@ async def test_a_long_list_of_mistakes_still_arrives(site: Site) -> None:
         ),
     ],
 )
+@pytest.mark.fault("F23")
 async def test_a_model_that_is_none_is_refused(site: Site, content: bytes, said: str) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.upload(content)

@@ -58,6 +58,7 @@ def test_tracebacks_show_no_variables(kind: str) -> None:
     assert "very-secret" not in text
 
 
+@pytest.mark.fault("F37")
 def test_a_reader_that_sleeps_costs_lines_and_nothing_else() -> None:
     reading, writing = os.pipe()
     try:
@@ -86,6 +87,7 @@ def test_a_reader_that_sleeps_costs_lines_and_nothing_else() -> None:
         os.close(writing)
 
 
+@pytest.mark.fault("F37")
 def test_a_reader_that_is_gone_costs_lines_and_nothing_else() -> None:
     reading, writing = os.pipe()
     os.close(reading)

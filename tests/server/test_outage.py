@@ -28,6 +28,7 @@ async def unavailable(call: Awaitable[object]) -> None:
     assert "database" in (caught.value.details() or "")
 
 
+@pytest.mark.fault("F9")
 async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: Site) -> None:
     job = await site.operator.start(job_file(goal=2))
     one, two = await site.fleet(2)
@@ -63,6 +64,7 @@ async def _history(site: Site, job: str) -> list[object]:
     return list(await site.store.inner.history(job))
 
 
+@pytest.mark.fault("F9")
 async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) -> None:
     more = "[deadlines]\ntraining_s = 0.3\nselection_s = 3600\nheartbeat_s = 0.1\n[retry]\nbase_s = 0.01\nmax_s = 0.01"
     job = await site.operator.start(job_file(goal=1, more=more))
@@ -84,6 +86,7 @@ async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) ->
     assert fresh.attempt == 2
 
 
+@pytest.mark.fault("F9")
 async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
     client = await site.enrol()
@@ -104,6 +107,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
     assert len(await site.operator.versions(job)) == 2
 
 
+@pytest.mark.fault("F9")
 async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
     client = await site.enrol()
@@ -116,6 +120,7 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
     assert (await client.assignment()).attempt == 1
 
 
+@pytest.mark.fault("F9", "F36")
 async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
     async with harness.running(folder, grace_s=0.2) as site:
         job = await site.operator.start(job_file(goal=1))

@@ -146,6 +146,7 @@ def until_waiting(caller: Caller, count: int) -> None:
         pause.wait(0.02)
 
 
+@pytest.mark.fault("F36")
 def test_sigterm_tells_those_who_wait_and_exits_with_0(folder: Path) -> None:
     with started(folder) as server, channel(server.until_ready()) as made:
         caller = Caller(made)
@@ -159,6 +160,7 @@ def test_sigterm_tells_those_who_wait_and_exits_with_0(folder: Path) -> None:
         assert events[-2:] == ["the server is stopping", "the server has stopped"]
 
 
+@pytest.mark.fault("F36")
 def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
     with started(folder) as server, channel(server.until_ready()) as made:
         caller = Caller(made)
@@ -175,6 +177,7 @@ def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.fault("F37")
 def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
     with started(folder, "--log-level", "DEBUG") as server, channel(server.until_ready()) as made:
         caller = Caller(made)
@@ -191,6 +194,7 @@ def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
         assert server.process.wait(PATIENCE_S) == 0  # the log is still not read
 
 
+@pytest.mark.fault("F36")
 def test_sigterm_while_it_starts(folder: Path) -> None:
     """A database that accepts connections and says nothing."""
     pytest.importorskip("asyncpg")
@@ -203,6 +207,7 @@ def test_sigterm_while_it_starts(folder: Path) -> None:
     assert "a-secret-word" not in json.dumps(server.lines)
 
 
+@pytest.mark.fault("F20")
 def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path) -> None:
     with started(folder) as server:
         address = server.until_ready()
@@ -290,6 +295,7 @@ def test_a_database_that_does_not_answer(
         assert str(port) in said
 
 
+@pytest.mark.fault("F29")
 def test_a_database_that_was_not_upgraded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

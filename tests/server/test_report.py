@@ -76,6 +76,7 @@ async def expect_only_good(site: Site, job: str, good: RawClient, token: str, ba
     assert recorded[bad.client_id].reason
 
 
+@pytest.mark.fault("F22", "F23", "F24", "F25")
 async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) -> None:
     for name, (content, reason) in BAD_UPDATES.items():
         with subtests.test(name):
@@ -89,6 +90,7 @@ async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) ->
             await expect_only_good(site, job, good, tokens[0], bad)
 
 
+@pytest.mark.fault("F26")
 async def test_impossible_numbers_of_examples(site: Site, subtests: pytest.Subtests) -> None:
     for num_examples in (0.0, -1.0, float("nan"), float("inf"), float("-inf")):
         with subtests.test(str(num_examples)):
@@ -117,6 +119,7 @@ async def test_bad_metrics(site: Site, subtests: pytest.Subtests) -> None:
             await expect_only_good(site, job, good, tokens[0], bad)
 
 
+@pytest.mark.fault("F26")
 async def test_huge_numbers_of_examples_are_capped_by_the_job(site: Site) -> None:
     job, clients, tokens = await pair(site, more="[updates]\nmax_examples = 3.0")
     await clients[0].deliver(tokens[0], UPDATE, 1.0)
@@ -125,6 +128,7 @@ async def test_huge_numbers_of_examples_are_capped_by_the_job(site: Site) -> Non
     assert (await site.operator.versions(job))[-1].total_weight == 4.0
 
 
+@pytest.mark.fault("F24")
 async def test_updates_whose_sum_overflows_never_become_a_version(site: Site) -> None:
     more = "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 1"
     job = await site.operator.start(job_file(goal=1, more=more))
@@ -137,6 +141,7 @@ async def test_updates_whose_sum_overflows_never_become_a_version(site: Site) ->
     assert reason_name((await client.report(token, digest_of(with_value(3e38)))).refusal.reason) == "ATTEMPT_ABANDONED"
 
 
+@pytest.mark.fault("F12", "F13", "F21")
 async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -> None:
     content, other = UPDATE.to_bytes(), OTHER.to_bytes()
     async with harness.running(folder) as site:
@@ -159,6 +164,7 @@ async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -
         assert await site.operator.export(job) == model
 
 
+@pytest.mark.fault("F12")
 async def test_the_same_report_at_the_same_time_counts_once(site: Site) -> None:
     job, (one, two), tokens = await pair(site)
     await one.upload(tokens[0], UPDATE.to_bytes())
@@ -202,6 +208,7 @@ async def test_heartbeats_tell_the_time_that_is_left(site: Site) -> None:
     assert await client.stop_reason("no such token", 0.0) == "STALE"
 
 
+@pytest.mark.fault("F34")
 async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site: Site) -> None:
     job, (one, two), tokens = await pair(site)
     heartbeats = [two.heartbeat(tokens[1]) for _ in range(3)]
@@ -214,6 +221,7 @@ async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site:
     assert await one.stop_reason(tokens[0]) == "JOB_CANCELLED"
 
 
+@pytest.mark.fault("F13")
 async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that appends to its update while its report is checked could stop every round."""
     checking, go_on = threading.Event(), threading.Event()
@@ -246,6 +254,7 @@ async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: py
     assert (await site.operator.model(job)).to_vector().tobytes() == expected.tobytes()
 
 
+@pytest.mark.fault("F12", "F13")
 async def test_small_updates_travel_with_their_report(site: Site) -> None:
     job, (one, two), tokens = await pair(site)
     first = await one.report_inline(tokens[0], UPDATE.to_bytes(), num_examples=3.0)
@@ -261,6 +270,7 @@ async def test_small_updates_travel_with_their_report(site: Site) -> None:
     assert (await site.operator.model(job)).to_vector().tobytes() == expected.tobytes()
 
 
+@pytest.mark.fault("F24", "F25")
 async def test_small_updates_that_do_not_fit(site: Site) -> None:
     for content, digest, reason in (
         (UPDATE.to_bytes(), digest_of(OTHER.to_bytes()), "REJECTED_DIGEST"),
@@ -278,6 +288,7 @@ async def test_small_updates_that_do_not_fit(site: Site) -> None:
     await expect_only_good(site, job, good, tokens[0], bad)
 
 
+@pytest.mark.fault("F12")
 async def test_the_same_small_update_at_the_same_time_counts_once(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
     client = await site.enrol()

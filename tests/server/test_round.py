@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 from grpc import aio
 
 from fedplat.model import Parameters
@@ -106,6 +107,7 @@ async def test_goal_reached_tells_the_surplus_to_stop_at_once(site: Site) -> Non
     assert (await site.operator.show(job)).current.surplus == 1
 
 
+@pytest.mark.fault("F16")
 async def test_deadline_drops_who_is_late_and_goes_on_with_the_others(site: Site) -> None:
     more = "[deadlines]\ntraining_s = 0.5\nselection_s = 3600\nheartbeat_s = 0.1"
     job = await site.operator.start(job_file(goal=2, min_fraction=0.5, more=more))
@@ -162,6 +164,7 @@ async def test_two_jobs_share_one_fleet(site: Site) -> None:
         await site.operator.until(job, "job", "COMPLETED")
 
 
+@pytest.mark.fault("F33")
 async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
     more = "[deadlines]\nselection_s = 0.05\n[retry]\nbase_s = 0.05\nmax_s = 3600"
     job = await site.operator.start(job_file(goal=2, more=more))

@@ -32,6 +32,7 @@ async def working(site: Site) -> tuple[RawClient, str]:
     return client, (await client.assignment()).token
 
 
+@pytest.mark.fault("F14")
 async def test_an_upload_resumes_where_it_stopped(site: Site) -> None:
     client, token = await working(site)
     assert await client.query(token, DIGEST) == 0
@@ -43,6 +44,7 @@ async def test_an_upload_resumes_where_it_stopped(site: Site) -> None:
     assert (await client.report(token, DIGEST)).HasField("receipt")
 
 
+@pytest.mark.fault("F14")
 async def test_a_stream_that_is_cut_keeps_what_had_arrived(site: Site) -> None:
     client, token = await working(site)
     sent, cut = asyncio.Event(), asyncio.Event()
@@ -67,6 +69,7 @@ async def test_a_stream_that_is_cut_keeps_what_had_arrived(site: Site) -> None:
     assert (await client.report(token, DIGEST)).HasField("receipt")
 
 
+@pytest.mark.fault("F14")
 async def test_a_report_before_the_upload_is_complete(site: Site) -> None:
     client, token = await working(site)
     await client.upload(token, UPDATE, end=10)
@@ -76,6 +79,7 @@ async def test_a_report_before_the_upload_is_complete(site: Site) -> None:
     assert (await client.report(token, DIGEST)).HasField("receipt")
 
 
+@pytest.mark.fault("F14")
 async def test_bytes_that_were_damaged_on_the_way_start_again(site: Site) -> None:
     client, token = await working(site)
     damaged = UPDATE[:-1] + bytes([UPDATE[-1] ^ 1])
@@ -85,6 +89,7 @@ async def test_bytes_that_were_damaged_on_the_way_start_again(site: Site) -> Non
     assert (await client.deliver(token, UPDATE)).HasField("receipt")
 
 
+@pytest.mark.fault("F23")
 async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
     client, _ = await working(site)
     for messages in ([], [fleet_pb2.UploadRequest(data=b"x")], [fleet_pb2.UploadRequest()]):
@@ -92,6 +97,7 @@ async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
         assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.fault("F22")
 async def test_more_bytes_than_announced_or_allowed(site: Site) -> None:
     client, token = await working(site)
     code, _ = await refused(client.upload(token, UPDATE, size_bytes=100))
@@ -103,6 +109,7 @@ async def test_more_bytes_than_announced_or_allowed(site: Site) -> None:
     assert harness.reason_name(stop.reason) == "REJECTED_SCHEMA"
 
 
+@pytest.mark.fault("F23")
 async def test_digests_that_are_none(site: Site) -> None:
     client, token = await working(site)
     for digest in ("", "../" * 20, "A" * 64, "0" * 63, "../../etc/passwd".ljust(64, "x")):
@@ -115,6 +122,7 @@ async def test_digests_that_are_none(site: Site) -> None:
             assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT, digest
 
 
+@pytest.mark.fault("F21")
 async def test_another_clients_token_opens_nothing(site: Site) -> None:
     client, token = await working(site)
     thief = await site.enrol()
@@ -151,6 +159,7 @@ async def test_an_uploaded_update_cannot_be_downloaded(site: Site) -> None:
     assert (await refused(client.download(DIGEST)))[0] is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.fault("F17")
 async def test_idle_streams_and_too_many_of_them_are_ended(folder: Path) -> None:
     async with harness.running(folder, limits=Limits(idle_s=0.2, max_calls=3)) as site:
         client, token = await working(site)
@@ -190,6 +199,7 @@ async def test_idle_streams_and_too_many_of_them_are_ended(folder: Path) -> None
         await harness.until(free, "calls to be free again")
 
 
+@pytest.mark.fault("F14")
 async def test_uploads_of_an_ended_attempt_leave_nothing_behind(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1, over_selection=2.0))
     one, two = await site.fleet(2)

@@ -56,6 +56,7 @@ def test_it_is_complete_without_being_finished(uploads: UploadStore) -> None:
     assert path.read_bytes() == DATA
 
 
+@pytest.mark.fault("F14")
 def test_it_resumes_where_it_stopped(uploads: UploadStore) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
@@ -81,6 +82,7 @@ def test_it_resumes_after_a_restart_that_did_not_clear(uploads: UploadStore) -> 
 
 
 @pytest.mark.parametrize("offset", [0, 99, 101, SIZE])
+@pytest.mark.fault("F14")
 def test_it_resumes_nowhere_else(uploads: UploadStore, offset: int) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
@@ -115,6 +117,7 @@ def test_what_was_taken_as_complete_cannot_be_replaced(uploads: UploadStore) -> 
     uploads.open(KEY, OTHER, 5, 0).close()
 
 
+@pytest.mark.fault("F13")
 def test_nothing_is_added_to_what_was_taken_as_complete(uploads: UploadStore) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE + 1, 0)
     upload.write(DATA)
@@ -126,6 +129,7 @@ def test_nothing_is_added_to_what_was_taken_as_complete(uploads: UploadStore) ->
 
 
 @pytest.mark.parametrize("size_bytes", [SIZE + 1, 2**60, -1])
+@pytest.mark.fault("F22")
 def test_too_many_bytes_are_refused_before_any_is_stored(uploads: UploadStore, size_bytes: int) -> None:
     with pytest.raises(UploadError, match=f"at most {SIZE} are accepted"):
         uploads.open(KEY, DIGEST, size_bytes, 0, limit_bytes=SIZE)
@@ -162,6 +166,7 @@ def test_too_few_bytes_are_not_finished(uploads: UploadStore) -> None:
     assert uploads.received(KEY, DIGEST) == SIZE - 1
 
 
+@pytest.mark.fault("F14")
 def test_bytes_with_another_digest_start_again(uploads: UploadStore) -> None:
     upload = uploads.open(KEY, OTHER, SIZE, 0)
     upload.write(DATA)
@@ -227,6 +232,7 @@ def test_a_discarded_upload_is_fenced(uploads: UploadStore) -> None:
     assert num_files(uploads) == 0
 
 
+@pytest.mark.fault("F7")
 def test_a_full_disk_keeps_what_was_received(uploads: UploadStore, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
@@ -248,6 +254,7 @@ def test_a_full_disk_keeps_what_was_received(uploads: UploadStore, monkeypatch: 
     assert upload.finish().read_bytes() == DATA
 
 
+@pytest.mark.fault("F22")
 def test_memory_does_not_grow_with_the_upload(uploads: UploadStore) -> None:
     chunk, digest = bytes(1 << 20), hashlib.sha256(bytes(64 << 20)).hexdigest()
     upload = uploads.open(KEY, digest, 64 << 20, 0)

@@ -47,6 +47,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return caught.value.code()
 
 
+@pytest.mark.fault("F23")
 async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     client = await site.enrol()
     for method in METHODS:
@@ -60,12 +61,14 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
 
 
 @pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Admin/CreateJob"])
+@pytest.mark.fault("F27")
 async def test_messages_that_are_too_large_are_refused(site: Site, method: str) -> None:
     content = bytes(wire.MAX_MESSAGE_BYTES + 1)
     assert await code_of(raw(site.channel, method)(content)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     await alive(site)
 
 
+@pytest.mark.fault("F27")
 async def test_a_compressed_bomb_is_not_inflated(site: Site) -> None:
     async with aio.insecure_channel(site.address, compression=grpc.Compression.Gzip) as channel:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

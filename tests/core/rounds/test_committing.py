@@ -74,6 +74,7 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
         ({"weighting": "uniform", "max_examples": 10.0}, (3.0, 11.0), (1.0, 1.0)),
     ],
 )
+@pytest.mark.fault("F26")
 def test_weights(updates: object, examples: tuple[float, float], weights: tuple[float, float]) -> None:
     driver = collecting(2, updates=updates)
     proposals = [driver.report(name, num_examples=n) for name, n in zip(("c0", "c1"), examples, strict=True)]

@@ -24,6 +24,7 @@ def two_jobs() -> Driver:
 # --- check-in ---
 
 
+@pytest.mark.fault("F15")
 def test_a_client_that_lost_its_assignment_gets_it_again() -> None:
     driver = Driver().start(2)
     (first,) = (c for c in driver.ledger.tokens if driver.attempt.assignments["c0"].token_hash == c.encode())
@@ -40,6 +41,7 @@ def test_a_client_that_lost_its_assignment_gets_it_again() -> None:
     assert aborted(late) == {"c0": "TRAIN_TIMEOUT", "c1": "TRAIN_TIMEOUT"}
 
 
+@pytest.mark.fault("F15")
 def test_a_client_that_comes_back_while_it_uploads_has_the_rest_of_that_time() -> None:
     driver = Driver().start(2)
     driver.wait(50)
@@ -50,6 +52,7 @@ def test_a_client_that_comes_back_while_it_uploads_has_the_rest_of_that_time() -
     assert driver.states()["c0"] == "UPLOADING"
 
 
+@pytest.mark.fault("F15")
 def test_an_overdue_assignment_is_not_handed_out_again() -> None:
     driver = Driver().start(2)
     driver.now = 100.0  # the timer is about to fire
@@ -135,6 +138,7 @@ def test_a_second_check_in_replaces_the_first() -> None:
     assert assigned(driver.do(make_client("c1", labels={"region": "eu"}))) == []
 
 
+@pytest.mark.fault("F32")
 def test_the_waiting_room_is_bounded() -> None:
     driver = Driver(make_job(spec=make_spec(goal=5)), max_waiting=2).start(2)
     (refusal,) = commands_of(driver.check_in("c2"), Refuse)

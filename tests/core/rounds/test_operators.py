@@ -176,6 +176,7 @@ def test_a_pause_during_back_off_stops_the_clock(paused_s: float) -> None:
 
 
 @pytest.mark.parametrize("phase", [drafted, *OPEN, backing_off, paused, paused_while_committing])
+@pytest.mark.fault("F34")
 def test_a_cancellation_ends_everything(phase: Callable[[], Driver]) -> None:
     driver = phase()
     working = [a.client_id for a in driver.attempt.assignments.values() if a.is_busy] if driver.job.attempt else []

@@ -57,6 +57,7 @@ def test_when_the_time_is_over_selection_takes_who_is_there() -> None:
     assert driver.attempt.phase is AttemptPhase.COLLECTING
 
 
+@pytest.mark.fault("F33")
 def test_too_few_go_on_waiting_and_are_drawn_by_the_next_attempt() -> None:
     driver = Driver(make_job(spec=make_spec(10))).start(4)
     driver.wait(60)
@@ -166,6 +167,7 @@ def test_a_small_fleet_gathers() -> None:
 
 
 @pytest.mark.parametrize("num_clients", [31, 1000, 1500])
+@pytest.mark.fault("F32")
 def test_of_a_large_fleet_three_come_for_each_that_a_round_needs(num_clients: int) -> None:
     needed, round_s = 10, 60.0
     window = pacing.busy_window(num_clients, needed, round_s)
@@ -180,6 +182,7 @@ def test_nobody_is_sent_away_for_more_than_an_hour_and_a_half() -> None:
     assert pacing.idle_window(10_000_000).max_s <= 3602
 
 
+@pytest.mark.fault("F32")
 def test_idle_clients_ask_at_most_fifty_times_a_second() -> None:
     for num_clients in (1, 100, 100_000):
         window = pacing.idle_window(num_clients)

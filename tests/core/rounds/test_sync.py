@@ -81,6 +81,7 @@ def test_at_the_deadline_the_minimum_decides(num_reports: int, phase: AttemptPha
         assert driver.job.reason == f"round 1 attempt 1 was abandoned: {driver.attempt.reason}; trying again"
 
 
+@pytest.mark.fault("F15", "F16")
 def test_training_and_uploading_have_deadlines_of_their_own() -> None:
     driver = collecting(2)
     driver.wait(90)
@@ -105,6 +106,7 @@ def test_an_upload_that_is_asked_for_again_gets_no_more_time() -> None:
     assert driver.reasons() == {"c0": "UPLOAD_TIMEOUT", "c1": ""}
 
 
+@pytest.mark.fault("F16")
 def test_a_late_report_is_told_so_and_never_merged() -> None:
     driver = collecting(2)
     driver.report("c0")
@@ -188,6 +190,7 @@ def test_a_timer_that_fires_too_early_changes_nothing_and_is_set_again() -> None
 # --- reports ---
 
 
+@pytest.mark.fault("F12", "F13")
 def test_the_first_report_stands() -> None:
     driver = collecting(2)
     event = UpdateReported(driver.key, "c0", "one", 5, {"loss": 1.0})
@@ -205,6 +208,7 @@ def test_the_first_report_stands() -> None:
     assert driver.verdict(dataclasses.replace(event, digest="two")) == Verdict(Reason.REJECTED_CONFLICT)
 
 
+@pytest.mark.fault("F12")
 def test_two_reports_in_one_batch_are_one_fold() -> None:
     driver = collecting(2)
     one, two = (UpdateReported(driver.key, "c0", digest, 5) for digest in ("one", "two"))
@@ -267,6 +271,7 @@ def test_a_report_cannot_be_taken_back() -> None:
     assert driver.states()["c0"] == "REPORTED"
 
 
+@pytest.mark.fault("F33")
 def test_back_off_grows_within_its_jitter_up_to_its_cap() -> None:
     retry = {"base_s": 2.0, "max_s": 9.0}
     driver = collecting(2, retry=retry)
@@ -288,6 +293,7 @@ def test_back_off_grows_within_its_jitter_up_to_its_cap() -> None:
     assert driver.key == ("j", 2, 1)
 
 
+@pytest.mark.fault("F33")
 def test_after_max_attempts_the_job_fails_and_says_why() -> None:
     driver = collecting(2, retry={"base_s": 1.0, "max_attempts": 2})
     driver.give_up("c0", "c1")

@@ -91,6 +91,7 @@ async def test_an_empty_save_does_nothing(store: Store) -> None:
     await store.save([])
 
 
+@pytest.mark.fault("F20")
 async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
@@ -100,6 +101,7 @@ async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
         await store.save(proposal.changes)
 
 
+@pytest.mark.fault("F20")
 async def test_of_two_that_save_the_same_revision_one_wins(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")

@@ -138,6 +138,7 @@ async def test_an_upgrade_that_fails_leaves_nothing_behind(
     assert left == []
 
 
+@pytest.mark.fault("F29")
 async def test_an_empty_database_is_not_opened(empty_database: str) -> None:
     with pytest.raises(SchemaVersionError, match=r"is empty.*fedplat-server db upgrade --database \S+") as caught:
         await open_store(empty_database)
@@ -146,12 +147,14 @@ async def test_an_empty_database_is_not_opened(empty_database: str) -> None:
     assert not Path(path).exists()
 
 
+@pytest.mark.fault("F29")
 async def test_an_older_database_is_not_opened(database: str) -> None:
     await _run(database, "DELETE FROM alembic_version")
     with pytest.raises(SchemaVersionError, match="fedplat-server db upgrade"):
         await open_store(database)
 
 
+@pytest.mark.fault("F29")
 async def test_a_newer_database_is_not_opened_nor_upgraded(database: str) -> None:
     await _run(database, "UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(SchemaVersionError, match=r"written by a newer fedplat \(schema 9999"):

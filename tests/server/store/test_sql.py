@@ -140,6 +140,7 @@ async def _in_order(coroutines: Any) -> None:
 # --- failures --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F7")
 async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
     engine, limit = create_engine(async_url(sqlite)), [2**30]
 
@@ -201,6 +202,7 @@ def _fails(times: int, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("sqlstate", ["40001", "40P01"])
+@pytest.mark.fault("F11")
 async def test_a_conflict_is_tried_again(postgres: str, sqlstate: str) -> None:
     async with opened(postgres) as store:
         await execute_sql(postgres, *_fails(MAX_TRIES - 1, f"RAISE EXCEPTION 'conflict' USING ERRCODE = '{sqlstate}'"))
@@ -208,6 +210,7 @@ async def test_a_conflict_is_tried_again(postgres: str, sqlstate: str) -> None:
         assert len(await store.history("one")) == 1
 
 
+@pytest.mark.fault("F11")
 async def test_a_conflict_is_not_tried_for_ever(postgres: str) -> None:
     async with opened(postgres) as store:
         await execute_sql(postgres, *_fails(MAX_TRIES, "RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'"))
@@ -217,6 +220,7 @@ async def test_a_conflict_is_not_tried_for_ever(postgres: str) -> None:
         await store.create_job(draft("one"), JOB_FILE, "key")
 
 
+@pytest.mark.fault("F9")
 async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> None:
     async with opened(postgres) as store:
         driver = Driver(store)
@@ -231,6 +235,7 @@ async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> 
         await driver.check()
 
 
+@pytest.mark.fault("F9")
 async def test_idle_connections_that_broke_are_replaced(postgres: str, postgres_server: str) -> None:
     async with opened(postgres) as store:
         await asyncio.gather(*(store.ping() for _ in range(5)))
@@ -241,6 +246,7 @@ async def test_idle_connections_that_broke_are_replaced(postgres: str, postgres_
         await store.create_job(draft("one"), JOB_FILE, "key")
 
 
+@pytest.mark.fault("F9")
 async def test_a_database_that_takes_no_connections_is_unavailable(postgres: str, postgres_server: str) -> None:
     name = async_url(postgres).database
     await execute_sql(postgres_server, f"ALTER DATABASE {name} CONNECTION LIMIT 0", "CREATE ROLE guest LOGIN")

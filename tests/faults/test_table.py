@@ -1,0 +1,112 @@
+"""The fault table: its rows are real, its tests are counted, and nothing is skipped in silence."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from faults import run, table
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def named_rows() -> Generator[tuple[str, str]]:
+    """Every row that a `mark.fault(...)` names, also in the marks of a parameter, and where."""
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fault":
+                for argument in node.args:
+                    assert isinstance(argument, ast.Constant), f"{path}:{node.lineno}: rows are named by literals"
+                    yield str(argument.value), f"{path}:{node.lineno}"
+
+
+def test_every_mark_names_a_row() -> None:
+    wrong = [f"{where}: {number}" for number, where in named_rows() if number not in table.NUMBERS]
+    assert not wrong
+
+
+def test_the_rows_are_numbered_and_only_what_has_no_test_is_excused() -> None:
+    assert [row.number for row in table.ROWS] == [f"F{number}" for number in range(1, 38)]
+    excused = {row.number for row in table.ROWS if row.not_built}
+    assert not excused & {number for number, _ in named_rows()}
+
+
+def test_the_page_shows_every_row_and_its_date() -> None:
+    text = run.PAGE.read_text("utf-8")
+    for row in table.ROWS:
+        assert f"| {row.number} | {row.fault} | {row.outcome} | " in text
+    day = text.partition("Run on ")[2][:10]
+    assert datetime.date.fromisoformat(day).year >= 2026
+
+
+def report(name: str, when: str, outcome: str, numbers: str) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=name,
+        location=("", 0, ""),
+        keywords={},
+        outcome=outcome,  # pyright: ignore[reportArgumentType]
+        longrepr=None,
+        when=when,  # pyright: ignore[reportArgumentType]
+        duration=0.5,
+        user_properties=[(table.PROPERTY, numbers)],
+    )
+
+
+def test_what_fails_anywhere_fails_its_rows() -> None:
+    tally = table.Tally()
+    phases = {
+        "good": ("passed", "passed", "passed"),
+        "bad": ("passed", "failed", "passed"),
+        "bad end": ("passed", "passed", "failed"),
+        "bad start": ("failed", "passed"),
+        "absent": ("skipped", "passed"),
+    }
+    rows = {"good": "F1 F2 F5", "bad": "F2", "bad end": "F3", "bad start": "F4", "absent": "F5 F7"}
+    for name, outcomes in phases.items():
+        names = ("setup", "call", "teardown") if len(outcomes) == 3 else ("setup", "teardown")
+        for when, outcome in zip(names, outcomes, strict=True):
+            tally.pytest_runtest_logreport(report(name, when, outcome, rows[name]))
+    status = {number: proof.status for number, proof in tally.proofs.items()}
+    assert status["F1"] == "pass"
+    assert [status[number] for number in ("F2", "F3", "F4")] == ["FAIL"] * 3
+    assert (status["F5"], status["F7"]) == ("pass (1 skipped)", "FAIL (1 skipped)")
+    assert status["F8"] == "NO TEST"
+    assert status["F35"].startswith("not built yet: ")
+    assert tally.proofs["F1"].seconds == 1.5
+    assert tally.proofs["F2"].num_tests == 2
+    assert not tally.is_complete
+
+
+def test_a_table_is_complete_when_every_row_is_proven_or_excused() -> None:
+    tally = table.Tally()
+    for row in table.ROWS:
+        if not row.not_built:
+            tally.pytest_runtest_logreport(report("x", "teardown", "passed", row.number))
+    assert tally.is_complete
+    tally.pytest_runtest_logreport(report("y", "teardown", "failed", "F35"))
+    assert not tally.is_complete
+
+
+def test_the_table_in_the_page_is_replaced() -> None:
+    proofs = [table.Proof(table.ROWS[0], passed=2, seconds=1.25)]
+    page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    new = table.page(page, proofs, datetime.date(2026, 11, 21))
+    assert "old" not in new
+    assert "Run on 2026-11-21." in new
+    assert new.startswith("before\n")
+    assert new.endswith("after\n")
+    assert "| pass | 2 | 1.2 |" in new
+    assert table.page(new, proofs, datetime.date(2026, 11, 21)) == new
+    with pytest.raises(ValueError, match="no place"):
+        table.page("nothing", proofs, datetime.date(2026, 11, 21))
+
+
+def test_an_unknown_row_stops_the_collection(request: pytest.FixtureRequest) -> None:
+    mark = pytest.mark.fault
+    request.node.add_marker(mark("F99"))
+    with pytest.raises(pytest.UsageError, match="no such row of the fault table: F99"):
+        table.note_rows([request.node])
