@@ -126,6 +126,24 @@ def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
     print(f"database {schema.current(url) or 'empty'}, code {schema.head()}")
 
 
+@app.command("verify")
+def verify_(
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    database: Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
+) -> None:
+    """Check database and models against the invariants; changes nothing, and a daemon may run meanwhile.
+
+    Exit status: 0 nothing is broken, 1 something is (or the database does not answer), 2 wrong usage.
+    """
+    from fedplat_server.verify import command
+
+    if not data_dir.is_dir():
+        raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
+    if not command.run(_database_url(data_dir, database), data_dir, as_json=as_json):
+        raise typer.Exit(1)
+
+
 def _database_url(data_dir: Path, database: str | None) -> str:
     if database is not None:
         return database

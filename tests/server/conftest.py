@@ -1,15 +1,16 @@
-"""Daemons to test: in this process, on a real socket, with SQLite."""
+"""Daemons to test, in this process and on a real socket; SQLite and PostgreSQL databases."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
+from sqlalchemy.engine import make_url
 
 from fedplat_server.store import schema
-from server import harness
+from server import databases, harness
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +35,32 @@ async def site(folder: Path) -> AsyncGenerator[harness.Site]:
     """A daemon that runs."""
     async with harness.running(folder) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Generator[str]:
+    """The URL of a PostgreSQL that may be used as we please."""
+    with databases.postgres_server() as url:
+        yield url
+
+
+@pytest.fixture
+def empty_postgres(postgres_server: str) -> Generator[str]:
+    """The URL of an empty PostgreSQL database, one for each test."""
+    with databases.postgres_database(postgres_server, "template1") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: str) -> Generator[str]:
+    """The name of a PostgreSQL database with the tables of this version, to be copied."""
+    with databases.postgres_database(postgres_server, "template1") as url:
+        schema.upgrade(url)
+        yield make_url(url).database or ""
+
+
+@pytest.fixture
+def postgres(postgres_server: str, postgres_template: str) -> Generator[str]:
+    """The URL of a PostgreSQL database with the tables of this version, one for each test."""
+    with databases.postgres_database(postgres_server, postgres_template) as url:
+        yield url

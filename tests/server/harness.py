@@ -311,7 +311,7 @@ class Site:
 async def running(
     folder: Path, *, limits: Limits | None = None, evaluators: Mapping[str, str] | None = None, **config: Any
 ) -> AsyncGenerator[Site]:
-    """A daemon on the database and the blobs of a folder; stopped as SIGTERM does it."""
+    """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it."""
     holder: list[FaultyStore] = []
 
     async def open_faulty(database: str) -> Store:
@@ -321,10 +321,9 @@ async def running(
     made = ServerConfig(
         listen="127.0.0.1:0",
         data_dir=folder,
-        database=f"sqlite:///{folder / 'fedplat.sqlite'}",
         evaluators=evaluators or {},
         limits=limits or Limits(),
-        **{"grace_s": 5.0, **config},
+        **{"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config},
     )
     daemon = Daemon(made, open_faulty)
     task = asyncio.create_task(daemon.run(), name="daemon")

@@ -17,7 +17,7 @@ from fedplat_server.errors import StoreError, StoreUnavailableError
 from fedplat_server.store.database import MAX_TRIES
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import SqlStore, open_store
-from server.store.conftest import execute_sql
+from server.databases import execute_sql
 from server.store.driver import JOB_FILE, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
 SHORT_JOB = JOB_FILE.replace("rounds = 3", "rounds = 1").replace("goal = 3", "goal = 2")

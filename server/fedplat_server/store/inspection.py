@@ -1,0 +1,149 @@
+"""Reads a whole database on one snapshot, for `verify`: rows as they are, a job or an attempt at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, TypeVar
+
+import sqlalchemy
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec, parse_job
+from fedplat_server.store import schema, tables
+from fedplat_server.store.engine import async_url, create_engine, translated
+from fedplat_server.verify.records import (
+    AssignmentRow,
+    Attempt,
+    AttemptRow,
+    HistoryRow,
+    Job,
+    JobRow,
+    Strays,
+    Unit,
+    VersionRow,
+)
+
+_Record = TypeVar("_Record")
+_Number = tuple[int, int]
+
+
+@contextlib.asynccontextmanager
+async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
+    """A connection that sees the database as it is now, and changes nothing.
+
+    A daemon may go on writing meanwhile. Raises what `open_store` does.
+    """
+    url = async_url(database)
+    await schema.require_head(url)
+    engine = create_engine(url)
+    if engine.dialect.name == "postgresql":
+        engine = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+    with translated(url):
+        try:
+            async with engine.connect() as connection:
+                yield connection
+        finally:
+            await engine.dispose()
+
+
+async def units(connection: AsyncConnection) -> AsyncIterator[Unit]:
+    """Everything, job by job in the order of creation: the job, its attempts by number, and what belongs to none.
+
+    Memory holds one attempt, and of the whole job the rows of its versions and attempts.
+    """
+    for row in await _rows(connection, JobRow, tables.jobs, order=("sequence",)):
+        job = await _job(connection, row)
+        yield job
+        async for unit in _attempts(connection, job):
+            yield unit
+
+
+async def _job(connection: AsyncConnection, row: JobRow) -> Job:
+    mine = {"job_id": row.job_id}
+    spec, unreadable = _spec(row)
+    history = _query(HistoryRow, tables.history, mine, ("sequence",))
+    history = history.where(tables.history.c.entity.in_(("job", "version")))
+    return Job(
+        row=row,
+        spec=spec,
+        unreadable=unreadable,
+        versions=tuple(await _rows(connection, VersionRow, tables.model_versions, mine, ("version",))),
+        attempts=tuple(await _rows(connection, AttemptRow, tables.attempts, mine, ("round", "number"))),
+        history=tuple(HistoryRow(*one) for one in await connection.execute(history)),
+    )
+
+
+def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
+    try:
+        return parse_job(row.job_file), ""
+    except JobFileError as exc:
+        return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
+
+
+async def _attempts(connection: AsyncConnection, job: Job) -> AsyncIterator[Unit]:
+    made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
+    history = _History(connection, job.row)
+    async with contextlib.aclosing(history.groups()) as groups:
+        key, rows = await anext(groups)
+        for attempt in job.attempts:
+            number = (attempt.round, attempt.number)
+            while key is not None and key < number:
+                yield Strays(job.row, tuple(rows))
+                key, rows = await anext(groups)
+            mine = tuple(rows) if key == number else ()
+            if key == number:
+                key, rows = await anext(groups)
+            which = {"job_id": job.row.job_id, "round": attempt.round, "number": attempt.number}
+            cohort = await _rows(connection, AssignmentRow, tables.assignments, which, ("client_id",))
+            yield Attempt(job.row, attempt, made.get(number), tuple(cohort), mine)
+        while key is not None:
+            yield Strays(job.row, tuple(rows))
+            key, rows = await anext(groups)
+
+
+class _History:
+    """The history of a job's attempts and assignments, attempt by attempt."""
+
+    def __init__(self, connection: AsyncConnection, job: JobRow) -> None:
+        self._connection = connection
+        order = ("round", "attempt", "sequence")
+        query = _query(HistoryRow, tables.history, {"job_id": job.job_id}, order)
+        self._query = query.where(tables.history.c.entity.not_in(("job", "version")))
+
+    async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[HistoryRow]]]:
+        """(round, attempt) with its rows, in order; at the end None, for ever."""
+        group: list[HistoryRow] = []
+        async with self._connection.stream(self._query) as result:
+            async for values in result:
+                row = HistoryRow(*values)
+                if group and (group[0].round, group[0].attempt) != (row.round, row.attempt):
+                    yield (group[0].round, group[0].attempt), group
+                    group = []
+                group.append(row)
+        if group:
+            yield (group[0].round, group[0].attempt), group
+        while True:
+            yield None, []
+
+
+def _query(
+    record: type[Any], table: sqlalchemy.Table, where: dict[str, Any], order: tuple[str, ...]
+) -> sqlalchemy.Select[Any]:
+    """The columns that a record has, in its order."""
+    columns = [table.c[field.name] for field in dataclasses.fields(record)]
+    conditions = [table.c[name] == value for name, value in where.items()]
+    return select(*columns).where(*conditions).order_by(*(table.c[name] for name in order))
+
+
+async def _rows(
+    connection: AsyncConnection,
+    record: type[_Record],
+    table: sqlalchemy.Table,
+    where: dict[str, Any] | None = None,
+    order: tuple[str, ...] = (),
+) -> list[_Record]:
+    return [record(*row) for row in await connection.execute(_query(record, table, where or {}, order))]

@@ -1,0 +1,61 @@
+"""Prints a report: lines for people, or JSON for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Generator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from fedplat_server.verify import checker, files
+from fedplat_server.verify.records import Report
+
+
+def run(database: str, data_dir: Path, *, as_json: bool) -> bool:
+    """Checks and prints; whether nothing is broken."""
+    with _bar() as progress:
+        report = asyncio.run(checker.verify(database, data_dir, progress))
+    print(_as_json(report) if as_json else "\n".join(_lines(report)))
+    return not report.findings
+
+
+@contextlib.contextmanager
+def _bar() -> Generator[files.Progress]:
+    """A bar on stderr while files are read, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("reading blobs"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(report: Report) -> list[str]:
+    checked = report.checked
+    names = ("jobs", "attempts", "assignments", "versions", "history rows")
+    counts = ", ".join(f"{checked[name]} {name}" for name in names)
+    verdict = f"{len(report.findings)} findings" if report.findings else "nothing is broken"
+    summary = f"checked {counts} and {checked['blobs']} blobs ({checked['bytes'] / 2**20:.1f} MiB): {verdict}"
+    broken = [f"broken {_one_line(str(finding))}" for finding in report.findings]
+    return [*broken, *(f"note: {_one_line(note)}" for note in report.notes), summary]
+
+
+def _as_json(report: Report) -> str:
+    return json.dumps(
+        {
+            "clean": not report.findings,
+            "findings": [dataclasses.asdict(finding) for finding in report.findings],
+            "notes": report.notes,
+            "checked": dict(report.checked),
+        }
+    )
+
+
+def _one_line(text: str) -> str:
+    """Ids and reasons come from outside: they shall not make lines of their own, nor move the cursor."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)

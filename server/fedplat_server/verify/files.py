@@ -1,0 +1,85 @@
+"""Checks the files that the database names: the blobs of versions and optimizer states. Blocks; run it in a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from fedplat_server import files
+from fedplat_server.verify.records import Finding, Place
+
+ADVICE = "Copy the file back from a backup of the blobs; without it this version is lost."
+Progress = Callable[[int, int], None]
+"""Hears how many bytes of how many were read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needed:
+    """A blob that the database names. `size_bytes` is None where it does not say."""
+
+    place: Place
+    what: str
+    size_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """What lay in the folder of blobs: sizes by digest, and files that are none."""
+
+    sizes: Mapping[str, int]
+    unknown: tuple[Path, ...]
+
+
+def look(folder: Path) -> Folder:
+    """Lists the blobs. Files that go away meanwhile are left out."""
+    sizes: dict[str, int] = {}
+    unknown: list[Path] = []
+    with files.translated(f"listing {folder}"):
+        for path in sorted(folder.rglob("*")):
+            try:
+                if not path.is_file():
+                    continue
+                size_bytes = path.stat().st_size
+            except FileNotFoundError:
+                continue
+            if path == path_of(folder, path.name) and files.is_digest(path.name):
+                sizes[path.name] = size_bytes
+            else:
+                unknown.append(path.relative_to(folder))
+    return Folder(sizes, tuple(unknown))
+
+
+def path_of(folder: Path, digest: str) -> Path:
+    """Where a blob lies."""
+    return folder / digest[:2] / digest[2:4] / digest
+
+
+def check(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[Finding]:
+    """I2: every blob that is named is there, whole, and has the digest that it is named by."""
+    total = sum(one.size_bytes or 0 for one in needed.values())
+    done = 0
+    for digest, one in needed.items():
+        wrong = _wrong(path_of(folder, digest), digest, one)
+        if wrong is not None:
+            yield Finding("I2", one.place, f"{one.what} {wrong[0]}", wrong[1], ADVICE)
+        done += one.size_bytes or 0
+        progress(done, total)
+
+
+def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:
+    """What was found and what was expected, if that differs."""
+    if not files.is_digest(digest):
+        return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
+    try:
+        size_bytes = path.stat().st_size
+        if needed.size_bytes is not None and size_bytes != needed.size_bytes:
+            return f"has {size_bytes} bytes in {path}", f"{needed.size_bytes} bytes"
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return "is not there", f"the file {path}"
+    except OSError as exc:
+        return f"cannot be read ({exc.strerror})", f"a readable file {path}"
+    return (f"has the digest {found}", f"{digest}, as its name says") if found != digest else None

@@ -1,0 +1,273 @@
+"""What must hold of a database at rest. Read `CHECKS` first: one row for each invariant, one function for each row.
+
+The numbers I1 to I10 are those of the design. I5 (ledger) and I8 (memory) cannot be seen in a database of today,
+I10 (an offline recomputation gives the same bits) needs the updates, which are gone after a commit: the crash tests
+check it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase, JobStatus
+from fedplat_server.verify import histories
+from fedplat_server.verify.records import Attempt, AttemptRow, Finding, Job, Place, Strays, Unit, VersionRow, Wrong
+
+RESTORE = "Stop the daemon, restore the database from a backup, and report this."
+RESTART = "Restart the daemon: its start ends what was left open. If it stays, report this."
+
+
+def attempt_place(row: AttemptRow, client_id: str | None = None) -> Place:
+    """Names an attempt, or an assignment."""
+    return Place(row.job_id, row.round, row.number, client_id)
+
+
+def version_place(job: Job, version: VersionRow) -> Place:
+    """Names a version."""
+    return Place(job.row.job_id, version=version.version)
+
+
+def is_open(row: AttemptRow) -> bool:
+    """Whether an attempt has not ended."""
+    return row.phase in OPEN_PHASES
+
+
+# --- attempts ----------------------------------------------------------------------------------------------
+
+
+def merged_once(attempt: Attempt) -> Iterator[Wrong]:
+    """I1: an update is merged at most once, into one committed version."""
+    merged = [one.client_id for one in attempt.assignments if one.state == AssignmentState.MERGED]
+    if attempt.row.phase != AttemptPhase.COMMITTED:
+        for client_id in merged:
+            expected = "merged updates in COMMITTED attempts only"
+            yield Wrong(
+                attempt_place(attempt.row, client_id), f"it is MERGED in a {attempt.row.phase} attempt", expected
+            )
+    elif attempt.version is not None and len(merged) != attempt.version.num_updates:
+        found = f"{len(merged)} assignments are MERGED"
+        yield Wrong(attempt_place(attempt.row), found, f"{attempt.version.num_updates}, as its version says")
+
+
+def acknowledged_has_an_end(attempt: Attempt) -> Iterator[Wrong]:
+    """I3: an acknowledged report is merged or has a terminal reason."""
+    if is_open(attempt.row):
+        return
+    for one in attempt.assignments:
+        if one.state == AssignmentState.REPORTED:
+            found = f"it is REPORTED in a {attempt.row.phase} attempt"
+            yield Wrong(attempt_place(attempt.row, one.client_id), found, "MERGED, or DROPPED with a reason")
+
+
+def ended_for_a_reason(attempt: Attempt) -> Iterator[Wrong]:
+    """I3: whatever ended without being merged says why; whatever did not end so says nothing."""
+    without = {*BUSY_STATES, AssignmentState.REPORTED, AssignmentState.MERGED}
+    for one in attempt.assignments:
+        place = attempt_place(attempt.row, one.client_id)
+        if one.state not in without and not one.reason:
+            yield Wrong(place, f"it is {one.state} without a reason", "a reason for every end but MERGED")
+        elif one.state in without and one.reason:
+            yield Wrong(place, f"it is {one.state} with the reason {one.reason}", "a reason only for other ends")
+
+
+def reports_are_complete(attempt: Attempt) -> Iterator[Wrong]:
+    """I3: a report says what it is a report of, and when it came."""
+    for one in attempt.assignments:
+        place = attempt_place(attempt.row, one.client_id)
+        reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
+        if reported and (one.took_s is None or one.reported_revision is None):
+            yield Wrong(place, f"it is {one.state} without the moment of its report", "took_s and reported_revision")
+        if reported and attempt.row.kind == AttemptKind.TRAIN and not one.digest:
+            yield Wrong(place, f"it is {one.state} without a digest", "the digest of the update")
+        if one.reported_revision is not None and one.reported_revision > attempt.job.revision:
+            found = f"it was reported in revision {one.reported_revision}"
+            yield Wrong(place, found, f"at most the job's revision, {attempt.job.revision}")
+
+
+def above_the_minimum(attempt: Attempt) -> Iterator[Wrong]:
+    """I4: nothing is published below the minimum."""
+    merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
+    if attempt.row.phase == AttemptPhase.COMMITTED and merged < max(attempt.row.minimum, 1):
+        found = f"it was committed with {merged} merged updates"
+        yield Wrong(attempt_place(attempt.row), found, f"at least the minimum, {max(attempt.row.minimum, 1)}")
+
+
+def weights_add_up(attempt: Attempt) -> Iterator[Wrong]:
+    """I6: the weights of the merged updates add up to the version's total weight.
+
+    The server adds them in the order of acceptance, in double precision: each of n additions rounds by at most half
+    a unit in the last place of the running sum, so n units of the exact sum bound the difference.
+    """
+    if attempt.version is None:
+        return
+    weights = [one.weight for one in attempt.assignments if one.state == AssignmentState.MERGED]
+    total = math.fsum(weights)
+    tolerance = len(weights) * sys.float_info.epsilon * abs(total)
+    if not abs(total - attempt.version.total_weight) <= tolerance:
+        found = f"the weights of the merged updates add up to {total!r}"
+        yield Wrong(attempt_place(attempt.row), found, f"{attempt.version.total_weight!r}, as its version says")
+
+
+def nothing_open_in_the_ended(attempt: Attempt) -> Iterator[Wrong]:
+    """I7: no client works for an attempt that has ended, or that commits already."""
+    if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING):
+        return
+    for one in attempt.assignments:
+        if one.state in BUSY_STATES:
+            found = f"it is {one.state} in a {attempt.row.phase} attempt"
+            yield Wrong(attempt_place(attempt.row, one.client_id), found, "no open assignment there")
+
+
+def end_is_noted(attempt: Attempt) -> Iterator[Wrong]:
+    """I7: an attempt has an end exactly if it has ended."""
+    if is_open(attempt.row) and attempt.row.ended_unix_s is not None:
+        yield Wrong(attempt_place(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")
+    if not is_open(attempt.row) and attempt.row.ended_unix_s is None:
+        yield Wrong(attempt_place(attempt.row), f"it is {attempt.row.phase} and has no end", "the time of its end")
+
+
+# --- jobs --------------------------------------------------------------------------------------------------
+
+
+def versions_are_dense(job: Job) -> Iterator[Wrong]:
+    """I2: versions are 0, 1, 2, ..."""
+    numbers = [version.version for version in job.versions]
+    if numbers != list(range(len(numbers))) or not numbers:
+        missing = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
+        found = f"version {', '.join(map(str, missing))} is missing"
+        yield Wrong(Place(job.row.job_id), found, "dense versions from 0 on")
+
+
+def versions_have_one_attempt(job: Job) -> Iterator[Wrong]:
+    """I2: every version but the first has one committed attempt, which began with the version before it."""
+    made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
+    committed: Counter[int] = Counter()
+    for row in job.attempts:
+        if (row.kind, row.phase) != (AttemptKind.TRAIN, AttemptPhase.COMMITTED):
+            continue
+        version = made.get((row.round, row.number))
+        if version is None:
+            yield Wrong(attempt_place(row), "it is COMMITTED and has no version", "one version of its own")
+            continue
+        committed[version.version] += 1
+        if row.base_version != version.version - 1:
+            found = f"version {version.version} was made from version {row.base_version}"
+            yield Wrong(attempt_place(row), found, f"version {version.version - 1} as its base")
+    for version in made.values():
+        if committed[version.version] != 1:
+            found = f"{committed[version.version]} COMMITTED attempts of round {version.round} made it"
+            yield Wrong(version_place(job, version), found, f"one, attempt {version.attempt}")
+
+
+def optimizer_state_is_kept(job: Job) -> Iterator[Wrong]:
+    """I2: a rule that remembers something has its state beside each version that it made; no other rule has."""
+    if job.spec is None:
+        return
+    remembers = bool(job.spec.rule().init(1))
+    for version in job.versions:
+        wanted = remembers and version.version > 0
+        if bool(version.state_digest) != wanted:
+            found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
+            yield Wrong(version_place(job, version), found, "one" if wanted else "none for this rule")
+
+
+def counters_agree(job: Job) -> Iterator[Wrong]:
+    """I2: the job's own numbers are those of its last version."""
+    if not job.versions:
+        return
+    last = job.versions[-1]
+    if job.row.latest_version != last.version:
+        found = f"the job's latest version is {job.row.latest_version}"
+        yield Wrong(Place(job.row.job_id), found, f"{last.version}, the last that is there")
+    if job.row.round != last.round:
+        yield Wrong(
+            Place(job.row.job_id), f"the job's round is {job.row.round}", f"{last.round}, that of its last version"
+        )
+
+
+def attempts_are_numbered(job: Job) -> Iterator[Wrong]:
+    """I2: the attempts of a round are 1, 2, 3, ..., and no round is left out."""
+    rounds: dict[int, list[int]] = {}
+    for row in job.attempts:
+        rounds.setdefault(row.round, []).append(row.number)
+    for number, attempts in rounds.items():
+        if sorted(attempts) != list(range(1, len(attempts) + 1)):
+            found = f"its attempts are {', '.join(map(str, sorted(attempts)))}"
+            yield Wrong(Place(job.row.job_id, number), found, "attempts 1, 2, 3, ...")
+    if missing := sorted(set(range(1, max(rounds, default=0) + 1)) - set(rounds)):
+        found = f"round {', '.join(map(str, missing))} has no attempt"
+        yield Wrong(Place(job.row.job_id), found, "attempts in every round up to the last")
+
+
+def one_open_attempt(job: Job) -> Iterator[Wrong]:
+    """I7: at most one attempt of a job is open, and it is the last."""
+    ordered = sorted(job.attempts, key=lambda row: (row.round, row.number))
+    for row in ordered[:-1]:
+        if is_open(row):
+            yield Wrong(attempt_place(row), f"it is {row.phase}", "only a job's last attempt to be open")
+
+
+def open_attempts_belong_to_jobs_at_work(job: Job) -> Iterator[Wrong]:
+    """I7: jobs that do not run have no open attempt; a paused one may finish a commit."""
+    for row in job.attempts:
+        finishing = job.row.status == JobStatus.PAUSED and row.phase == AttemptPhase.COMMITTING
+        if is_open(row) and job.row.status != JobStatus.RUNNING and not finishing:
+            yield Wrong(attempt_place(row), f"it is {row.phase} while the job is {job.row.status}", "no open attempt")
+
+
+def job_file_is_readable(job: Job) -> Iterator[Wrong]:
+    """I9: a restart needs no operator, so this version of fedplat can read every job file."""
+    if job.spec is None:
+        yield Wrong(Place(job.row.job_id), job.unreadable, "a job file that this version of fedplat can read")
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row: which invariant, of what, how it is checked, and what an operator does when it is broken."""
+
+    invariant: str
+    unit: type[Any]
+    find: Callable[[Any], Iterator[Wrong]]
+    advice: str = RESTORE
+
+
+CHECKS: Sequence[Check] = (
+    Check("I1", Attempt, merged_once),
+    Check("I2", Job, versions_are_dense),
+    Check("I2", Job, versions_have_one_attempt),
+    Check("I2", Job, optimizer_state_is_kept),
+    Check("I2", Job, counters_agree),
+    Check("I2", Job, attempts_are_numbered),
+    Check("I3", Attempt, acknowledged_has_an_end),
+    Check("I3", Attempt, ended_for_a_reason),
+    Check("I3", Attempt, reports_are_complete),
+    Check("I4", Attempt, above_the_minimum),
+    Check("I6", Attempt, weights_add_up),
+    Check("I7", Attempt, nothing_open_in_the_ended, RESTART),
+    Check("I7", Attempt, end_is_noted),
+    Check("I7", Job, one_open_attempt, RESTART),
+    Check("I7", Job, open_attempts_belong_to_jobs_at_work, RESTART),
+    Check("I9", Job, job_file_is_readable, "Run the version of fedplat that wrote it, or cancel the job there."),
+    Check("history", Job, histories.of_job),
+    Check("history", Job, histories.of_versions),
+    Check("history", Attempt, histories.of_attempt),
+    Check("history", Attempt, histories.of_assignments),
+    Check("history", Strays, histories.of_nothing),
+)
+"""Everything that is checked of the rows."""
+
+
+def findings(unit: Unit) -> Iterator[Finding]:
+    """What is broken in a job, an attempt, or what belongs to neither."""
+    for check in CHECKS:
+        if isinstance(unit, check.unit):
+            for wrong in check.find(unit):
+                yield Finding(check.invariant, wrong.place, wrong.found, wrong.expected, check.advice)

@@ -1,0 +1,163 @@
+"""What `verify` reads, and what it says.
+
+Rows hold what the columns hold: a state that no table of states knows must become a finding, not an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from fedplat.job import JobSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRow:
+    """A row of `jobs`."""
+
+    job_id: str
+    job_file: str
+    status: str
+    round: int
+    latest_version: int
+    revision: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """A row of `attempts`."""
+
+    job_id: str
+    round: int
+    number: int
+    kind: str
+    phase: str
+    base_version: int
+    minimum: int
+    ended_unix_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentRow:
+    """A row of `assignments`."""
+
+    client_id: str
+    state: str
+    reason: str | None
+    digest: str
+    weight: float
+    took_s: float | None
+    reported_revision: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A row of `model_versions`."""
+
+    version: int
+    round: int
+    attempt: int
+    digest: str
+    size_bytes: int
+    state_digest: str
+    num_updates: int
+    total_weight: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """A row of `history`."""
+
+    sequence: int
+    entity: str
+    from_state: str
+    to_state: str
+    round: int
+    attempt: int
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job with its versions and attempts by number, and the history of the job itself and of its versions.
+
+    `spec` is None when this version of fedplat cannot read the job file: `unreadable` says why.
+    """
+
+    row: JobRow
+    spec: JobSpec | None
+    unreadable: str
+    versions: tuple[VersionRow, ...]
+    attempts: tuple[AttemptRow, ...]
+    history: tuple[HistoryRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """An attempt with its assignments, its history and theirs, and the version that it made."""
+
+    job: JobRow
+    row: AttemptRow
+    version: VersionRow | None
+    assignments: tuple[AssignmentRow, ...]
+    history: tuple[HistoryRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strays:
+    """History that belongs to no attempt."""
+
+    job: JobRow
+    history: tuple[HistoryRow, ...]
+
+
+Unit = Job | Attempt | Strays
+"""What is read, and checked, at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is wrong; what does not apply is None."""
+
+    job: str | None = None
+    round: int | None = None
+    attempt: int | None = None
+    client: str | None = None
+    version: int | None = None
+
+    def __str__(self) -> str:
+        names = (field.name for field in dataclasses.fields(self))
+        return " ".join(f"{name} {value}" for name in names if (value := getattr(self, name)) is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrong:
+    """What a check found."""
+
+    place: Place
+    found: str
+    expected: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A broken invariant: which, where, what was found instead of what, and what an operator does about it."""
+
+    invariant: str
+    place: Place
+    found: str
+    expected: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = f"{self.place}: " if str(self.place) else ""
+        return f"{self.invariant}: {where}{self.found}; expected {self.expected}. {self.advice}"
+
+
+@dataclasses.dataclass
+class Report:
+    """The outcome. `notes` are worth knowing and break nothing; `checked` counts what was looked at, by name."""
+
+    findings: list[Finding] = dataclasses.field(default_factory=list[Finding])
+    notes: list[str] = dataclasses.field(default_factory=list[str])
+    checked: Counter[str] = dataclasses.field(default_factory=Counter[str])
