@@ -29,7 +29,7 @@ async def verify(database: str, data_dir: Path, progress: files.Progress = _no_p
             _count(report, unit)
             if isinstance(unit, Job):
                 _need(needed, unit)
-    found = await asyncio.to_thread(lambda: list(files.check(blob_dir, needed, progress)))
+    found = await asyncio.to_thread(lambda: list(files.blobs(blob_dir, needed, progress)))
     report.findings.extend(found)
     report.checked |= {"blobs": len(needed), "bytes": sum(folder.sizes.get(digest, 0) for digest in needed)}
     orphans = len(folder.sizes.keys() - needed)

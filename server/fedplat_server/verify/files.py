@@ -56,14 +56,14 @@ def path_of(folder: Path, digest: str) -> Path:
     return folder / digest[:2] / digest[2:4] / digest
 
 
-def check(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[Finding]:
+def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[Finding]:
     """I2: every blob that is named is there, whole, and has the digest that it is named by."""
     total = sum(one.size_bytes or 0 for one in needed.values())
     done = 0
     for digest, one in needed.items():
         wrong = _wrong(path_of(folder, digest), digest, one)
         if wrong is not None:
-            yield Finding("I2", one.place, f"{one.what} {wrong[0]}", wrong[1], ADVICE)
+            yield Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], ADVICE)
         done += one.size_bytes or 0
         progress(done, total)
 
@@ -73,13 +73,13 @@ def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:
     if not files.is_digest(digest):
         return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
     try:
+        if not path.is_file():
+            return "is not there", f"the file {path}"
         size_bytes = path.stat().st_size
         if needed.size_bytes is not None and size_bytes != needed.size_bytes:
             return f"has {size_bytes} bytes in {path}", f"{needed.size_bytes} bytes"
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return "is not there", f"the file {path}"
     except OSError as exc:
         return f"cannot be read ({exc.strerror})", f"a readable file {path}"
     return (f"has the digest {found}", f"{digest}, as its name says") if found != digest else None

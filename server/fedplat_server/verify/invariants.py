@@ -270,4 +270,6 @@ def findings(unit: Unit) -> Iterator[Finding]:
     for check in CHECKS:
         if isinstance(unit, check.unit):
             for wrong in check.find(unit):
-                yield Finding(check.invariant, wrong.place, wrong.found, wrong.expected, check.advice)
+                yield Finding(
+                    check.invariant, check.find.__name__, wrong.place, wrong.found, wrong.expected, check.advice
+                )

@@ -141,9 +141,13 @@ class Wrong:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken invariant: which, where, what was found instead of what, and what an operator does about it."""
+    """A broken invariant: where, what was found instead of what, and what an operator does about it.
+
+    `check` names the function that found it.
+    """
 
     invariant: str
+    check: str
     place: Place
     found: str
     expected: str
