@@ -318,12 +318,13 @@ async def running(
         holder.append(FaultyStore(await open_store(database)))
         return cast(Store, holder[0])
 
+    settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}
     made = ServerConfig(
         listen="127.0.0.1:0",
         data_dir=folder,
         evaluators=evaluators or {},
         limits=limits or Limits(),
-        **{"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config},
+        **settings,
     )
     daemon = Daemon(made, open_faulty)
     task = asyncio.create_task(daemon.run(), name="daemon")
