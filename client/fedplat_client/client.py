@@ -129,7 +129,7 @@ class Client:
                     renewed = True
                     _logger.warning("The server does not know this client any more: %s", exc, extra=self._fields)
                 except ServerError as exc:
-                    delay_s = backoff.next_s()
+                    delay_s = backoff.next_s(exc.retry)
                     _logger.warning(
                         "The server cannot be used: %s", exc, extra={**self._fields, "retry_s": round(delay_s, 3)}
                     )

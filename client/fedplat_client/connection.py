@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Protocol, TypeVar, cast
 
 import grpc
 
 from fedplat import wire
-from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_client.errors import (
     CallRefusedError,
     CredentialError,
@@ -146,10 +146,22 @@ def _result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
 def _translated(exc: grpc.RpcError) -> ServerError:
     code, text = exc.code(), exc.details() or "no details"
     if code in _TRY_LATER:
-        return ServerUnavailableError(code.name, text)
+        return ServerUnavailableError(code.name, text, _retry_window(exc))
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return CredentialError(code.name, text)
     return CallRefusedError(code.name, text)
+
+
+def _retry_window(exc: grpc.RpcError) -> model_pb2.RetryWindow | None:
+    """What a refusal says about when to come back; nothing if it cannot be read."""
+    for key, value in cast("Iterable[tuple[str, str | bytes]]", exc.trailing_metadata() or ()):
+        if key == wire.METADATA_RETRY:
+            try:
+                earliest, latest = map(float, str(value).split())
+            except ValueError:
+                return None
+            return model_pb2.RetryWindow(min_s=earliest, max_s=latest)
+    return None
 
 
 @contextlib.contextmanager

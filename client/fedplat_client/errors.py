@@ -19,6 +19,7 @@ FedplatError
 from __future__ import annotations
 
 from fedplat.errors import FedplatError
+from fedplat.wire.v1 import model_pb2
 
 
 class ClientError(FedplatError):
@@ -51,11 +52,12 @@ class TransferError(ClientError):
 
 
 class ServerError(ClientError):
-    """A call failed; `code` is the name of the gRPC status."""
+    """A call failed; `code` is the name of the gRPC status, `retry` when the server wants to be asked again."""
 
-    def __init__(self, code: str, text: str) -> None:
+    def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
         super().__init__(f"{code}: {text}")
         self.code = code
+        self.retry = retry
 
 
 class ServerUnavailableError(ServerError):

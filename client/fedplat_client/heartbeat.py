@@ -60,7 +60,7 @@ class Heartbeat:
                     return
                 except ServerError as exc:
                     _logger.debug("A heartbeat failed: %s", exc)
-                    self._control.options.wait(self._ended, min(backoff.next_s(), remaining_s))
+                    self._control.options.wait(self._ended, min(backoff.next_s(exc.retry), remaining_s))
 
     def _beat(self, wait_s: float) -> None:
         request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)

@@ -65,12 +65,13 @@ class Backoff:
         self._options = options
         self._failures = 0
 
-    def next_s(self) -> float:
-        """The delay after one more failure."""
+    def next_s(self, wish: model_pb2.RetryWindow | None = None) -> float:
+        """The delay after one more failure; not before the server wants to be asked again, if it said when."""
         exponent = min(self._failures, 64)
         self._failures += 1
         bound = min(self._options.max_backoff_s, self._options.first_backoff_s * 2.0**exponent)
-        return self._options.rng.uniform(0.0, bound)
+        delay_s = self._options.rng.uniform(0.0, bound)
+        return delay_s if wish is None else max(delay_s, draw_s(wish, self._options.rng))
 
     def reset(self) -> None:
         """Begins anew, after a success."""

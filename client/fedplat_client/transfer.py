@@ -26,16 +26,17 @@ def download(connection: Connection, model: model_pb2.ModelRef, part: Path, cont
     """
     patience = _Patience(control, "the download of the model")
     while (have := _size_of(part, model)) < model.size_bytes:
+        retry = None
         try:
             _append(connection, model, part, control)
             broken = "the stream ended early"
         except ServerUnavailableError as exc:
-            broken = str(exc)
+            broken, retry = str(exc), exc.retry
         except CallRefusedError as exc:
             raise TransferError(f"the server does not send the model {model.digest}: {exc}") from exc
         now = _size_of(part, model)
         if now < model.size_bytes:
-            patience.broken(broken, progress=now > have)
+            patience.broken(broken, retry, progress=now > have)
 
 
 def upload(connection: Connection, token: str, update: Parameters, control: Control) -> str:
@@ -48,11 +49,12 @@ def upload(connection: Connection, token: str, update: Parameters, control: Cont
     offset = 0
     while True:
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
+        retry = None
         try:
             have = connection.upload(_requests(header, update), _positive(control.remaining_s), control.signal)
             broken = "the server took a part only"
         except ServerUnavailableError as exc:
-            have, broken = None, str(exc)
+            have, broken, retry = None, str(exc), exc.retry
         except CallRefusedError as exc:
             if exc.code not in _OFFSET_REFUSED:
                 raise TransferError(f"the server does not take the update: {exc}") from exc
@@ -60,12 +62,12 @@ def upload(connection: Connection, token: str, update: Parameters, control: Cont
         while have is None:
             have, broken = _query(connection, token, digest, control, broken)
             if have is None:
-                patience.broken(broken, progress=False)
+                patience.broken(broken, retry, progress=False)
         if have == size_bytes:
             return digest
         if have > size_bytes:
             raise TransferError(f"the server has {have} bytes of the update; expected {size_bytes} at most")
-        patience.broken(broken, progress=have > offset)
+        patience.broken(broken, retry, progress=have > offset)
         offset = have
 
 
@@ -85,7 +87,7 @@ class _Patience:
         self._backoff = Backoff(control.options)
         self._idle = 0
 
-    def broken(self, why: str, *, progress: bool) -> None:
+    def broken(self, why: str, retry: model_pb2.RetryWindow | None, *, progress: bool) -> None:
         if progress:
             self._idle = 0
             self._backoff.reset()
@@ -93,7 +95,7 @@ class _Patience:
             self._idle += 1
         if self._idle >= self._control.options.transfer_attempts:
             raise TransferError(f"{self._what} broke {self._idle} times in a row without progress; last: {why}")
-        self._control.wait(self._backoff.next_s())
+        self._control.wait(self._backoff.next_s(retry))
 
 
 def _append(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
@@ -128,8 +130,8 @@ def _requests(header: fleet_pb2.UploadHeader, update: Parameters) -> Iterator[fl
     yield fleet_pb2.UploadRequest(header=header)
     start = header.offset
     for part in (memoryview(update.schema.header), update.buffer.data):
-        for begin in range(start, len(part), wire.CHUNK_BYTES):
-            yield fleet_pb2.UploadRequest(data=bytes(part[begin : begin + wire.CHUNK_BYTES]))
+        for begin in range(start, len(part), wire.UPLOAD_CHUNK_BYTES):
+            yield fleet_pb2.UploadRequest(data=bytes(part[begin : begin + wire.UPLOAD_CHUNK_BYTES]))
         start = max(0, start - len(part))
 
 

@@ -167,7 +167,7 @@ class Worker:
                 response = self.connection.report(request)
                 break
             except ServerUnavailableError as exc:
-                stopped = self.options.wait(self.stop, backoff.next_s())
+                stopped = self.options.wait(self.stop, backoff.next_s(exc.retry))
                 if stopped or control.remaining_s <= 0:
                     _logger.warning("The task could not be reported: %s", exc, extra=fields)
                     return Outcome(failed=True)
@@ -195,7 +195,7 @@ class Worker:
                 return
             except ServerUnavailableError as exc:
                 _logger.debug("The failure could not be reported: %s", exc)
-                if self.options.wait(self.stop, backoff.next_s()):
+                if self.options.wait(self.stop, backoff.next_s(exc.retry)):
                     return
             except CredentialError:
                 raise

@@ -47,8 +47,8 @@ def chunks(parameters: Parameters, progress: Callable[[int, int], object] | None
     """The safetensors file in pieces for the wire; `progress` is told the bytes taken and the bytes in all."""
     done, total = 0, parameters.schema.file_size_bytes
     for part in (memoryview(parameters.schema.header), parameters.buffer.data):
-        for start in range(0, len(part), wire.CHUNK_BYTES):
-            chunk = bytes(part[start : start + wire.CHUNK_BYTES])
+        for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):
+            chunk = bytes(part[start : start + wire.UPLOAD_CHUNK_BYTES])
             yield chunk
             done += len(chunk)
             if progress is not None:

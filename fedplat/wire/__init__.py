@@ -8,8 +8,14 @@ PROTOCOL_VERSION: Final = 1
 METADATA_AUTHORIZATION: Final = "authorization"
 """Metadata key of every call but Enroll; its value is `Bearer <credential>`."""
 
+METADATA_RETRY: Final = "fedplat-retry-s"
+"""Trailing metadata key of a refusal that may pass: when to come back, `<earliest> <latest>` in seconds from now."""
+
 CHUNK_BYTES: Final = 2 * 2**20
-"""Size of a chunk of a streamed file, in bytes."""
+"""Size of a chunk that a server sends, in bytes."""
+
+UPLOAD_CHUNK_BYTES: Final = 2**18
+"""Size of a chunk that a client sends, in bytes: a slow line needs to finish one before it breaks."""
 
 INLINE_BYTES: Final = 256 * 2**10
 """Largest update that may travel with its report, in bytes: for small ones an upload costs more than it saves."""

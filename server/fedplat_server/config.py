@@ -11,8 +11,11 @@ import msgspec
 class Limits(msgspec.Struct, frozen=True):
     """What a caller may ask for at most; the server holds these whatever a client says.
 
-    `max_calls`: open calls of one client. `max_names`: trainers and evaluators of one client, each. `idle_s`: how
-    long a stream that sends to the server may say nothing.
+    `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`: trainers
+    and evaluators of one client, each. `idle_s`: how long a stream that sends to the server may say nothing; in this
+    time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
+    `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
+    a client may send the largest update that is accepted, for one attempt, because transfers broke.
     """
 
     max_waiting: int = 100_000
@@ -24,7 +27,12 @@ class Limits(msgspec.Struct, frozen=True):
     max_names: int = 256
     max_job_file_bytes: int = 2**20
     max_calls: int = 16
+    max_streams: int = 4
     idle_s: float = 60.0
+    min_bytes_per_s: float = 2048.0
+    requests_per_minute: float = 6000.0
+    anonymous_per_minute: float = 6000.0
+    max_upload_factor: float = 4.0
 
 
 class ServerConfig(msgspec.Struct, frozen=True):

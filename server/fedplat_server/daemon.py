@@ -32,6 +32,7 @@ from fedplat_server.desk import Desk
 from fedplat_server.errors import ConfigError
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc import serving
+from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services
 from fedplat_server.store.port import Store
@@ -157,6 +158,7 @@ class _Parts:
             blobs=blobs,
             uploads=uploads,
             evaluation=evaluation,
+            quotas=Quotas(config.limits, asyncio.get_running_loop().time),
             started_unix_s=time.time(),
             new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
         )

@@ -5,6 +5,7 @@ ServerError
 ├── ConfigError            the daemon cannot start as it was told to; says what to change
 ├── StoreError
 │   ├── StoreUnavailableError   the database does not answer; worth trying again
+│   │   └── StoreFullError          it has no room; worth trying again when there is
 │   ├── EnrolmentError          a client that is enrolled in another population
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
@@ -34,6 +35,10 @@ class StoreError(ServerError):
 
 class StoreUnavailableError(StoreError):
     """The database does not answer."""
+
+
+class StoreFullError(StoreUnavailableError):
+    """The database has no room to write."""
 
 
 class EnrolmentError(StoreError):

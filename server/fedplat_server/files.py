@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import TypeAlias
@@ -23,14 +24,36 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+        self.lock = threading.Lock()
+
+
+_full = _Counter()
+
+
+def note_full() -> None:
+    """Counts one more write that found no room."""
+    with _full.lock:
+        _full.count += 1
+
+
+def num_full() -> int:
+    """How often this process found no room to write: for models, for updates, in its database."""
+    return _full.count
+
+
 @contextlib.contextmanager
 def translated(doing: str) -> Generator[None]:
     """Turns errors of the operating system into `BlobFullError` or `BlobError`."""
     try:
         yield
     except OSError as exc:
-        kind = BlobFullError if exc.errno in _FULL else BlobError
-        raise kind(f"{doing} failed: {exc}") from exc
+        if exc.errno not in _FULL:
+            raise BlobError(f"{doing} failed: {exc}") from exc
+        note_full()
+        raise BlobFullError(f"{doing} failed: {exc}") from exc
 
 
 def create(path: Path) -> int:

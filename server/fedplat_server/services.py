@@ -14,6 +14,7 @@ from fedplat_server.config import ServerConfig
 from fedplat_server.desk import Desk
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.store.port import JobRecord, Store
 from fedplat_server.uploads import UploadStore
@@ -87,6 +88,7 @@ class Services:
     blobs: BlobStore
     uploads: UploadStore
     evaluation: Evaluation
+    quotas: Quotas
     started_unix_s: float
     new_id: Callable[[str], str]
     draining: bool = False

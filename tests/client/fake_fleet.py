@@ -34,6 +34,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         # What the test plans.
         self.work: list[fleet_pb2.CheckInResponse] = []
         self.failures: dict[str, list[grpc.StatusCode]] = defaultdict(list)
+        self.retry = ""
         self.lost_replies: dict[str, int] = defaultdict(int)
         self.cut_downloads: list[int] = []
         self.cut_uploads: list[int] = []
@@ -172,6 +173,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             self.requests[call].append(request)
             self.changed.notify_all()
         if self.failures[call]:
+            if self.retry:
+                context.set_trailing_metadata(((wire.METADATA_RETRY, self.retry),))
             context.abort(self.failures[call].pop(0), f"planned for {call}")
         metadata = dict(context.invocation_metadata())
         sent = metadata.get(wire.METADATA_AUTHORIZATION, "").removeprefix("Bearer ")

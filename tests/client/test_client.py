@@ -180,6 +180,27 @@ def test_an_unusable_server_is_waited_for_with_back_off(
     assert len({request.idempotency_key for request in fleet.requests["Enroll"]}) == 1
 
 
+@pytest.mark.parametrize(("said", "earliest"), [("20 30", 20.0), ("nonsense", 0.0), ("nan nan", 0.0), ("1 2 3", 0.0)])
+@pytest.mark.fault("F7", "F9", "F32")
+def test_a_server_that_says_when_to_come_back_is_not_asked_before(
+    fleet: FakeFleet,
+    make_client: MakeClient,
+    model: model_pb2.ModelRef,
+    delays: list[float],
+    said: str,
+    earliest: float,
+) -> None:
+    for call in ("Enroll", "CheckIn", "Report"):
+        fleet.failures[call] = [grpc.StatusCode.RESOURCE_EXHAUSTED]
+    fleet.retry = said
+    fleet.assign(model)
+    client = make_client(first_backoff_s=1.0, max_backoff_s=8.0)
+    client.add_trainer("digits", add_one)
+    client.run(max_tasks=1)
+    assert len(delays) == 3
+    assert all(earliest <= delay <= max(earliest + 10.0, 1.0) for delay in delays)
+
+
 def test_a_server_that_forgot_the_client_gets_it_enrolled_again(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, delays: list[float]
 ) -> None:

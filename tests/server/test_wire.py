@@ -188,6 +188,8 @@ def test_every_code_has_a_status_and_a_sentence() -> None:
         assert sentence
         refused = RefusedError(code, "because")
         assert (refused.status, str(refused)) == (status, f"{sentence}: because")
+        may_pass = status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert refused.retry is not None or not may_pass
     assert [status for status, _ in CATALOGUE.values()].count(grpc.StatusCode.INTERNAL) == 1
 
 

@@ -134,6 +134,7 @@ class GetStatusResponse(_message.Message):
     NUM_JOBS_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     EVALUATORS_FIELD_NUMBER: _builtins.int
+    NUM_STORAGE_FULL_FIELD_NUMBER: _builtins.int
     software_version: _builtins.str
     protocol_version: _builtins.int
     uptime_s: _builtins.float
@@ -142,6 +143,8 @@ class GetStatusResponse(_message.Message):
     num_waiting: _builtins.int
     num_busy: _builtins.int
     process_id: _builtins.int
+    num_storage_full: _builtins.int
+    """How often the server found no room to write since it started: for models, for updates, in its database."""
     @_builtins.property
     def num_jobs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Number of jobs by state, e.g. "RUNNING": 2."""
@@ -163,10 +166,11 @@ class GetStatusResponse(_message.Message):
         num_jobs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         process_id: _builtins.int = ...,
         evaluators: _abc.Iterable[_builtins.str] | None = ...,
+        num_storage_full: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import __version__
+from fedplat_server import __version__, files
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
@@ -51,16 +51,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             num_jobs=dict(jobs),
             process_id=os.getpid(),
             evaluators=services.evaluation.names,
+            num_storage_full=files.num_full(),
         )
 
     async def UploadModel(
         self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: Context
     ) -> admin_pb2.UploadModelResponse:
         """Stores an initial model."""
-        limit = self._services.config.limits.max_model_bytes
-        idle_s = self._services.config.limits.idle_s
-        parts = (part.data async for part in streams.steadily(request_iterator, idle_s))
-        blob = await streams.store_model(self._services.blobs, parts, limit)
+        limits = self._services.config.limits
+        parts = (part.data async for part in streams.steadily(request_iterator, limits))
+        blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:

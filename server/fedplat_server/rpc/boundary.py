@@ -14,8 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from fedplat import wire
 from fedplat_server import logs
-from fedplat_server.errors import BlobFullError, StoreUnavailableError
+from fedplat_server.errors import BlobFullError, StoreFullError, StoreUnavailableError
 from fedplat_server.rpc.errors import Code, RefusedError
 
 METADATA_CODE = "fedplat-code"
@@ -110,10 +111,10 @@ async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> As
         yield
     except RefusedError as exc:
         await _abort(context, exc)
+    except (BlobFullError, StoreFullError):
+        await _abort(context, RefusedError(Code.STORAGE_FULL))
     except StoreUnavailableError:
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
-    except BlobFullError:
-        await _abort(context, RefusedError(Code.STORAGE_FULL))
     except aio.AbortError:
         raise
     except Exception:  # the RPC boundary: logged with its traceback, told to nobody
@@ -123,7 +124,10 @@ async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> As
 
 
 async def _abort(context: aio.ServicerContext[Any, Any], refused: RefusedError) -> None:
-    await context.abort(refused.status, _shortened(str(refused)), ((METADATA_CODE, refused.code.value),))
+    trailers = [(METADATA_CODE, refused.code.value)]
+    if refused.retry is not None:
+        trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
+    await context.abort(refused.status, _shortened(str(refused)), tuple(trailers))
 
 
 def _shortened(text: str) -> str:

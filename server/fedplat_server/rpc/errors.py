@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import grpc
 
+from fedplat.rounds.commands import RetryWindow
 from fedplat_server.errors import ServerError
 
 
@@ -30,6 +31,9 @@ class Code(StrEnum):
     UPLOAD_INCOMPLETE = "UPLOAD_INCOMPLETE"
     TOO_SLOW = "TOO_SLOW"
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
+    TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
+    TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
+    TOO_MANY_BYTES = "TOO_MANY_BYTES"
     DRAINING = "DRAINING"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
     STORAGE_FULL = "STORAGE_FULL"
@@ -55,6 +59,9 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.UPLOAD_INCOMPLETE: (_S.ABORTED, "the update has not arrived completely"),
     Code.TOO_SLOW: (_S.DEADLINE_EXCEEDED, "the stream has made no progress"),
     Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "this client has too many calls open"),
+    Code.TOO_MANY_STREAMS: (_S.RESOURCE_EXHAUSTED, "this client has too many transfers open"),
+    Code.TOO_MANY_REQUESTS: (_S.RESOURCE_EXHAUSTED, "too many requests; try again later"),
+    Code.TOO_MANY_BYTES: (_S.RESOURCE_EXHAUSTED, "too many bytes were sent for this attempt, which is over now"),
     Code.DRAINING: (_S.UNAVAILABLE, "the server is stopping; try again"),
     Code.STORE_UNAVAILABLE: (_S.UNAVAILABLE, "the server's database does not answer; try again"),
     Code.STORAGE_FULL: (_S.RESOURCE_EXHAUSTED, "the server's disk is full; try again later"),
@@ -62,11 +69,25 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
 }
 """Every code with its status and what everybody may read."""
 
+RETRY: Mapping[Code, RetryWindow] = {
+    Code.UPLOAD_INCOMPLETE: RetryWindow(0.0, 1.0),
+    Code.TOO_SLOW: RetryWindow(1.0, 10.0),
+    Code.TOO_MANY_CALLS: RetryWindow(1.0, 5.0),
+    Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),
+    Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
+    Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
+    Code.DRAINING: RetryWindow(1.0, 5.0),
+    Code.STORE_UNAVAILABLE: RetryWindow(1.0, 5.0),
+    Code.STORAGE_FULL: RetryWindow(5.0, 30.0),
+}
+"""When to come back, for what may be otherwise then: every code whose status is UNAVAILABLE or RESOURCE_EXHAUSTED."""
+
 
 class RefusedError(ServerError):
-    """A caller is refused; `detail` is public too."""
+    """A caller is refused; `detail` is public too. `retry` is when to come back, if that helps."""
 
-    def __init__(self, code: Code, detail: str = "") -> None:
+    def __init__(self, code: Code, detail: str = "", retry: RetryWindow | None = None) -> None:
         self.code = code
+        self.retry = retry or RETRY.get(code)
         self.status, sentence = CATALOGUE[code]
         super().__init__(f"{sentence}: {detail}" if detail else sentence)

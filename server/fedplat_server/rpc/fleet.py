@@ -45,6 +45,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         """Makes the caller a client."""
+        self._services.quotas.stranger(context.peer())
         requests.protocol_version(request.protocol_version)
         client_id, credential = await self._services.clients.enroll(
             requests.name(request.population, "population"),
@@ -90,19 +91,25 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         digest = requests.digest(request.digest)
         if not await self._may_read(client, digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
-        async for data in streams.read(self._services.blobs.path(digest), request.offset):
-            yield model_pb2.Chunk(data=data)
+        with self._services.quotas.stream(client.client_id):
+            async for data in streams.read(self._services.blobs.path(digest), request.offset):
+                yield model_pb2.Chunk(data=data)
 
     async def Upload(
         self, request_iterator: AsyncIterator[fleet_pb2.UploadRequest], context: Context
     ) -> fleet_pb2.UploadResponse:
         """Receives an update, from where it stopped."""
         client = await self._client(context)
-        messages = streams.steadily(request_iterator, self._limits.idle_s)
+        messages = streams.steadily(request_iterator, self._limits)
         first = await anext(messages, None)
         if first is None or first.WhichOneof("part") != "header":
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
-        header = first.header
+        with self._services.quotas.stream(client.client_id):
+            return await self._receive(client, first.header, messages)
+
+    async def _receive(
+        self, client: ClientRecord, header: fleet_pb2.UploadHeader, messages: AsyncIterator[fleet_pb2.UploadRequest]
+    ) -> fleet_pb2.UploadResponse:
         key, _ = await self._open_assignment(client, header.token)
         await self._check_size(key, client.client_id, header.size_bytes)
         started = await self._services.runner.submit(UploadStarted(key, client.client_id))
@@ -114,9 +121,13 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             found = self._services.runner.coordinator.find(key, client.client_id)
             return found is not None and found[1].is_busy
 
-        parts = (part.data async for part in messages)
+        async def parts() -> AsyncIterator[bytes]:
+            async for part in messages:
+                await self._count_bytes(key, client.client_id, len(part.data))
+                yield part.data
+
         try:
-            received = await streams.receive(self._services.uploads, upload_key, header, parts, still_wanted)
+            received = await streams.receive(self._services.uploads, upload_key, header, parts(), still_wanted)
         finally:
             await self._tidy_up(key, upload_key)
         return fleet_pb2.UploadResponse(received_bytes=received)
@@ -181,7 +192,13 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     async def _client(self, context: Context) -> ClientRecord:
         given = (value for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION)
-        client = await self._services.clients.authenticate(str(next(given, "")))
+        self._services.quotas.manners(context.peer())
+        try:
+            client = await self._services.clients.authenticate(str(next(given, "")))
+        except RefusedError:
+            self._services.quotas.stranger(context.peer())
+            raise
+        self._services.quotas.request(client.client_id)
         end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)
 
         def done(_: object) -> None:
@@ -243,6 +260,15 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             await self._reject(key, client_id, Reason.REJECTED_SCHEMA, text)
             raise RefusedError(Code.TOO_LARGE, text)
 
+    async def _count_bytes(self, key: AttemptKey, client_id: str, num_bytes: int) -> None:
+        """Bounds what a client sends for an attempt, whatever for. Beyond it the assignment is over."""
+        try:
+            base_size = self._services.jobs.state(key.job_id).latest.size_bytes
+            self._services.quotas.upload(client_id, key, base_size, num_bytes)
+        except RefusedError as exc:
+            await self._services.runner.submit(AssignmentFailed(key, client_id, Reason.TRANSFER_FAILED, str(exc)))
+            raise
+
     async def _tidy_up(self, key: AttemptKey, upload_key: UploadKey) -> None:
         """Throws away what arrived while the attempt was ending, after all its other uploads had been."""
         found = self._services.runner.coordinator.find(key, upload_key.client_id)
@@ -278,6 +304,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         services, digest, upload_key = self._services, requests.digest(request.digest), UploadKey(*key, client_id)
         if request.update:
             await self._check_size(key, client_id, len(request.update))
+            await self._count_bytes(key, client_id, len(request.update))
             if not await streams.receive_inline(services.uploads, upload_key, digest, request.update):
                 return Reason.REJECTED_DIGEST, ""
         path = await asyncio.to_thread(services.uploads.complete, upload_key, digest)

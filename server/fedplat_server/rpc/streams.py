@@ -14,26 +14,31 @@ from typing import TypeVar
 from fedplat import wire
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat.wire.v1 import fleet_pb2
+from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_server import crash, files, intake
 from fedplat_server.blobs import Blob, BlobStore
+from fedplat_server.config import Limits
 from fedplat_server.errors import UploadError
-from fedplat_server.rpc import requests
+from fedplat_server.rpc import quotas, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.uploads import UploadKey, UploadStore
 
-Message = TypeVar("Message")
+Message = TypeVar("Message", fleet_pb2.UploadRequest, admin_pb2.UploadModelRequest)
 
 
-async def steadily(messages: AsyncIterator[Message], idle_s: float) -> AsyncGenerator[Message]:
-    """The messages of a caller, who may not hold a stream open for nothing. Raises `RefusedError` after `idle_s`."""
+async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
+    """The messages of a caller, who may not hold a stream open for (almost) nothing. Raises `RefusedError`."""
+    clock = asyncio.get_running_loop().time
+    progress = quotas.Progress(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
     while True:
         try:
-            message = await asyncio.wait_for(anext(messages, None), idle_s)
+            message = await asyncio.wait_for(anext(messages, None), progress.left_s(clock()))
         except TimeoutError as exc:
-            raise RefusedError(Code.TOO_SLOW, f"no message for {idle_s:g} s") from exc
+            least = f"fewer than {limits.min_bytes_per_s:g} bytes a second in {limits.idle_s:g} s"
+            raise RefusedError(Code.TOO_SLOW, least) from exc
         if message is None:
             return
+        progress.made(len(message.data), clock())
         yield message
 
 

@@ -19,7 +19,8 @@ from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from fedplat_server.errors import ConfigError, StoreError, StoreUnavailableError
+from fedplat_server import files
+from fedplat_server.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
 
 WRITES = "fedplat_writes"
 """Execution option of connections whose transactions write."""
@@ -42,6 +43,7 @@ _DRIVERS = {
 # Classes of SQLSTATE: connection lost, out of resources (disk, memory, connections), shut down, system error.
 _UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
 _CONFLICTS = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_DISK_FULL = "53100"
 # 1: a mistake in the SQL; 11 and 26: damaged, no database. The others of sqlite3.OperationalError may pass.
 _SQLITE_LASTING = frozenset({1, 11, 26})
 
@@ -150,6 +152,9 @@ def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     sqlstate = getattr(error.orig, "sqlstate", None)
     if sqlstate in _CONFLICTS:
         return ConflictError(said)
+    if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        files.note_full()
+        return StoreFullError(said)
     if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
         return StoreUnavailableError(said)
     if isinstance(error.orig, sqlite3.OperationalError):

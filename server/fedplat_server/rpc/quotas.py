@@ -1,0 +1,161 @@
+"""What one caller may use up: requests, streams at once, bytes for an attempt, and the time of a stream.
+
+A client that is broken or hostile shall cost the others nothing. Nothing here reads a clock: the moment is an argument,
+or comes from the function that `Quotas` was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from fedplat.rounds import AttemptKey
+from fedplat.rounds.commands import RetryWindow
+from fedplat_server import intake
+from fedplat_server.config import Limits
+from fedplat_server.rpc.errors import Code, RefusedError
+
+MAX_REMEMBERED = 50_000
+"""Callers whose use is remembered; who called longest ago is forgotten, and has everything again."""
+
+
+class Bucket(NamedTuple):
+    """A token bucket: `tokens` there were at the moment `at`, in seconds."""
+
+    tokens: float
+    at: float
+
+
+def take(bucket: Bucket, now: float, per_minute: float) -> tuple[Bucket, float]:
+    """Takes a token if there is one: the bucket afterwards, and the seconds until there is one (0.0: it was taken).
+
+    A bucket holds the tokens of a minute and fills at this rate.
+
+    >>> take(Bucket(1.0, at=10.0), now=10.0, per_minute=60)
+    (Bucket(tokens=0.0, at=10.0), 0.0)
+    >>> take(Bucket(0.0, at=10.0), now=10.25, per_minute=60)
+    (Bucket(tokens=0.25, at=10.25), 0.75)
+    """
+    rate = per_minute / 60.0
+    now = max(now, bucket.at)
+    tokens = min(bucket.tokens + (now - bucket.at) * rate, per_minute)
+    if tokens >= 1.0:
+        return Bucket(tokens - 1.0, now), 0.0
+    return Bucket(tokens, now), (1.0 - tokens) / rate
+
+
+class Progress:
+    """How long a stream may go on: every `window_s` seconds have to bring `min_bytes`."""
+
+    def __init__(self, window_s: float, min_bytes: float, now: float) -> None:
+        self._window_s = window_s
+        self._min_bytes = min_bytes
+        self._ends = now + window_s
+        self._missing = min_bytes
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the stream is too slow."""
+        return max(self._ends - now, 0.0)
+
+    def made(self, num_bytes: int, now: float) -> None:
+        """Notes bytes; enough of them begin another window."""
+        self._missing -= num_bytes
+        if self._missing <= 0:
+            self._missing = self._min_bytes
+            self._ends = now + self._window_s
+
+
+class Buckets:
+    """One token bucket for each caller, the latest `MAX_REMEMBERED` of them."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_minute = per_minute
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def take(self, name: str, now: float) -> None:
+        """Takes a token. Raises `RefusedError` with the moment when there will be one."""
+        full = Bucket(self._per_minute, now)
+        bucket, wait_s = take(self._buckets.pop(name, full), now, self._per_minute)
+        self._buckets[name] = bucket
+        if len(self._buckets) > MAX_REMEMBERED:
+            self._buckets.popitem(last=False)
+        if wait_s:
+            raise self._refusal(wait_s)
+
+    def check(self, name: str, now: float) -> None:
+        """Raises `RefusedError` if there is no token; takes none."""
+        if (bucket := self._buckets.get(name)) is not None:
+            _, wait_s = take(bucket, now, self._per_minute)
+            if wait_s:
+                raise self._refusal(wait_s)
+
+    def _refusal(self, wait_s: float) -> RefusedError:
+        # A second at least: who asks too often shall not ask again at once. The spread keeps callers apart.
+        earliest_s = max(wait_s, 1.0)
+        text = f"at most {self._per_minute:g} a minute"
+        return RefusedError(Code.TOO_MANY_REQUESTS, text, RetryWindow(earliest_s, 4.0 * earliest_s))
+
+
+@dataclasses.dataclass(slots=True)
+class _Spent:
+    key: AttemptKey
+    num_bytes: int = 0
+
+
+class Quotas:
+    """What the callers of this server have used up. All methods raise `RefusedError`."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._requests = Buckets(limits.requests_per_minute)
+        self._strangers = Buckets(limits.anonymous_per_minute)
+        self._streams: Counter[str] = Counter()
+        self._spent: OrderedDict[str, _Spent] = OrderedDict()
+
+    def request(self, client_id: str) -> None:
+        """Counts a request of a client."""
+        self._requests.take(client_id, self._clock())
+
+    def stranger(self, peer: str) -> None:
+        """Counts a request of somebody who is not, or not yet, a client; `peer` is what gRPC calls an address."""
+        self._strangers.take(host_of(peer), self._clock())
+
+    def manners(self, peer: str) -> None:
+        """Refuses everybody at an address that has just sent too many requests of strangers."""
+        self._strangers.check(host_of(peer), self._clock())
+
+    @contextlib.contextmanager
+    def stream(self, client_id: str) -> Generator[None]:
+        """Counts a stream of a client while it lasts."""
+        limit = self._limits.max_streams
+        if self._streams[client_id] >= limit:
+            raise RefusedError(Code.TOO_MANY_STREAMS, f"at most {limit}")
+        self._streams[client_id] += 1
+        try:
+            yield
+        finally:
+            self._streams[client_id] -= 1
+            if not self._streams[client_id]:
+                del self._streams[client_id]
+
+    def upload(self, client_id: str, key: AttemptKey, base_size_bytes: int, num_bytes: int) -> None:
+        """Counts bytes of an update of an attempt, those that are sent again too."""
+        spent = self._spent.pop(client_id, None)
+        if spent is None or spent.key != key:  # a client works for one attempt at a time
+            spent = _Spent(key)
+        self._spent[client_id] = spent
+        if len(self._spent) > MAX_REMEMBERED:
+            self._spent.popitem(last=False)
+        spent.num_bytes += num_bytes
+        limit = self._limits.max_upload_factor * intake.size_limit(base_size_bytes)
+        if spent.num_bytes > limit:
+            raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; at most {limit} are taken")
+
+
+def host_of(peer: str) -> str:
+    """The host of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`: ports change with each connection."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer[:100]
