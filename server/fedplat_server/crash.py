@@ -29,7 +29,17 @@ class _Trap:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-_trap = _Trap(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+_trap: _Trap | None = None
+
+
+def arm(setting: str) -> None:
+    """Sets this process up to end at a point, as the variable does: `<point>` or `<point>:<n>`."""
+    global _trap
+    _trap = _Trap(setting)
+
+
+if os.environ.get(VARIABLE):
+    arm(os.environ[VARIABLE])
 
 
 def point(name: str) -> None:

@@ -1,0 +1,76 @@
+"""What must be true of a training after all crashes, computed from the database and the clients' updates alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedplat.aggregate import Accumulator, state_from_bytes, state_to_bytes
+from fedplat.job import JobSpec
+from fedplat.model import Parameters
+from fedplat_server.store import inspection
+from fedplat_server.verify import files
+from fedplat_server.verify.records import AssignmentRow, Attempt, Job, VersionRow
+from server.crash.scenario import World, update
+from server.harness import digest_of
+
+
+async def read(database: str) -> tuple[Job, dict[tuple[int, int], Attempt]]:
+    """The one job in the database, and its attempts by round and number."""
+    jobs: list[Job] = []
+    attempts: dict[tuple[int, int], Attempt] = {}
+    async with inspection.snapshot(database) as connection:
+        async for unit in inspection.units(connection):
+            if isinstance(unit, Job):
+                jobs.append(unit)
+            elif isinstance(unit, Attempt):
+                attempts[unit.row.round, unit.row.number] = unit
+    (job,) = jobs
+    return job, attempts
+
+
+def merged(attempt: Attempt) -> list[AssignmentRow]:
+    """The merged reports in the order of their acceptance."""
+    found = [one for one in attempt.assignments if one.state == "MERGED"]
+    return sorted(found, key=lambda one: one.reported_revision or 0)
+
+
+async def check_versions(world: World, database: str, data_dir: Path) -> None:
+    """I10: from the updates that the database says were merged, in that order, come the same bits."""
+    job, attempts = await read(database)
+    assert job.spec is not None
+    assert [version.version for version in job.versions] == list(range(job.spec.rounds + 1))
+    for before, version in zip(job.versions, job.versions[1:], strict=False):
+        cohort = merged(attempts[version.round, version.attempt])
+        updates = [(update(world.numbers[one.client_id], version.round), one) for one in cohort]
+        assert [digest_of(content.to_bytes()) for content, _ in updates] == [one.digest for one in cohort]
+        model, state = _aggregate(job.spec, data_dir / "blobs", before, updates)
+        assert (digest_of(model), digest_of(state)) == (version.digest, version.state_digest), (
+            f"version {version.version} is not what its updates give"
+        )
+
+
+def _aggregate(
+    spec: JobSpec, blobs: Path, before: VersionRow, updates: list[tuple[Parameters, AssignmentRow]]
+) -> tuple[bytes, bytes]:
+    rule = spec.rule()
+    base = Parameters.open(files.path_of(blobs, before.digest))
+    state = rule.init(base.schema.num_floating)
+    if before.state_digest:
+        state = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
+    accumulator = Accumulator(base.schema, rule)
+    for content, row in updates:
+        accumulator.fold(content, row.weight)
+    model, state = accumulator.finish(base, state)
+    return model.to_bytes(), state_to_bytes(state)
+
+
+async def check_receipts(world: World, database: str, *, kept: bool) -> None:
+    """I3: what was acknowledged was merged; if updates need not be `kept`, it may also have ended for a reason."""
+    _, attempts = await read(database)
+    rows = {
+        (one.client_id, *number): one for number, attempt in attempts.items() for one in attempt.assignments
+    }
+    for receipt in world.receipts:
+        row = rows[receipt.client_id, receipt.round, receipt.attempt]
+        assert row.digest == receipt.digest
+        assert row.state == "MERGED" or (not kept and row.reason), f"{receipt} is {row.state}"
