@@ -18,7 +18,7 @@ _TESTS = Path(__file__).parents[2]
 
 
 class Process:
-    """One that the zygote has forked. `port` is known once it serves; `status` once it has ended, negative for signals."""
+    """One that the zygote has forked: `port` once it serves, `status` once it has ended (negative for a signal)."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -37,9 +37,13 @@ class Order:
     data_dir: Path
     database: str
     log: Path
-    crash_at: str = ""
     evaluators: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     upgrade: bool = False
+    crash_at: str = ""
+
+    def armed(self, crash_at: str) -> Order:
+        """The same, to die at a point."""
+        return dataclasses.replace(self, crash_at=crash_at)
 
 
 class Nursery:

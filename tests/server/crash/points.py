@@ -12,7 +12,7 @@ SOURCE = Path(fedplat_server.__file__).parent
 
 
 def all_points(source: Path = SOURCE) -> list[str]:
-    """Names of points, in the order of files and lines. Raises `ValueError` for a name that cannot be known or is taken."""
+    """Names of points, in the order of files. Raises `ValueError` for one that cannot be known, or is taken."""
     found: dict[str, str] = {}
     for path in sorted(source.rglob("*.py")):
         if path.name == "crash.py":

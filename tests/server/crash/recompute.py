@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 from fedplat.aggregate import Accumulator, state_from_bytes, state_to_bytes
 from fedplat.job import JobSpec
@@ -13,8 +14,10 @@ from fedplat_server.verify.records import AssignmentRow, Attempt, Job, VersionRo
 from server.crash.scenario import World, update
 from server.harness import digest_of
 
+Result: TypeAlias = tuple[Job, dict[tuple[int, int], Attempt]]
 
-async def read(database: str) -> tuple[Job, dict[tuple[int, int], Attempt]]:
+
+async def read(database: str) -> Result:
     """The one job in the database, and its attempts by round and number."""
     jobs: list[Job] = []
     attempts: dict[tuple[int, int], Attempt] = {}
@@ -34,9 +37,9 @@ def merged(attempt: Attempt) -> list[AssignmentRow]:
     return sorted(found, key=lambda one: one.reported_revision or 0)
 
 
-async def check_versions(world: World, database: str, data_dir: Path) -> None:
+def check_versions(world: World, result: Result, data_dir: Path) -> None:
     """I10: from the updates that the database says were merged, in that order, come the same bits."""
-    job, attempts = await read(database)
+    job, attempts = result
     assert job.spec is not None
     assert [version.version for version in job.versions] == list(range(job.spec.rounds + 1))
     for before, version in zip(job.versions, job.versions[1:], strict=False):
@@ -64,12 +67,10 @@ def _aggregate(
     return model.to_bytes(), state_to_bytes(state)
 
 
-async def check_receipts(world: World, database: str, *, kept: bool) -> None:
+def check_receipts(world: World, result: Result, *, kept: bool) -> None:
     """I3: what was acknowledged was merged; if updates need not be `kept`, it may also have ended for a reason."""
-    _, attempts = await read(database)
-    rows = {
-        (one.client_id, *number): one for number, attempt in attempts.items() for one in attempt.assignments
-    }
+    _, attempts = result
+    rows = {(one.client_id, *number): one for number, attempt in attempts.items() for one in attempt.assignments}
     for receipt in world.receipts:
         row = rows[receipt.client_id, receipt.round, receipt.attempt]
         assert row.digest == receipt.digest

@@ -1,11 +1,13 @@
-"""The server dies at every crash point there is; nothing is lost, and the model is the same bit for bit."""
+"""The server dies at every crash point there is; nothing is lost, and the models are the same bit for bit.
+
+The points come from the source text: a new one is tested without being remembered. `ELSEWHERE` names those that a
+plain training does not come to, and the scenario that does; a run that does not die where it should is a failure.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import shutil
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from fedplat_server.verify.checker import verify
 from server.crash import nursery, points, recompute, scenario
 from server.crash.nursery import Nursery, Order
 from server.crash.scenario import KILLED, World
+from server.harness import initial_model
 
 POINTS = points.all_points()
+EVALUATOR = f"{Path(__file__).with_name('evaluator.py')}:score"
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +29,7 @@ async def zygote() -> AsyncGenerator[Nursery]:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database(request: pytest.FixtureRequest) -> str:
     """The URL of a database of each kind with the tables of this version."""
     if request.param == "postgres":
         return request.getfixturevalue("postgres")
@@ -33,24 +37,170 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{folder / 'fedplat.sqlite'}"
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database of each kind."""
+    if request.param == "postgres":
+        return request.getfixturevalue("empty_postgres")
+    return f"sqlite:///{tmp_path / 'empty.sqlite'}"
+
+
 @pytest.fixture
-def world(zygote: Nursery, folder: Path, database: str) -> World:
-    return World(zygote, Order(folder, database, folder.parent / "server.log"))
+async def world(zygote: Nursery, folder: Path, database: str) -> World:
+    return World(zygote, Order(folder, database, folder.parent / "server.log", {"score": EVALUATOR}))
 
 
-async def check(world: World, *, kept: bool) -> None:
+async def check(world: World, *, kept: bool = False) -> None:
     """Everything that must hold after a training, however often the server died."""
     order = world.order
     report = await verify(order.database, order.data_dir)
     assert (report.findings, report.notes) == ([], [])
-    await recompute.check_versions(world, order.database, order.data_dir)
-    await recompute.check_receipts(world, order.database, kept=kept)
+    result = await recompute.read(order.database)
+    recompute.check_versions(world, result, order.data_dir)
+    recompute.check_receipts(world, result, kept=kept)
     left = [path for path in (order.data_dir / "uploads").rglob("*") if path.is_file()]
     assert left == [], "updates that nobody needs any more"
 
 
-@pytest.mark.parametrize("point", ["", *POINTS])
-async def test_killed_in_a_training(world: World, point: str) -> None:
-    await scenario.train(world, scenario.job_text(), [point] if point else [])
-    assert world.statuses == ([KILLED, 0] if point else [0])
-    await check(world, kept=False)
+# --- every point, the first time that it is reached ----------------------------------------------------------
+
+
+async def training(world: World, point: str) -> None:
+    """Three rounds of three clients, from an empty server on."""
+    await scenario.train(world, scenario.job_text(), [point])
+    assert world.statuses == [KILLED, 0]
+
+
+async def scored(world: World, point: str) -> None:
+    """The server scores what it commits."""
+    await scenario.train(world, scenario.job_text(rounds=1, more='[evaluation]\nserver = "score"\n'), [point])
+    assert world.statuses == [KILLED, 0]
+
+
+async def restarted(world: World, point: str) -> None:
+    """It dies in a round first, and then again when it starts: there is a model that no job has."""
+
+    async def leave_something_and_die(world: World) -> None:
+        await world.ask(lambda site: site.operator.upload(initial_model()))
+        await scenario.kill_in_the_second_round(world)
+
+    await scenario.train(world, scenario.job_text(), ["", point], leave_something_and_die)
+    assert world.statuses == [KILLED, KILLED, 0]
+
+
+ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
+    "metrics.before": scored,
+    "metrics.after": scored,
+    "blob.remove_orphan.before": restarted,
+    "blob.remove_orphan.after": restarted,
+}
+BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point not in BEFORE_THERE_IS_A_SERVER])
+async def test_killed_at_every_point(world: World, point: str) -> None:
+    await ELSEWHERE.get(point, training)(world, point)
+    await check(world)
+
+
+@pytest.mark.parametrize("point", BEFORE_THERE_IS_A_SERVER)
+async def test_killed_while_the_database_is_upgraded(zygote: Nursery, folder: Path, empty: str, point: str) -> None:
+    order = Order(folder, empty, folder.parent / "server.log", upgrade=True)
+    for crash_at, status in ((point, KILLED), ("", 0)):
+        process = zygote.start(order.armed(crash_at))
+        assert await process.status == status, order.log.read_text()
+    world = World(zygote, Order(folder, empty, order.log))
+    await scenario.train(world, scenario.job_text(rounds=1))
+    await check(world)
+
+
+def test_no_point_is_listed_that_is_not_there() -> None:
+    assert {*ELSEWHERE, *BEFORE_THERE_IS_A_SERVER} <= {*POINTS}
+    assert len(POINTS) > 40
+
+
+# --- every transaction of a training -------------------------------------------------------------------------
+
+# With one client nothing happens at once, so the saves of a training are always the same.
+SAVES: Sequence[tuple[str, str]] = (
+    ("the job starts, an attempt opens", "F1"),
+    ("the client is selected", "F1"),
+    ("it begins to upload", "F2"),
+    ("it has reported, the attempt commits", "F2"),
+    ("the version is committed, the next attempt opens and selects", "F5"),
+    ("it begins to upload the second update", "F2"),
+    ("it has reported the second update", "F2"),
+    ("the last version is committed", "F5"),
+)
+
+
+def _saves() -> list[object]:
+    """Before a transaction that commits a version its bytes are orphans (F4), after it nobody knows yet (F5)."""
+    cases: list[object] = []
+    for (number, (_, row)), when in itertools.product(enumerate(SAVES, 1), ("before", "uncommitted", "after")):
+        proved = "F4" if row == "F5" and when != "after" else row
+        cases.append(pytest.param(f"save.{when}:{number}", marks=pytest.mark.fault(proved)))
+    return cases
+
+
+@pytest.mark.parametrize("point", _saves())
+async def test_killed_around_every_transaction(world: World, point: str) -> None:
+    await scenario.train(world, scenario.job_text(rounds=2, goal=1), [point], num_clients=1)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+
+
+# --- while a version is made ---------------------------------------------------------------------------------
+
+# The first blob is the initial model, the second the first version, the third its optimizer's state.
+AGGREGATED = [
+    "commit.model.before",
+    *("blob.write.before:2", "blob.write.after:2", "blob.fsync.before:2", "blob.fsync.after:2"),
+    *("blob.new_folder.before:2", "blob.new_folder.after:2", "blob.rename.before:2"),
+]
+RENAMED = [
+    *("blob.rename.after:2", "blob.folder_sync.before:2", "blob.folder_sync.after:2", "commit.model.after"),
+    *("commit.state.before", "blob.rename.before:3", "blob.rename.after:3", "commit.state.after"),
+]
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *(pytest.param(point, marks=pytest.mark.fault("F3")) for point in AGGREGATED),
+        *(pytest.param(point, marks=pytest.mark.fault("F4")) for point in RENAMED),
+    ],
+)
+async def test_killed_while_a_version_is_made(world: World, point: str) -> None:
+    await training(world, point)
+    await check(world)
+
+
+# --- when it starts again ------------------------------------------------------------------------------------
+
+AT_THE_START = ["spool.clear.before", "spool.clear.after", "save.before", "save.uncommitted", "save.after"]
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize("point", AT_THE_START)
+async def test_killed_again_when_it_starts(world: World, point: str) -> None:
+    await restarted(world, point)
+    await check(world)
+
+
+# --- the list itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("crash.point(name)", "one literal text"),
+        ("crash.point('a' + 'b')", "one literal text"),
+        ("crash.step()", "one literal text"),
+        ("with crash.step('a'):\n  crash.point('a.before')", "the crash point a.before is at module.py:1 already"),
+    ],
+)
+def test_points_that_could_be_missed_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "module.py").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        points.all_points(tmp_path)
