@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -24,6 +25,7 @@ from fedplat_server.store import schema
 
 
 def main() -> None:
+    gc.freeze()  # a collection in a child would touch, and so copy, every page
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     children: dict[int, tuple[int, int]] = {}  # by pidfd: number of the order, pid
