@@ -192,7 +192,6 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     async def _client(self, context: Context) -> ClientRecord:
         given = (value for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION)
-        self._services.quotas.manners(context.peer())
         try:
             client = await self._services.clients.authenticate(str(next(given, "")))
         except RefusedError:

@@ -85,13 +85,6 @@ class Buckets:
         if wait_s:
             raise self._refusal(wait_s)
 
-    def check(self, name: str, now: float) -> None:
-        """Raises `RefusedError` if there is no token; takes none."""
-        if (bucket := self._buckets.get(name)) is not None:
-            _, wait_s = take(bucket, now, self._per_minute)
-            if wait_s:
-                raise self._refusal(wait_s)
-
     def _refusal(self, wait_s: float) -> RefusedError:
         # A second at least: who asks too often shall not ask again at once. The spread keeps callers apart.
         earliest_s = max(wait_s, 1.0)
@@ -121,12 +114,11 @@ class Quotas:
         self._requests.take(client_id, self._clock())
 
     def stranger(self, peer: str) -> None:
-        """Counts a request of somebody who is not, or not yet, a client; `peer` is what gRPC calls an address."""
-        self._strangers.take(host_of(peer), self._clock())
+        """Counts a request of somebody who is not, or not yet, a client; `peer` is what gRPC calls an address.
 
-    def manners(self, peer: str) -> None:
-        """Refuses everybody at an address that has just sent too many requests of strangers."""
-        self._strangers.check(host_of(peer), self._clock())
+        Clients at the same address go on: they do not pay for a neighbour who is nobody.
+        """
+        self._strangers.take(host_of(peer), self._clock())
 
     @contextlib.contextmanager
     def stream(self, client_id: str) -> Generator[None]:

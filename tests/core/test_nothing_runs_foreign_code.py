@@ -1,0 +1,159 @@
+"""No product code turns bytes into code or objects: no pickle in any of its forms, no eval, no shell, no YAML."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("fedplat", "server/fedplat_server", "client/fedplat_client", "examples", "benchmarks")
+
+MODULES = frozenset(
+    {
+        *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"),
+        *("yaml", "ruamel", "copyreg", "code", "codeop"),
+    }
+)
+"""Modules whose business is to make objects or code from bytes."""
+FUNCTIONS = frozenset({"eval", "exec", "compile", "__import__", "execfile"})
+"""Built-in functions that run text."""
+CALLS = frozenset(
+    {
+        "torch.load",
+        "torch.save",
+        "torch.jit.load",
+        "torch.package.PackageImporter",
+        "np.load",
+        "np.save",
+        "np.savez",
+        "np.fromfile",
+        "numpy.load",
+        "numpy.save",
+        "os.system",
+        "os.popen",
+        "os.execv",
+        "os.execvp",
+        "subprocess.getoutput",
+        "subprocess.getstatusoutput",
+        "asyncio.create_subprocess_shell",
+        "logging.config.listen",
+    }
+)
+ALLOWED = {
+    "importlib.import_module": {
+        "fedplat/cli/initial.py": "the operator's own function, where the job is submitted",
+        "server/fedplat_server/evaluators.py": "evaluators that the operator named when the server was started",
+        "client/fedplat_client/cli.py": "trainers that the client's owner named when it was started",
+    },
+    "multiprocessing": {
+        "server/fedplat_server/evaluation.py": "pickles between the daemon and its own child, which nobody else reaches"
+    },
+}
+"""What runs code or unpickles on purpose, where, and why it is nobody else's."""
+
+
+def sources() -> list[Path]:
+    return [path for part in PRODUCT for path in sorted((ROOT / part).rglob("*.py"))]
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression that is a name, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def of_call(node: ast.Call) -> Generator[str]:
+    name = dotted(node.func)
+    if name in FUNCTIONS or name in CALLS or name.removeprefix("importlib.") == "import_module":
+        yield "importlib.import_module" if name.endswith("import_module") else name
+    for keyword in node.keywords:
+        is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        if keyword.arg in ("allow_pickle", "shell") and not is_off:
+            yield f"{name}({keyword.arg}=...)"
+
+
+def dangers(text: str) -> Generator[tuple[str, int]]:
+    """Everything in a source text that could run what somebody sent, with its line."""
+    for node in ast.walk(ast.parse(text)):
+        for module in imported(node):
+            if module.partition(".")[0] in MODULES or module in CALLS:
+                yield module, getattr(node, "lineno", 0)
+            elif module in ("multiprocessing", "concurrent.futures.ProcessPoolExecutor"):
+                yield "multiprocessing", getattr(node, "lineno", 0)
+        if isinstance(node, ast.Call):
+            for name in of_call(node):
+                yield name, node.lineno
+
+
+@pytest.mark.fault("F23")
+def test_nothing_in_the_tree_runs_foreign_code() -> None:
+    found: list[str] = []
+    for path in sources():
+        place = path.relative_to(ROOT).as_posix()
+        for name, line in dangers(path.read_text("utf-8")):
+            if place not in ALLOWED.get(name, {}):
+                found.append(f"{place}:{line}: {name}")
+    assert not found
+    assert len(sources()) > 100
+
+
+def test_every_exception_is_still_needed() -> None:
+    for name, places in ALLOWED.items():
+        for place, why in places.items():
+            assert why
+            assert name in {found for found, _ in dangers((ROOT / place).read_text("utf-8"))}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import yaml",
+        "from joblib import load",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "np.load('x')",
+        "reader(allow_pickle=True)",
+        "reader(allow_pickle=flag)",
+        "eval('1')",
+        "exec(text)",
+        "__import__('os')",
+        "os.system('ls')",
+        "from os import system",
+        "subprocess.run('ls', shell=True)",
+        "importlib.import_module(name)",
+        "from importlib import import_module\nimport_module(name)",
+        "from concurrent.futures import ProcessPoolExecutor",
+    ],
+)
+def test_what_is_forbidden_is_found(text: str) -> None:
+    assert list(dangers(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.eval()",
+        "re.compile('x')",
+        "subprocess.run(['ls'], shell=False)",
+        "json.loads('1')",
+        "ast.literal_eval(x)",
+    ],
+)
+def test_what_is_harmless_is_not(text: str) -> None:
+    assert not list(dangers(text))
