@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: all demo test faults faults-page check format proto bench clean
+.PHONY: all demo test faults faults-page hostile check format proto bench clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -24,6 +24,9 @@ faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails 
 
 faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
+
+hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest clients
+	$(BIN)/python tests/hostile/storm.py
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -1,0 +1,301 @@
+"""Malformed messages by the thousand against a real daemon, while honest clients work.
+
+    python tests/hostile/storm.py [--messages 100000] [--seed 1]
+
+Prints what was sent, how it was answered, and how the daemon's memory went. Exits with 1 if the daemon crashed, failed
+internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, or if no honest job
+was completed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import numpy as np
+import psutil
+import typer
+from grpc import aio
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from e2e import processes
+from fedplat import wire
+from fedplat.cli import submission
+from fedplat.cli.admin import AdminClient
+from fedplat.job import parse_job
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
+from fedplat_client import Client, Task, TrainResult
+from hostile import attacks, frames
+
+NUM_HONEST = 3
+NUM_ATTACKERS = 20
+AT_ONCE = 4
+ANSWER_S = 2.0
+WARM_UP = 0.1
+"""Share of the storm after which the daemon's memory is looked at for the first time."""
+GROWTH_BYTES = 64 * 2**20
+"""How much more memory the daemon may have at the end than after the warm-up."""
+FAILURES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS})
+HONEST = """
+name = "honest"
+population = "honest"
+trainer = "toy"
+rounds = 5
+[model]
+initial = "unused.safetensors"
+[selection]
+goal = 3
+over_selection = 1.0
+"""
+BAIT = """
+name = "bait"
+population = "hostile"
+trainer = "toy"
+rounds = 1000000
+[model]
+initial = "unused.safetensors"
+[selection]
+goal = 1
+over_selection = 1.0
+[deadlines]
+selection_s = 3600
+training_s = 3600
+[retry]
+base_s = 0.01
+max_s = 0.01
+"""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a storm did."""
+
+    answers: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter[tuple[str, str]])
+    wrong: list[str] = dataclasses.field(default_factory=list[str])
+    num_sent: int = 0
+    num_completed: int = 0
+    rss_bytes: list[int] = dataclasses.field(default_factory=list[int])
+    seconds: float = 0.0
+
+    def note(self, kind: str, answer: str) -> None:
+        """Counts a message and its answer."""
+        self.num_sent += 1
+        self.answers[(kind, answer)] += 1
+
+    def judge(self, log: str, *, is_alive: bool) -> None:
+        """Looks at what is left when it is over."""
+        if not is_alive:
+            self.wrong.append("the daemon is gone")
+        for sign in ("Traceback", "a call failed", "could not be aggregated"):
+            if sign in log:
+                line = next(line for line in log.splitlines() if sign in line)
+                self.wrong.append(f"the daemon's log says: {line[:300]}")
+        if self.rss_bytes and self.rss_bytes[-1] - self.rss_bytes[0] > GROWTH_BYTES:
+            self.wrong.append(f"the daemon's memory grew from {self.rss_bytes[0]} to {self.rss_bytes[-1]} bytes")
+        if not self.num_completed:
+            self.wrong.append("no honest job was completed")
+
+    def lines(self) -> list[str]:
+        """A report for people."""
+        kinds: Counter[str] = Counter()
+        for (kind, _), count in self.answers.items():
+            kinds[kind] += count
+        shown = [f"{self.num_sent} messages in {self.seconds:.0f} s; honest jobs completed: {self.num_completed}"]
+        for kind, count in kinds.most_common():
+            answers = {answer: n for (of, answer), n in self.answers.most_common() if of == kind}
+            shown.append(f"  {count:6} {kind}: " + ", ".join(f"{answer} {n}" for answer, n in answers.items()))
+        first, last, most = self.rss_bytes[0], self.rss_bytes[-1], max(self.rss_bytes)
+        shown.append(f"RSS after warm-up {first / 2**20:.1f} MiB, last {last / 2**20:.1f}, most {most / 2**20:.1f}")
+        return shown + [f"WRONG: {line}" for line in self.wrong]
+
+
+class Attacker:
+    """Somebody with a connection, and with or without an identity."""
+
+    def __init__(self, address: str, seed: int, outcome: Outcome) -> None:
+        self._address = address
+        self._rng = random.Random(seed)
+        self._outcome = outcome
+        self._channel = aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self._fleet = fleet_pb2_grpc.FleetStub(self._channel)
+        self._metadata: tuple[tuple[str, str], ...] = ()
+
+    async def enrol(self) -> None:
+        """Becomes a client."""
+        request = fleet_pb2.EnrollRequest(
+            population="hostile", idempotency_key=os.urandom(8).hex(), protocol_version=wire.PROTOCOL_VERSION
+        )
+        credential = (await self._fleet.Enroll(request)).credential
+        self._metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer {credential}"),)
+
+    async def attack(self) -> None:
+        """Sends one malformed message."""
+        dice = self._rng.random()
+        if dice < 0.02:
+            await frames.send(self._address, frames.draw(self._rng))
+            self._outcome.note("broken frames", "")
+        elif dice < 0.04:
+            await self._told("bad update", self._bad_update())
+        else:
+            attack = attacks.draw(self._rng)
+            await self._told(attack.kind, self._call(attack))
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    async def _told(self, kind: str, call: Any) -> None:
+        try:
+            answer = await call
+        except aio.AioRpcError as exc:
+            text = exc.details() or ""
+            answer = exc.code().name
+            if exc.code() in FAILURES or "Traceback" in text or 'File "' in text:
+                self._outcome.wrong.append(f"{kind}: {answer} {text[:300]}")
+        self._outcome.note(kind, answer)
+
+    async def _call(self, attack: attacks.Attack) -> str:
+        method, metadata = attack.method, self._metadata if self._rng.random() < 0.9 else ()
+        options: dict[str, Any] = {"metadata": metadata, "timeout": ANSWER_S}
+        if method.client_streaming:
+            await self._channel.stream_unary(method.path)(iter(attack.messages), **options)
+        elif method.server_streaming:
+            async for _ in self._channel.unary_stream(method.path)(attack.messages[0], **options):
+                pass
+        else:
+            await self._channel.unary_unary(method.path)(attack.messages[0], **options)
+        return "OK"
+
+    async def _bad_update(self) -> str:
+        """An update that is none, for an assignment that is real."""
+        check_in = fleet_pb2.CheckInRequest(
+            protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=ANSWER_S / 4
+        )
+        options: dict[str, Any] = {"metadata": self._metadata, "timeout": ANSWER_S}
+        response = await self._fleet.CheckIn(check_in, **options)
+        if not response.HasField("assignment"):
+            return "no assignment"
+        content = attacks.bad_file(self._rng)
+        digest = attacks.digest_of(content)
+        token = response.assignment.token
+        report = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=self._rng.choice((1.0, 1e308)))
+        if self._rng.random() < 0.5:
+            report.update = content
+        else:
+            header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=len(content))
+            parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
+            await self._fleet.Upload(iter(parts), **options)
+        answer = await self._fleet.Report(report, **options)
+        return "accepted" if answer.HasField("receipt") else "rejected"
+
+
+class Honest:
+    """Clients that mean well, and an operator who gives them one job after the other."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self._address = address
+        self.num_completed = 0
+        self._over = threading.Event()
+        self._clients = [self._client(folder / f"honest-{number}") for number in range(NUM_HONEST)]
+
+    def _client(self, folder: Path) -> Client:
+        client = Client(self._address, population="honest", data_dir=folder)
+
+        def train(task: Task) -> TrainResult:
+            task.parameters["weight"] += np.float32(1.0)
+            return TrainResult(parameters=task.parameters, num_examples=1)
+
+        client.add_trainer("toy", train)
+        return client
+
+    @contextlib.contextmanager
+    def at_work(self) -> Generator[None]:
+        """Works until the end of the block, and to the end of the job that is under way then."""
+        operator = threading.Thread(target=self._operate)
+        threads = [threading.Thread(target=client.run) for client in self._clients]
+        for thread in (*threads, operator):
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            operator.join(120.0)
+            for client in self._clients:
+                client.stop()
+            for thread in threads:
+                thread.join()
+
+    def _operate(self) -> None:
+        with AdminClient(self._address) as admin:
+            while not self._over.is_set():
+                job = submit(admin, HONEST)
+                for _ in admin.watch_job(job):
+                    pass
+                self.num_completed += admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
+
+
+def submit(admin: AdminClient, text: str) -> str:
+    """Starts a job; its id."""
+    return submission.submit(admin, submission.Submission(text, parse_job(text), attacks.MODEL)).job_id
+
+
+async def _storm(address: str, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome) -> None:
+    attackers = [Attacker(address, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
+    numbers = iter(range(num_messages))
+    samples = sorted({int(num_messages * share) for share in (WARM_UP, 0.25, 0.5, 0.75)})
+
+    async def work(attacker: Attacker) -> None:
+        for number in numbers:
+            if number in samples:
+                outcome.rss_bytes.append(process.memory_info().rss)
+            await attacker.attack()
+
+    await asyncio.gather(*(attacker.enrol() for attacker in attackers))
+    await asyncio.gather(*(work(attacker) for attacker in attackers for _ in range(AT_ONCE)))
+    for attacker in attackers:
+        await attacker.close()
+    outcome.rss_bytes.append(process.memory_info().rss)
+
+
+def run(folder: Path, num_messages: int, seed: int) -> Outcome:
+    """Starts everything, lets the storm pass, and looks at what is left."""
+    outcome, started = Outcome(), time.monotonic()
+    with processes.server(folder / "server") as server:
+        with AdminClient(server.address) as admin:
+            process = psutil.Process(admin.status().process_id)
+            submit(admin, BAIT)
+        honest = Honest(server.address, folder)
+        with honest.at_work():
+            asyncio.run(_storm(server.address, num_messages, seed, process, outcome))
+        outcome.num_completed = honest.num_completed
+        outcome.seconds = time.monotonic() - started
+        outcome.judge(server.log_text(), is_alive=process.is_running())
+    return outcome
+
+
+def main(
+    messages: Annotated[int, typer.Option(min=1, help="How many malformed messages to send.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="What the messages are drawn from.")] = 1,
+) -> None:
+    """Send malformed messages to a daemon, and see whether it minds."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run(Path(folder), messages, seed)
+    print("\n".join(outcome.lines()))
+    raise typer.Exit(1 if outcome.wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
