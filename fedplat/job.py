@@ -153,7 +153,11 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`."""
+    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`.
+
+    `durability`: with "spool" accepted updates lie on the disk, and an attempt outlives a crash of the server; with
+    "memory" they never touch the disk, and a crash costs the open attempt.
+    """
 
     name: Name
     population: Name
@@ -162,6 +166,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     model: Model
     selection: Selection
     config: dict[str, Scalar] = {}
+    durability: Literal["spool", "memory"] = "spool"
     deadlines: Deadlines = Deadlines()
     retry: Retry = Retry()
     updates: Updates = Updates()

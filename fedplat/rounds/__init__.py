@@ -1,8 +1,8 @@
 """The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
 
 Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
-comes in and goes out), `sync` (the rules of a synchronous round), `closing` (how its attempts end), `coordinator`
-(several jobs, one fleet).
+comes in and goes out), `sync` (the rules of a synchronous round), `closing` (how its attempts end), `restart`
+(how they go on after a crash), `coordinator` (several jobs, one fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference

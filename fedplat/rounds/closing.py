@@ -49,6 +49,27 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     return Transition(dataclasses.replace(job, attempt=dataclasses.replace(attempt, phase=phase)), commands)
 
 
+def drop_late(job: JobState, context: Context) -> Transition:
+    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for."""
+    attempt = job.open_attempt
+    assert attempt is not None
+    commands: list[Command] = []
+    late: list[Assignment] = []
+    wakeup_at: float | None = None
+    for assignment in attempt.assignments.values():
+        if not assignment.is_busy:
+            continue
+        if assignment.deadline_at <= context.now:
+            training = assignment.state is AssignmentState.TRAINING
+            reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
+            late.append(ended(assignment, AssignmentState.LATE, reason))
+            commands.append(Abort(attempt.key, assignment.client_id, reason))
+        elif wakeup_at is None or assignment.deadline_at < wakeup_at:
+            wakeup_at = assignment.deadline_at
+    attempt = dataclasses.replace(attempt.with_assignments(late), wakeup_at=wakeup_at)
+    return close_if_due(dataclasses.replace(job, attempt=attempt), tuple(commands), context)
+
+
 def committed(job: JobState, attempt: Attempt, context: Context) -> JobState:
     """The job after its attempt: every accepted report is merged."""
     merged = [

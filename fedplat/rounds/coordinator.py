@@ -25,6 +25,7 @@ from fedplat.rounds.events import (
     ClientLeft,
     Event,
     JobEvent,
+    ServerRestarted,
     TimerFired,
 )
 from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
@@ -91,8 +92,10 @@ class Coordinator:
             proposal.verdicts.append(self._handle(proposal, event, context))
         self._fill(proposal, context)
         proposal.commands = self._last_answers(proposal.commands)
-        fired = {event.job_id for event in events if isinstance(event, TimerFired) and event.job_id in self.jobs}
-        for job_id in dict.fromkeys((*proposal.jobs, *sorted(fired))):
+        known = [event for event in events if isinstance(event, TimerFired | ServerRestarted)]
+        known = [event for event in known if event.job_id in self.jobs]
+        fired = {event.job_id for event in known if isinstance(event, TimerFired)}
+        for job_id in dict.fromkeys((*proposal.jobs, *sorted(event.job_id for event in known))):
             wakeup = (proposal.jobs.get(job_id) or self.jobs[job_id]).next_wakeup()
             # A timer that fired is gone, also if it fired too early to change anything.
             if wakeup != self._timers.get(job_id) or job_id in fired:
@@ -103,7 +106,9 @@ class Coordinator:
         """The changes are stored: they are the truth now."""
         for job_id, job in proposal.jobs.items():
             self.jobs[job_id] = job
-            self._timers[job_id] = job.next_wakeup()
+        for command in proposal.commands:
+            if isinstance(command, SetTimer):
+                self._timers[command.job_id] = command.at
         for change in proposal.changes:
             for assignment in change.assignments:
                 assert change.attempt is not None

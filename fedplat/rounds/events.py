@@ -29,7 +29,7 @@ class OperatorCommand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerRestarted:
-    """The job was read back after a restart: whatever was under way is gone."""
+    """The job was read back after a restart: whoever did its work is gone, what the store and the spool hold is not."""
 
     job_id: str
 

@@ -1,7 +1,8 @@
 """What the coordinator knows about a job, as frozen records; a store keeps one row for each.
 
 Moments (`…_at`) are seconds on the clock of whoever drives the coordinator: monotonic in the daemon, virtual in
-a simulation. They mean nothing after a restart and are not stored.
+a simulation. After a restart that clock is another one: a store gives back those of assignments, translated to the
+new clock, and no others.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class AttemptKey(NamedTuple):
 class Assignment:
     """One client's participation in one attempt.
 
-    `took_s` is the time from the assignment to the report; `weight` what the update counts for.
+    `took_s` is the time from the assignment to the report; `weight` what the update counts for; `report_number` (1,
+    2, ...) the place of the report in its attempt, which is the order in which updates are folded.
     """
 
     client_id: str
@@ -54,6 +56,7 @@ class Assignment:
     weight: float = 0.0
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     took_s: float | None = None
+    report_number: int | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -91,6 +94,12 @@ class Attempt:
     def is_open(self) -> bool:
         """Whether it has not ended."""
         return self.phase in OPEN_PHASES
+
+    @property
+    def reported(self) -> list[Assignment]:
+        """The assignments whose report was accepted and is not merged yet, in the order of acceptance."""
+        found = [each for each in self.assignments.values() if each.state is AssignmentState.REPORTED]
+        return sorted(found, key=lambda each: each.report_number or 0)
 
     @property
     def num_busy(self) -> int:

@@ -1,8 +1,8 @@
 """Synchronous rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
 Read `HANDLERS` first: one function for each kind of event. `advance` is what a job does when nothing happens to
-it: it opens the next attempt, commits an evaluation, or ends. How attempts end is in `closing`, and what may
-follow what in `states`.
+it: it opens the next attempt, commits an evaluation, or ends. How attempts end is in `closing`, how they go on after a
+crash in `restart`, and what may follow what in `states`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import closing, pacing
-from fedplat.rounds.commands import Abort, Assign, Command, Fold
+from fedplat.rounds import closing, pacing, restart
+from fedplat.rounds.commands import Assign, Command, Fold
 from fedplat.rounds.events import (
     Action,
     AggregationFailed,
@@ -135,14 +135,6 @@ _ACTIONS: Mapping[Action, tuple[JobStatus, Reason | None]] = {
 _WRONG_WORD = frozenset({(Action.START, JobStatus.PAUSED), (Action.RESUME, JobStatus.DRAFT)})
 
 
-def _on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transition:
-    # A job that had nothing under way is not written: servers keep thousands that have ended.
-    fresh = dataclasses.replace(job, resume_at=None) if job.resume_at is not None else job
-    if job.open_attempt is None:
-        return Transition(fresh)
-    return Transition(*closing.abandon(fresh, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
-
-
 # --- selection ---------------------------------------------------------------------------------------------
 
 
@@ -233,6 +225,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         weight=job.spec.weight(event.num_examples),
         metrics=dict(event.metrics),
         took_s=context.now - assignment.assigned_at,
+        report_number=attempt.num_reported + 1,
     )
     after = closing.put(job, reported)
     commands: tuple[Command, ...] = ()
@@ -286,21 +279,7 @@ def _on_timer(job: JobState, _: TimerFired, context: Context) -> Transition:
         return Transition(job)
     if attempt.wakeup_at is not None and attempt.wakeup_at > context.now:
         return Transition(job)  # too early, or for a wish that was replaced
-    commands: list[Command] = []
-    late: list[Assignment] = []
-    wakeup_at: float | None = None
-    for assignment in attempt.assignments.values():
-        if not assignment.is_busy:
-            continue
-        if assignment.deadline_at <= context.now:
-            training = assignment.state is AssignmentState.TRAINING
-            reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
-            late.append(closing.ended(assignment, AssignmentState.LATE, reason))
-            commands.append(Abort(attempt.key, assignment.client_id, reason))
-        elif wakeup_at is None or assignment.deadline_at < wakeup_at:
-            wakeup_at = assignment.deadline_at
-    attempt = dataclasses.replace(attempt.with_assignments(late), wakeup_at=wakeup_at)
-    return closing.close_if_due(dataclasses.replace(job, attempt=attempt), tuple(commands), context)
+    return closing.drop_late(job, context)
 
 
 def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> Transition:
@@ -339,7 +318,7 @@ def _find(job: JobState, key: AttemptKey, client_id: str) -> tuple[Attempt | Non
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: _on_operator,
-    ServerRestarted: _on_restart,
+    ServerRestarted: restart.on_restart,
     TimerFired: _on_timer,
     CandidatesDrawn: _on_candidates,
     AssignmentReclaimed: _on_reclaimed,

@@ -137,12 +137,16 @@ class Driver:
         self.do(*(UpdateReported(attempt.key, name, f"of-{name}", 10.0) for name in attempt.assignments))
         self.do(make_aggregated(self.coordinator.jobs[job_id]))
 
-    def crash(self) -> None:
-        """The server dies and is started again: only what the store has is left, and it has no moments."""
+    def crash(self, down_s: float = 0.0, clock_s: float = 0.0) -> Proposal:
+        """The server dies and is started again after a while: only what the store and the spool have is left.
+
+        The new server's clock begins anew; `clock_s` is what the wall clock was set forward by meanwhile.
+        """
         self.coordinator = Coordinator(max_waiting=self.coordinator.max_waiting)
         self.timers = {}
-        self.ledger.reload(self.coordinator)
-        self.do(*(ServerRestarted(job_id) for job_id in self.ledger.jobs))
+        before, self.now = self.now, 5.0
+        self.ledger.reload(self.coordinator, self.now - before - down_s - clock_s)
+        return self.do(*(ServerRestarted(job_id) for job_id in self.ledger.jobs))
 
     # --- one job, "j" ---
 
@@ -216,10 +220,6 @@ class Driver:
         """Everybody of the open attempt reports, and it commits."""
         self.report(*self.attempt.assignments)
         return self.commit()
-
-    def restart(self) -> Proposal:
-        """The server was restarted."""
-        return self.do(ServerRestarted("j"))
 
     def states(self) -> dict[str, str]:
         """The last attempt's assignments by client."""

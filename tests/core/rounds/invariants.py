@@ -19,7 +19,7 @@ from fedplat.rounds import (
     Proposal,
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
-from fedplat.rounds.events import ClientCheckedIn, Event, TimerFired
+from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.selection import demand_of
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -70,6 +70,7 @@ class Ledger:
         self.tokens: set[str] = set()
         self.given: set[_Name] = set()
         self.folded: dict[AttemptKey, list[str]] = {}
+        self.acknowledged: dict[_Name, str] = {}
         self._states: dict[tuple[str, ...], str] = {("job", job_id): job.status for job_id, job in self.jobs.items()}
 
     # --- storing ---
@@ -131,21 +132,21 @@ class Ledger:
         versions = [row for row in change.history if row.entity == "version"]
         assert len(versions) == (change.version is not None)
 
-    def reload(self, coordinator: Coordinator) -> None:
-        """Gives a new coordinator what a database would: moments are forgotten, and so is who waited."""
+    def reload(self, coordinator: Coordinator, shift_s: float) -> None:
+        """Gives a new coordinator what a database would: assignments on the new clock; nobody waits any more."""
         self.coordinator, self.desk = coordinator, {}
-        moments = {"assigned_at": 0.0, "deadline_at": 0.0}
         for cohort in self.cohorts.values():
-            cohort |= {name: dataclasses.replace(row, **moments) for name, row in cohort.items()}
+            cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
         moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None}
         self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
             last = self.attempts[job.attempt.key] if job.attempt is not None else None
-            self.jobs[job_id] = dataclasses.replace(job, attempt=last, resume_at=None)
             if last is not None:
                 cohort = self.cohorts.get(last.key, {})
                 last = dataclasses.replace(last, counts={}).with_assignments(cohort.values())
-                last = dataclasses.replace(last, wakeup_at=None)
+                self.attempts[last.key] = dataclasses.replace(last, assignments={})
+            bare = self.attempts[last.key] if last is not None else None
+            self.jobs[job_id] = dataclasses.replace(job, attempt=bare, resume_at=None)
             coordinator.add(dataclasses.replace(self.jobs[job_id], attempt=last))
 
     # --- checking ---
@@ -166,8 +167,12 @@ class Ledger:
 
     def check(self, events: Sequence[Event], proposal: Proposal, now: float, timers: Mapping[str, float]) -> None:
         """After `accept` every invariant holds."""
+        for event in events:
+            if isinstance(event, ServerRestarted):  # what was aggregated went with the process
+                self.folded = {key: folded for key, folded in self.folded.items() if key.job_id != event.job_id}
         self._check_answers(events, proposal)
         self._check_aggregation(proposal)
+        self._check_acknowledged(events, proposal)
         self._check_fleet()
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
@@ -223,9 +228,25 @@ class Ledger:
         for change in proposal.changes:
             if change.version is not None:
                 assert change.attempt is not None
-                merged = [c for c, a in change.attempt.assignments.items() if a.state is AssignmentState.MERGED]
-                assert sorted(self.folded[change.attempt.key]) == sorted(merged)
+                merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
+                merged.sort(key=lambda assignment: assignment.report_number or 0)
+                assert self.folded[change.attempt.key] == [assignment.client_id for assignment in merged]
                 assert len(merged) >= change.attempt.minimum
+
+    def _check_acknowledged(self, events: Sequence[Event], proposal: Proposal) -> None:
+        """A report that was accepted stays as it is until it is merged, or its attempt has ended for another reason."""
+        for event, verdict in zip(events, proposal.verdicts, strict=True):
+            if isinstance(event, UpdateReported) and verdict.accepted:
+                assert self.acknowledged.setdefault((event.key, event.client_id), event.digest) == event.digest
+        for (key, client_id), digest in self.acknowledged.items():
+            row, attempt = self.cohorts[key][client_id], self.attempts[key]
+            assert row.digest == digest
+            if row.state is AssignmentState.DROPPED:
+                assert attempt.phase is AttemptPhase.ABANDONED
+                assert row.reason is not None
+                assert self.jobs[key.job_id].spec.durability == "memory" or "restarted" not in attempt.reason
+            else:
+                assert row.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
 
     def _check_fleet(self) -> None:
         """Every busy client works for one attempt, does not wait, and the coordinator knows it."""
@@ -263,6 +284,9 @@ class Ledger:
             assert deadlines, "nobody is left to wait for"
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report has no end"
+        assert [each.report_number for each in attempt.reported] == list(range(1, attempt.num_reported + 1))
+        if attempt.is_open and attempt.kind is AttemptKind.TRAIN:
+            assert self.folded.get(attempt.key, []) == [each.client_id for each in attempt.reported]
 
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""
@@ -272,3 +296,7 @@ class Ledger:
         if attempt.phase is AttemptPhase.SELECTING:
             assert attempt.selection_ends_at > now
         assert all(each.deadline_at > now for each in attempt.assignments.values() if each.is_busy)
+
+
+def _shifted(row: Assignment, shift_s: float) -> Assignment:
+    return dataclasses.replace(row, assigned_at=row.assigned_at + shift_s, deadline_at=row.deadline_at + shift_s)

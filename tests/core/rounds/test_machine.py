@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import hypothesis
+import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
     Action,
     AggregationFailed,
@@ -23,14 +24,14 @@ from fedplat.rounds.events import (
     ClientLeft,
     Event,
     OperatorCommand,
-    ServerRestarted,
     TimerFired,
     UpdateRejected,
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.states import ENDED_JOBS, AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase, JobStatus, Reason
 
+DAY_S = 86_400.0
 PROFILE = hypothesis.settings(
     derandomize=True,
     database=None,
@@ -59,7 +60,7 @@ FLEET: dict[str, ClientCheckedIn] = {
     "other": make_client("other", population="other"),
 }
 Step = tuple[str, str, str, int]
-WORDS = "check_in check_in leave upload report report reject fail timer timer operate restart done undone"
+WORDS = "check_in check_in leave upload report report reject fail timer timer operate done undone"
 STEPS = st.tuples(
     st.sampled_from(WORDS.split()),
     st.sampled_from(sorted(JOBS)),
@@ -84,7 +85,6 @@ def make_event(driver: Driver, step: Step) -> Event:
         "fail": AssignmentFailed(key, client_id, Reason.TRAINER_ERROR, "text"),
         "timer": TimerFired(job_id),
         "operate": OperatorCommand(job_id, tuple(Action)[variant]),
-        "restart": ServerRestarted(job_id),
         "done": make_aggregated(job) if job.attempt is not None else TimerFired(job_id),
         "undone": AggregationFailed(key, "text"),
     }
@@ -94,9 +94,15 @@ def make_event(driver: Driver, step: Step) -> Event:
 class Schedules(RuleBasedStateMachine):
     """The driver checks the invariants; this only invents what happens."""
 
-    @initialize(seed=st.integers(0, 3), started=st.booleans(), max_waiting=st.sampled_from((3, 100)))
-    def begin(self, seed: int, started: bool, max_waiting: int) -> None:
-        jobs = (make_job(job_id, spec) for job_id, spec in JOBS.items())
+    @initialize(
+        seed=st.integers(0, 3),
+        started=st.booleans(),
+        max_waiting=st.sampled_from((3, 100)),
+        in_memory=st.sets(st.sampled_from(sorted(JOBS))),
+    )
+    def begin(self, seed: int, started: bool, max_waiting: int, in_memory: set[str]) -> None:
+        specs = JOBS | {job_id: msgspec.structs.replace(JOBS[job_id], durability="memory") for job_id in in_memory}
+        jobs = (make_job(job_id, spec) for job_id, spec in specs.items())
         self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
         if started:
             self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
@@ -139,15 +145,31 @@ class Schedules(RuleBasedStateMachine):
         working = reports(self.driver, job_id)
         self.driver.do(*(UploadStarted(each.key, each.client_id) for each in working[which : which + 1]))
 
-    @rule()
-    @precondition(lambda self: self.driver.now > 0)
-    def the_server_crashes(self) -> None:
-        self.driver.crash()
+    @rule(down_s=st.sampled_from((0.0, 0.0, 5.0, 31.0, 200.0)), clock_s=st.sampled_from((0.0, 0.0, -DAY_S, DAY_S)))
+    def the_server_crashes(self, down_s: float, clock_s: float) -> None:
+        before = {job_id: job.open_attempt for job_id, job in self.driver.coordinator.jobs.items()}
+        self.driver.crash(down_s, clock_s)
+        for job_id, attempt in before.items():
+            check_restart(self.driver.coordinator.jobs[job_id], attempt, self.driver.now)
 
     def teardown(self) -> None:
         """Whatever has happened: when the fleet behaves from now on, every job ends."""
         if hasattr(self, "driver"):
             finish(self.driver)
+
+
+def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
+    """What was open before the crash is open again, unless time was over; nobody has got more time than a new one."""
+    after = job.attempt
+    if before is None or after is None or after.key != before.key:  # too few had reported; the next one is open
+        return
+    if job.spec.durability == "memory":
+        assert (after.phase, after.reason) == (AttemptPhase.ABANDONED, "the server was restarted")
+    elif not after.is_open:
+        assert before.phase is AttemptPhase.COLLECTING or before.kind is AttemptKind.EVALUATE
+    assert after.selection_ends_at <= now + job.spec.deadlines.selection_s
+    longest = max(job.spec.deadlines.training_s, job.spec.deadlines.upload_s)
+    assert all(each.deadline_at <= now + longest for each in after.assignments.values() if each.is_busy)
 
 
 def finish(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Operators, restarts, and every event in every phase."""
+"""Operators, and every event in every phase."""
 
 from __future__ import annotations
 
@@ -191,50 +191,6 @@ def test_a_cancellation_ends_everything(phase: Callable[[], Driver]) -> None:
     if late is not None:
         assert driver.verdict(late) == Verdict(Reason.STALE)
     assert driver.job.latest.version == version
-
-
-# --- restart ---
-
-
-@pytest.mark.parametrize("phase", [selecting, collecting, committing])
-def test_after_a_restart_the_round_is_tried_again_at_once(phase: Callable[[], Driver]) -> None:
-    driver = phase()
-    key, counts = driver.key, driver.counts()
-    driver.restart()
-    abandoned = driver.ledger.attempts[key]
-    assert (abandoned.phase, abandoned.reason) == (AttemptPhase.ABANDONED, "the server was restarted")
-    assert {name: n for name, n in abandoned.counts.items() if n} == (
-        {"DROPPED": sum(counts.values())} if counts else {}
-    )
-    assert driver.job.failures == 0
-    assert (driver.key, driver.attempt.phase) == (("j", 1, key.number + 1), AttemptPhase.SELECTING)
-    assert driver.job.resume_at is None
-
-
-def test_after_a_restart_back_off_is_over() -> None:
-    driver = backing_off()
-    driver.restart()
-    assert (driver.key, driver.job.failures) == (("j", 1, 2), 1)
-
-
-def test_an_evaluation_that_a_restart_ended_is_not_tried_again() -> None:
-    driver = evaluating()
-    driver.restart()
-    assert driver.key == ("j", 2, 1)
-
-
-@pytest.mark.parametrize("phase", [drafted, paused, completed, failed, cancelled])
-def test_a_restart_writes_nothing_for_jobs_that_had_nothing_under_way(phase: Callable[[], Driver]) -> None:
-    driver = phase()
-    proposal = driver.restart()
-    assert proposal.verdicts[0].accepted
-    assert (proposal.changes, proposal.commands) == ([], [])
-
-
-def test_a_job_that_was_paused_while_it_committed_is_still_paused_after_a_restart() -> None:
-    driver = paused_while_committing()
-    driver.restart()
-    assert (driver.job.status, driver.attempt.phase) == (PAUSED, AttemptPhase.ABANDONED)
 
 
 # --- mistakes ---
