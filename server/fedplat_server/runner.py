@@ -128,7 +128,9 @@ class Runner:
                 verdicts = zip(batch, proposal.verdicts, strict=True)
                 audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
                 # A cancellation must not leave open whether the changes were stored.
-                await _finish(self._store.save(proposal.changes, audit))
+                await _finish(
+                    self._store.save(proposal.changes, context.now, save_id=secrets.token_hex(8), audit=audit)
+                )
         except StoreError as exc:
             self.coordinator.reject(proposal)
             await self._not_stored(batch, actor, exc)

@@ -22,19 +22,20 @@ from fedplat_server.store.port import (
 )
 
 
-def as_stored(job: JobState) -> JobState:
-    """What a store gives back of a job: all but the moments, which mean nothing after a restart."""
+def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
+    """What a store gives back of a job: only assignments keep their moments, on a clock that is ahead by `shift_s`."""
     attempt = job.attempt
     if attempt is not None:
-        forgotten = {name: _forget(assignment) for name, assignment in attempt.assignments.items()}
+        moved = [_moved(assignment, shift_s) for assignment in attempt.assignments.values()]
         attempt = dataclasses.replace(
-            attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments=forgotten
-        )
+            attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments={}, counts={}
+        ).with_assignments(moved)
     return dataclasses.replace(job, attempt=attempt, resume_at=None)
 
 
-def _forget(assignment: Assignment) -> Assignment:
-    return dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
+def _moved(assignment: Assignment, shift_s: float) -> Assignment:
+    assigned_at, deadline_at = assignment.assigned_at + shift_s, assignment.deadline_at + shift_s
+    return dataclasses.replace(assignment, assigned_at=assigned_at, deadline_at=deadline_at)
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ class _Attempt:
     attempt: Attempt  # as of the last change; the assignments are kept beside it
     opened_unix_s: float
     ended_unix_s: float | None = None
+    # With their moments on the wall clock.
     assignments: dict[str, Assignment] = dataclasses.field(default_factory=dict[str, Assignment])
 
     def record(self) -> AttemptRecord:
@@ -68,14 +70,15 @@ class _Job:
     job_file: str
     created_unix_s: float
     versions: list[VersionRecord]
+    save_id: str = ""
     attempts: dict[AttemptKey, _Attempt] = dataclasses.field(default_factory=dict[AttemptKey, _Attempt])
 
-    def record(self) -> JobRecord:
+    def record(self, epoch_unix_s: float) -> JobRecord:
         attempt = self.state.attempt
         if attempt is not None:
             kept = self.attempts[attempt.key].assignments
             attempt = dataclasses.replace(attempt, assignments=dict(kept))
-        state = as_stored(dataclasses.replace(self.state, attempt=attempt))
+        state = as_stored(dataclasses.replace(self.state, attempt=attempt), -epoch_unix_s)
         return JobRecord(state, self.job_file, self.created_unix_s)
 
 
@@ -145,25 +148,35 @@ class MemoryStore(MemoryPeople):
             self._jobs[state.job_id] = _Job(state, job_file, now, [VersionRecord(state.latest, now, {})])
             self._note(state.job_id, HistoryRow("job", "", state.status), now)
             await self.append_audit(audit)
-        return self._jobs[self._job_keys[idempotency_key]].record()
+        return self._jobs[self._job_keys[idempotency_key]].record(self._clock())
 
-    async def load_jobs(self) -> list[JobRecord]:
+    async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""
-        return [job.record() for job in self._jobs.values()]
+        epoch_unix_s = self._clock() - now
+        return [job.record(epoch_unix_s) for job in self._jobs.values()]
 
-    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
+    async def save(
+        self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
+    ) -> None:
         """Writes changes, all or none; see the port."""
         self._check(changes)
+        unix_s = self._clock()
         for change in changes:
-            self._apply(change, self._clock())
+            self._apply(change, unix_s, unix_s - now)
+            self._jobs[change.job.job_id].save_id = save_id
         await self.append_audit(audit)
+
+    async def last_save(self, job_id: str) -> str:
+        """The id of the save that changed a job last; see the port."""
+        return self._jobs[job_id].save_id
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
         """The assignment with this token, however old."""
         if token_hash not in self._tokens:
             return None
         key, client_id = self._tokens[token_hash]
-        return key, _forget(self._jobs[key.job_id].attempts[key].assignments[client_id])
+        found = self._jobs[key.job_id].attempts[key].assignments[client_id]
+        return key, dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
 
     async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
         """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
@@ -185,6 +198,8 @@ class MemoryStore(MemoryPeople):
         if job is None or not 0 <= version < len(job.versions):
             raise StoreError(f"job {job_id} has no version {version}")
         record = job.versions[version]
+        if record.metrics == metrics and metrics:
+            return
         job.versions[version] = dataclasses.replace(record, metrics=dict(metrics))
         said, number = record.version, str(version)
         row = HistoryRow("version", number, number, said.round, said.attempt, metrics=dict(metrics))
@@ -229,7 +244,7 @@ class MemoryStore(MemoryPeople):
                     raise StoreError("another assignment has this token")
                 tokens[token] = place
 
-    def _apply(self, change: Change, now: float) -> None:
+    def _apply(self, change: Change, now: float, epoch_unix_s: float) -> None:
         job = self._jobs[change.job.job_id]
         job.state = change.job
         if change.attempt is not None:
@@ -241,7 +256,7 @@ class MemoryStore(MemoryPeople):
             for assignment in change.assignments:
                 if (old := kept.assignments.get(assignment.client_id)) is not None:
                     del self._tokens[old.token_hash]
-                kept.assignments[assignment.client_id] = assignment
+                kept.assignments[assignment.client_id] = _moved(assignment, epoch_unix_s)
                 self._tokens[assignment.token_hash] = (key, assignment.client_id)
         if change.version is not None:
             job.versions.append(VersionRecord(change.version, now, {}))

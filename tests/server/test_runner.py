@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +15,6 @@ from fedplat.rounds.commands import Abort, Assign, Command, Refuse
 from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server import runner as module
-from fedplat_server.audit import AuditEntry
 from fedplat_server.check_in import wait_for_work
 from fedplat_server.desk import Desk
 from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
@@ -196,11 +195,11 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
         poison = asyncio.Event()
         save = it.store.inner.save
 
-        async def picky(changes: Sequence[Change], audit: Sequence[AuditEntry]) -> None:
+        async def picky(changes: Sequence[Change], now: float, **more: Any) -> None:
             if any(change.job.job_id == "toy" for change in changes):
                 poison.set()
                 raise StoreError("refused for good")
-            await save(changes, audit)
+            await save(changes, now, **more)
 
         it.store.inner.save = picky  # pyright: ignore[reportAttributeAccessIssue]
         results = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.PAUSE), return_exceptions=True)

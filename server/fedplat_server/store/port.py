@@ -2,8 +2,8 @@
 
 Every method is atomic. Every adapter passes the contract suite `tests/server/store/test_contract*.py`. Errors are
 `StoreUnavailableError` (try again later) and `StaleRevisionError` (read again first); nothing of a database
-library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock, for people only: nothing
-decides by them.
+library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock. People read them, and the
+deadlines of assignments are found again by them after a restart; nothing in a running server decides by them.
 """
 
 from __future__ import annotations
@@ -126,24 +126,32 @@ class Store(OperatorStore, AuditStore, Protocol):
         """
         ...
 
-    async def load_jobs(self) -> list[JobRecord]:
+    async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation, as the coordinator left it.
 
         That is: with its last attempt and that attempt's assignments (train or evaluate), its latest version, and
         the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its assignments that were
-        reported in attempts of kind TRAIN. Moments (`…_at`) are zero or None: they mean nothing any more.
+        reported in attempts of kind TRAIN. The moments of assignments (`…_at`) are on the clock that says `now`, as
+        far as the wall clock can be trusted; all others are zero or None: they mean nothing any more.
         """
         ...
 
-    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
+    async def save(
+        self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
+    ) -> None:
         """Writes changes in order, all or none: job, attempt, assignments, version, history, audit log.
 
-        Raises `StaleRevisionError` when a job's revision is not the expected one.
+        `now` is this moment on the clock of the changes' moments. Raises `StaleRevisionError` when a job's revision
+        is not the expected one. After `StoreUnavailableError` nobody knows; `last_save` tells.
         """
+        ...
+
+    async def last_save(self, job_id: str) -> str:
+        """The id of the save that changed a job last; waits for one that is under way, whoever began it."""
         ...
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
-        """The assignment with this token, however old."""
+        """The assignment with this token, however old; its moments are zero."""
         ...
 
     async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
@@ -162,6 +170,7 @@ class Store(OperatorStore, AuditStore, Protocol):
         """Notes what the server's evaluator said of a version, and adds a history row.
 
         The row: entity "version", both states the version's number, the version's round and attempt, the metrics.
+        Said again, it changes nothing.
         """
         ...
 

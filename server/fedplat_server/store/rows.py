@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -82,7 +81,7 @@ def attempt_values(attempt: Attempt, unix_s: float) -> Values:
 
 
 def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
-    """A row of `attempts` and its assignments; moments are forgotten."""
+    """A row of `attempts` and its assignments; moments of its own are forgotten."""
     found = Attempt(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -96,7 +95,7 @@ def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
         reason=row.reason,
         metrics=row.metrics,
     )
-    return dataclasses.replace(found.with_assignments(cohort), wakeup_at=None)
+    return found.with_assignments(cohort)
 
 
 def attempt_record(row: Row, counts: Mapping[AssignmentState, int]) -> AttemptRecord:
@@ -117,8 +116,11 @@ def attempt_record(row: Row, counts: Mapping[AssignmentState, int]) -> AttemptRe
     )
 
 
-def assignment_values(key: AttemptKey, assignment: Assignment, revision: int) -> Values:
-    """An assignment that changed in this revision of its job, as a row of `assignments`."""
+def assignment_values(key: AttemptKey, assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
+    """An assignment that changed in this revision of its job, as a row of `assignments`.
+
+    `epoch_unix_s` is where the clock of its moments stands at 0.
+    """
     return {
         "job_id": key.job_id,
         "round": key.round,
@@ -134,17 +136,22 @@ def assignment_values(key: AttemptKey, assignment: Assignment, revision: int) ->
         "metrics": assignment.metrics,
         "took_s": assignment.took_s,
         "reported_revision": revision if assignment.took_s is not None else None,
+        "assigned_unix_s": epoch_unix_s + assignment.assigned_at,
+        "deadline_unix_s": epoch_unix_s + assignment.deadline_at,
+        "report_number": assignment.report_number,
     }
 
 
-def assignment(row: Row) -> Assignment:
-    """A row of `assignments`; moments are forgotten."""
+def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
+    """A row of `assignments`, with its moments on a clock that stands at 0 at `epoch_unix_s`, or without them."""
+    moments = [row.assigned_unix_s, row.deadline_unix_s]
+    assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
     return Assignment(
         client_id=row.client_id,
         token_hash=row.token_hash,
         state=AssignmentState(row.state),
-        assigned_at=0.0,
-        deadline_at=0.0,
+        assigned_at=assigned_at,
+        deadline_at=deadline_at,
         reason=Reason(row.reason) if row.reason is not None else None,
         text=row.text,
         digest=row.digest,
@@ -152,6 +159,7 @@ def assignment(row: Row) -> Assignment:
         weight=row.weight,
         metrics=row.metrics,
         took_s=row.took_s,
+        report_number=row.report_number,
     )
 
 

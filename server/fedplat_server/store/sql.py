@@ -139,27 +139,39 @@ class SqlStore(sql_people.SqlPeople):
                 await connection.execute(model_versions.insert().values(version))
                 await connection.execute(history.insert().values(row))
                 await sql_people.append(connection, audit, now)
-            return (await _load_jobs(connection, jobs.c.idempotency_key == idempotency_key))[0]
+            return (await _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key))[0]
 
         with crash.step("create_job"):
             return await self._database.write(work)
 
-    async def load_jobs(self) -> list[JobRecord]:
+    async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""
-        return await self._database.read(_load_jobs)
+        epoch_unix_s = self._clock() - now
+        return await self._database.read(lambda connection: _load_jobs(connection, epoch_unix_s))
 
-    async def save(self, changes: Sequence[Change], audit: Sequence[AuditEntry] = ()) -> None:
+    async def save(
+        self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
+    ) -> None:
         """Writes changes, all or none; see the port."""
-        now = self._clock()
-        batch = writes.flatten(changes, now)
+        batch = writes.flatten(changes, writes.Batch(self._clock(), now, save_id))
 
         async def work(connection: AsyncConnection) -> None:
             await writes.write(connection, batch)
-            await sql_people.append(connection, audit, now)
+            await sql_people.append(connection, audit, batch.unix_s)
 
         if batch.jobs or audit:
             with crash.step("save"):
                 await self._database.write(work)
+
+    async def last_save(self, job_id: str) -> str:
+        """The id of the save that changed a job last; see the port."""
+        # A save holds the lock on its jobs' rows until its fate is decided, also if nobody waits for it any more.
+        locked = select(jobs.c.save_id).where(jobs.c.job_id == job_id).with_for_update()
+
+        async def work(connection: AsyncConnection) -> str:
+            return (await connection.execute(locked)).scalar_one()
+
+        return await self._database.write(work)
 
     async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
         """The assignment with this token, however old."""
@@ -220,6 +232,8 @@ class SqlStore(sql_people.SqlPeople):
             row = (await connection.execute(select(model_versions).where(mine))).one_or_none()
             if row is None:
                 raise StoreError(f"job {job_id} has no version {version}")
+            if row.metrics == metrics and metrics:
+                return  # said before, and the reply was lost
             await connection.execute(model_versions.update().where(mine).values(metrics=metrics))
             number = str(version)
             said = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
@@ -253,22 +267,21 @@ class SqlStore(sql_people.SqlPeople):
 
 
 async def _load_jobs(
-    connection: AsyncConnection, which: sqlalchemy.ColumnElement[bool] | None = None
+    connection: AsyncConnection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
 ) -> list[JobRecord]:
     query = select(jobs).order_by(jobs.c.sequence)
     if which is not None:
         query = query.where(which)
-    return [await _load_job(connection, row) for row in (await connection.execute(query)).all()]
+    return [await _load_job(connection, row, epoch_unix_s) for row in (await connection.execute(query)).all()]
 
 
-async def _load_job(connection: AsyncConnection, row: rows.Row) -> JobRecord:
+async def _load_job(connection: AsyncConnection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
     latest = select(model_versions).where(
         model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
     )
     version = rows.model_version((await connection.execute(latest)).one())
-    return rows.job_record(
-        row, version, await _last_attempt(connection, row.job_id), await _durations(connection, row.job_id)
-    )
+    last = await _last_attempt(connection, row.job_id, epoch_unix_s)
+    return rows.job_record(row, version, last, await _durations(connection, row.job_id))
 
 
 async def _newest(connection: AsyncConnection, job_id: str) -> rows.Row | None:
@@ -283,13 +296,13 @@ def _of_attempt(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
     return sqlalchemy.and_(*(c == v for c, v in zip(mine, (row.job_id, row.round, row.number), strict=True)))
 
 
-async def _last_attempt(connection: AsyncConnection, job_id: str) -> Attempt | None:
+async def _last_attempt(connection: AsyncConnection, job_id: str, epoch_unix_s: float) -> Attempt | None:
     row = await _newest(connection, job_id)
     if row is None:
         return None
     cohort = select(assignments).where(_of_attempt(row))
     found = await connection.execute(cohort.order_by(assignments.c.client_id))
-    return rows.attempt(row, [rows.assignment(one) for one in found])
+    return rows.attempt(row, [rows.assignment(one, epoch_unix_s) for one in found])
 
 
 async def _durations(connection: AsyncConnection, job_id: str) -> tuple[float, ...]:

@@ -98,6 +98,8 @@ jobs = Table(
     Column("latest_version", Integer, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Column("created_unix_s", Float, nullable=False),
+    # Names the save that changed the job last: one whose reply was lost is found again by it.
+    Column("save_id", String, nullable=False, server_default=""),
 )
 
 attempts = Table(
@@ -146,6 +148,9 @@ assignments = Table(
     Column("took_s", Float),
     # The job's revision in which it was reported: the order of reports within a job.
     Column("reported_revision", BigInteger),
+    Column("assigned_unix_s", Float, nullable=False, server_default="0"),
+    Column("deadline_unix_s", Float, nullable=False, server_default="0"),
+    Column("report_number", Integer),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],

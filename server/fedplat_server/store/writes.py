@@ -29,8 +29,14 @@ _COMPARE_AND_SET = tables.jobs.update().where(
 
 @dataclasses.dataclass
 class Batch:
-    """The rows of a sequence of changes. `expected` holds the revision that each job must have before."""
+    """The rows of a sequence of changes, made at `unix_s` on the wall clock and at `now` on the clock of their moments.
 
+    `expected` holds the revision that each job must have before.
+    """
+
+    unix_s: float
+    now: float
+    save_id: str
     expected: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     jobs: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
     attempts: dict[AttemptKey, Values] = dataclasses.field(default_factory=dict[AttemptKey, Values])
@@ -40,17 +46,17 @@ class Batch:
     versions: list[Values] = dataclasses.field(default_factory=list[Values])
     history: list[Values] = dataclasses.field(default_factory=list[Values])
 
-    def add(self, change: Change, unix_s: float) -> None:
-        """Takes a change in, made at this moment. Raises `StaleRevisionError` if it does not follow the last."""
-        job_id = change.job.job_id
+    def add(self, change: Change) -> None:
+        """Takes a change in. Raises `StaleRevisionError` if it does not follow the last."""
+        job_id, unix_s = change.job.job_id, self.unix_s
         if job_id in self.jobs and self.jobs[job_id]["revision"] != change.expected_revision:
             raise stale(job_id, change.expected_revision)
         self.expected.setdefault(job_id, change.expected_revision)
-        self.jobs[job_id] = rows.job_values(change.job)
+        self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
         if change.attempt is not None:
             self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
             for assignment in change.assignments:
-                values = rows.assignment_values(change.attempt.key, assignment, change.job.revision)
+                values = rows.assignment_values(change.attempt.key, assignment, change.job.revision, unix_s - self.now)
                 place = (change.attempt.key, assignment.client_id)
                 earlier = self.assignments.get(place)
                 if earlier is not None and earlier["reported_revision"] is not None:
@@ -66,11 +72,10 @@ def stale(job_id: str, expected: int) -> StaleRevisionError:
     return StaleRevisionError(f"job {job_id} is not at revision {expected} any more: read it again")
 
 
-def flatten(changes: Iterable[Change], unix_s: float) -> Batch:
+def flatten(changes: Iterable[Change], batch: Batch) -> Batch:
     """Changes as rows. Raises `StaleRevisionError` if those of one job do not follow each other."""
-    batch = Batch()
     for change in changes:
-        batch.add(change, unix_s)
+        batch.add(change)
     return batch
 
 

@@ -13,7 +13,7 @@ from fedplat_server.errors import OperatorError, StaleRevisionError
 from fedplat_server.operators import OperatorRecord, Role
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
-from server.store.driver import JOB_FILE, Driver, draft
+from server.store.driver import JOB_FILE, NOW, Driver, draft
 
 ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
 BEN = OperatorRecord("ben", Role.VIEWER, 2.5, expires_unix_s=3.5)
@@ -92,8 +92,8 @@ async def test_a_change_and_its_note_are_stored_together_or_not_at_all(store: St
     driver = Driver(store)
     await driver.create("j-1")
     changes = driver.propose(OperatorCommand("j-1", Action.PAUSE)).changes
-    await store.save(changes, [note("anna")])
+    await store.save(changes, NOW, audit=[note("anna")])
     with pytest.raises(StaleRevisionError):
-        await store.save(changes, [note("anna")])
+        await store.save(changes, NOW, audit=[note("anna")])
     assert [row.actor for row in await store.list_audit()] == ["anna"]
     assert await problems(store) == []

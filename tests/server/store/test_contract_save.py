@@ -14,12 +14,14 @@ from fedplat_server.errors import StaleRevisionError, StoreError
 from fedplat_server.store.port import Store
 from server.store.driver import (
     JOB_FILE,
+    NOW,
     Driver,
     check_invariants,
     digest_of,
     draft,
     eventful,
     run_to_the_end,
+    without_moments,
 )
 
 
@@ -58,7 +60,7 @@ async def test_many_steps_are_saved_at_once(store: Store) -> None:
     driver.coordinator.accept(proposal)
     after = driver.propose(AttemptAggregated(key, driver.next_version("one")))
     driver.coordinator.accept(after)
-    await store.save([*proposal.changes, *after.changes])
+    await store.save([*proposal.changes, *after.changes], NOW)
     await driver.check()
     assert len(driver.coordinator.jobs["one"].durations) == 3
     await check_invariants(store)
@@ -80,7 +82,7 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
             proposal = driver.propose(UpdateReported(key, name, digest_of(key, name), 1.0))
             driver.coordinator.accept(proposal)
             changes += proposal.changes
-        await store.save(changes)
+        await store.save(changes, NOW)
         await driver.aggregate("one")
     (record,) = await store.load_jobs()
     assert len(record.state.durations) == sync.REMEMBERED_DURATIONS
@@ -88,7 +90,7 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
 
 
 async def test_an_empty_save_does_nothing(store: Store) -> None:
-    await store.save([])
+    await store.save([], NOW)
 
 
 @pytest.mark.fault("F20")
@@ -96,9 +98,9 @@ async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
     proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
-    await store.save(proposal.changes)
+    await store.save(proposal.changes, NOW)
     with pytest.raises(StaleRevisionError):
-        await store.save(proposal.changes)
+        await store.save(proposal.changes, NOW)
 
 
 @pytest.mark.fault("F20")
@@ -106,7 +108,7 @@ async def test_of_two_that_save_the_same_revision_one_wins(store: Store) -> None
     driver = Driver(store)
     await driver.create("one")
     proposals = [driver.propose(OperatorCommand("one", action)) for action in (Action.PAUSE, Action.CANCEL) * 4]
-    results = await asyncio.gather(*(store.save(p.changes) for p in proposals), return_exceptions=True)
+    results = await asyncio.gather(*(store.save(p.changes, NOW) for p in proposals), return_exceptions=True)
     assert sum(result is None for result in results) == 1
     assert sum(isinstance(result, StaleRevisionError) for result in results) == 7
     (record,) = await store.load_jobs()
@@ -130,14 +132,14 @@ async def _everything(store: Store, job_ids: tuple[str, ...]) -> list[object]:
         ]
         for job_id in job_ids
     ]
-    return [await store.load_jobs(), per_job]
+    return [[without_moments(record.state) for record in await store.load_jobs()], per_job]
 
 
 async def _refused(store: Store, *changes: Change, error: type[StoreError] = StoreError) -> None:
     """Saves changes, and asserts that it fails and leaves nothing behind."""
     before = await _everything(store, ("one", "two"))
     with pytest.raises(error):
-        await store.save(changes)
+        await store.save(changes, NOW)
     assert await _everything(store, ("one", "two")) == before
     for change in changes:
         for assignment in change.assignments:
@@ -169,7 +171,7 @@ async def test_a_save_is_all_or_nothing(store: Store) -> None:
     double = dataclasses.replace(second, version=driver.coordinator.jobs["two"].latest)
     await _refused(store, first, double)
 
-    await store.save([first, second])
+    await store.save([first, second], NOW)
 
 
 async def test_a_round_has_one_version(store: Store) -> None:

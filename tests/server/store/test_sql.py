@@ -18,7 +18,7 @@ from fedplat_server.store.database import MAX_TRIES
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import SqlStore, open_store
 from server.databases import execute_sql
-from server.store.driver import JOB_FILE, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
+from server.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 
 SHORT_JOB = JOB_FILE.replace("rounds = 3", "rounds = 1").replace("goal = 3", "goal = 2")
 
@@ -76,7 +76,9 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
         for action in (Action.PAUSE, Action.RESUME) * 5:
             commands = [OperatorCommand(job_id, action) for job_id in "abcdef"]
             here, there = driver.propose(*commands), driver.propose(*reversed(commands))
-            results = await asyncio.gather(one.save(here.changes), two.save(there.changes), return_exceptions=True)
+            results = await asyncio.gather(
+                one.save(here.changes, NOW), two.save(there.changes, NOW), return_exceptions=True
+            )
             assert sum(result is None for result in results) == 1
             driver.coordinator.accept(here)  # both say the same
         await driver.check()
@@ -89,7 +91,7 @@ async def test_a_cancelled_save_happens_or_not(sql_store: SqlStore) -> None:
     for turns in range(40):
         action = Action.RESUME if driver.coordinator.jobs["one"].status is JobStatus.PAUSED else Action.PAUSE
         proposal = driver.propose(OperatorCommand("one", action))
-        task = asyncio.create_task(sql_store.save(proposal.changes))
+        task = asyncio.create_task(sql_store.save(proposal.changes, NOW))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -228,9 +230,9 @@ async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> 
         await execute_sql(postgres, *_fails(1, "PERFORM pg_terminate_backend(pg_backend_pid())"))
         proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
         with pytest.raises(StoreUnavailableError):
-            await store.save(proposal.changes)
+            await store.save(proposal.changes, NOW)
         await driver.check()  # nothing was saved
-        await store.save(proposal.changes)
+        await store.save(proposal.changes, NOW)
         driver.coordinator.accept(proposal)
         await driver.check()
 
