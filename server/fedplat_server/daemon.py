@@ -32,6 +32,7 @@ from fedplat_server.desk import Desk
 from fedplat_server.errors import ConfigError
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc import serving
+from fedplat_server.rpc.health import Health
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services
@@ -49,7 +50,7 @@ class _Serving:
     parts: _Parts
     runner_task: asyncio.Task[None]
     server: aio.Server
-    checks: Any  # the health service, whose package has no types
+    health: Health
 
 
 class Daemon:
@@ -88,9 +89,11 @@ class Daemon:
         runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, runner_task)
         await parts.restore()
-        server, checks, self.port = await serving.serve(self._config, parts.services)
+        server, health, self.port = await serving.serve(self._config, parts.services)
         stack.push_async_callback(server.stop, 0)
-        return _Serving(parts, runner_task, server, checks)
+        watch = asyncio.create_task(health.watch(store, parts.services.runner), name="health")
+        stack.push_async_callback(_cancel, watch)
+        return _Serving(parts, runner_task, server, health)
 
     async def _unless_stopped(self, start: Coroutine[None, None, _Serving]) -> _Serving | None:
         """Waits for the start, unless somebody does not want it any more: a database may answer late, or never."""
@@ -117,7 +120,7 @@ class Daemon:
         grace_s, services = self._config.grace_s, serving.parts.services
         logs.get().info("the server is stopping", grace_s=grace_s)
         services.draining = True
-        await serving.checks.enter_graceful_shutdown()
+        await serving.health.stop()
         services.jobs.wake_all()
         services.desk.send_away()
         with contextlib.suppress(TimeoutError):

@@ -2,14 +2,18 @@
 
 The loop in `run` is the whole of it. All events that wait are one batch and one transaction, so a thousand
 reports cost a few commits. Whoever submits an event learns its verdict after it is stored. When the database
-does not answer, the batch never happened: callers are told, and the server's own events are tried again. When it
 refuses a batch for good, each event is tried alone, so that what one caller sent harms nobody else.
+
+When it does not answer, the batch may have been stored or not (the reply may be all that was lost). Callers are told
+at once, and the runner asks until the database says which: it knows each save by its id. Only then does anything else
+happen, so that nothing is applied twice and nothing is built on a state that is not the stored one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from hashlib import sha256
@@ -27,6 +31,8 @@ from fedplat_server.store.port import Store
 
 MAX_BATCH = 1000
 STORE_RETRY_S = 0.5
+"""The first pause before a database that did not answer is asked again; the pauses double."""
+LONGEST_STORE_RETRY_S = 5.0
 
 
 def hash_secret(secret: str) -> bytes:
@@ -72,6 +78,7 @@ class Runner:
         self._rng = np.random.default_rng(secrets.randbits(128))
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._ended: BaseException | None = None
+        self._doubt: StoreUnavailableError | None = None
 
     @property
     def now(self) -> float:
@@ -92,6 +99,8 @@ class Runner:
         """
         if self._ended is not None:
             raise StoreUnavailableError(f"the server stops: {self._ended}") from self._ended
+        if self._doubt is not None:
+            raise StoreUnavailableError(str(self._doubt)) from self._doubt
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Item(event, answer, when_stored, audit))
         return await answer
@@ -110,6 +119,11 @@ class Runner:
             raise
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether the database did not answer, so that it is not known what it holds."""
+        return self._doubt is not None
+
+    @property
     def has_events(self) -> bool:
         """Whether events wait to be stored, or are being stored."""
         return bool(self._in_hand) or not self._queue.empty()
@@ -123,17 +137,22 @@ class Runner:
     async def _do(self, batch: list[_Item], actor: Actor) -> None:
         context = Context(now=self._clock(), rng=self._rng, new_token=new_token)
         proposal = self.coordinator.propose([item.event for item in batch], context)
+        verdicts = zip(batch, proposal.verdicts, strict=True)
+        audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
+        save_id = secrets.token_hex(8)
         try:
             if proposal.changes:
-                verdicts = zip(batch, proposal.verdicts, strict=True)
-                audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
                 # A cancellation must not leave open whether the changes were stored.
-                await _finish(
-                    self._store.save(proposal.changes, context.now, save_id=secrets.token_hex(8), audit=audit)
-                )
+                await _finish(self._store.save(proposal.changes, context.now, save_id=save_id, audit=audit))
+        except StoreUnavailableError as exc:
+            if not await self._was_saved(proposal, save_id, batch, exc):
+                self.coordinator.reject(proposal)
+                for item in batch:
+                    self._put_off(item, exc)
+                return
         except StoreError as exc:
             self.coordinator.reject(proposal)
-            await self._not_stored(batch, actor, exc)
+            await self._refused(batch, actor, exc)
             return
         self.coordinator.accept(proposal)
         self._answer(batch, proposal)
@@ -151,16 +170,36 @@ class Runner:
             if item.answer is not None and not item.answer.done():
                 item.answer.set_result(verdict)
 
-    async def _not_stored(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
+    async def _was_saved(
+        self, proposal: Proposal, save_id: str, batch: list[_Item], exc: StoreUnavailableError
+    ) -> bool:
+        """Asks the database until it says whether it has the changes. Meanwhile callers are sent away."""
+        logs.get().error("the database does not answer", events=len(batch), error=str(exc))
+        self._doubt = exc
+        waiting = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        for item in (*batch, *waiting):
+            _tell(item, exc)
+        for item in waiting:
+            if item.answer is None:
+                self._queue.put_nowait(item)
+        pause_s = STORE_RETRY_S
+        while True:
+            try:
+                last = await self._store.last_save(proposal.changes[0].job.job_id)
+                break
+            except StoreUnavailableError:
+                await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, LONGEST_STORE_RETRY_S)
+        self._doubt = None
+        logs.get().info("the database answers again", saved=last == save_id)
+        return last == save_id
+
+    async def _refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
         if isinstance(exc, StaleRevisionError):
             raise StaleRevisionError(
                 f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"
             ) from exc
-        if isinstance(exc, StoreUnavailableError):
-            logs.get().error("the database does not answer; nothing was changed", events=len(batch), error=str(exc))
-            for item in batch:
-                self._put_off(item, exc)
-        elif len(batch) > 1:
+        if len(batch) > 1:
             for item in batch:
                 await self._do([item], actor)
         elif batch[0].answer is None:
@@ -175,8 +214,7 @@ class Runner:
             self.coordinator.room.leave(item.event.client_id)
         elif item.answer is None:
             asyncio.get_running_loop().call_later(STORE_RETRY_S, self._queue.put_nowait, item)
-        if item.answer is not None and not item.answer.done():
-            item.answer.set_exception(type(exc)(str(exc)))
+        _tell(item, exc)
 
     def _end(self, exc: BaseException) -> None:
         """Nobody shall wait for a verdict that never comes."""
@@ -185,8 +223,7 @@ class Runner:
         while not self._queue.empty():
             left.append(self._queue.get_nowait())
         for item in left:
-            if item.answer is not None and not item.answer.done():
-                item.answer.set_exception(StoreUnavailableError(f"the server stops: {exc}"))
+            _tell(item, StoreUnavailableError(f"the server stops: {exc}"))
 
     def _set_timer(self, command: SetTimer) -> None:
         if (handle := self._timers.pop(command.job_id, None)) is not None:
@@ -194,6 +231,11 @@ class Runner:
         if command.at is not None:
             loop = asyncio.get_running_loop()
             self._timers[command.job_id] = loop.call_at(command.at, self.post, TimerFired(command.job_id))
+
+
+def _tell(item: _Item, exc: StoreError) -> None:
+    if item.answer is not None and not item.answer.done():
+        item.answer.set_exception(type(exc)(str(exc)))
 
 
 async def _finish(save: Coroutine[None, None, None]) -> None:

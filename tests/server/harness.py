@@ -7,12 +7,14 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedplat import wire
 from fedplat.model import Parameters
@@ -63,11 +65,13 @@ class FaultyStore:
         self.outage = False
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
         self.after: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method: Callable[..., Awaitable[Any]] = getattr(self.inner, name)
 
         async def call(*args: Any, **keywords: Any) -> Any:
+            self.calls[name] += 1
             if self.outage and name != "close":
                 raise StoreUnavailableError("the database is away, says the test")
             if (before := self.before.get(name)) is not None:
@@ -297,6 +301,22 @@ class Site:
 
     async def assign(self, clients: list[RawClient]) -> list[fleet_pb2.Assignment]:
         return list(await asyncio.gather(*(client.assignment() for client in clients)))
+
+    async def readiness(self, service: str = "") -> int:
+        """What the health service says."""
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+    async def back(self) -> None:
+        """Ends the outage, and returns when the server has noticed."""
+        self.store.outage = False
+        seen = self.store.calls["ping"] + 2  # what the health service says is true after a whole ping of its own
+
+        async def serving() -> bool:
+            serving = await self.readiness() == health_pb2.HealthCheckResponse.SERVING
+            return serving and self.store.calls["ping"] >= seen
+
+        await until(serving, "a database that answers")
 
     async def waiting(self, count: int) -> None:
         """Returns when so many clients are in the waiting room."""

@@ -12,6 +12,7 @@ from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import runner
+from fedplat_server.rpc import health
 from server import harness
 from server.harness import Site, digest_of, initial_model, job_file, reason_name, update_of
 
@@ -19,6 +20,7 @@ from server.harness import Site, digest_of, initial_model, job_file, reason_name
 @pytest.fixture(autouse=True)
 def _short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
+    monkeypatch.setattr(health, "CHECK_S", 0.02)
 
 
 async def unavailable(call: Awaitable[object]) -> None:
@@ -51,7 +53,7 @@ async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: S
     ):
         await unavailable(call)
     assert (await two.heartbeat(tokens[1], 0.0)).HasField("proceed")  # needs no database
-    site.store.outage = False
+    await site.back()
 
     assert len(await _history(site, job)) == before
     assert (await one.report(tokens[0], digests[0])).HasField("receipt")
@@ -115,7 +117,7 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
     site.store.outage = True
     await unavailable(client.check_in(labels={"region": "eu"}))
     await unavailable(client.check_in(labels={"region": "us"}))  # has to be stored before anything else
-    site.store.outage = False
+    await site.back()
     await site.waiting(0)
     assert (await client.assignment()).attempt == 1
 

@@ -62,6 +62,11 @@ class Bench:
     async def act(self, action: Action, job_id: str = "other") -> None:
         assert (await self.runner.submit(OperatorCommand(job_id, action))).accepted
 
+    async def back(self) -> None:
+        self.store.outage = False
+        while self.runner.in_doubt:
+            await asyncio.sleep(0.001)
+
     def wait_for_work(self, wait_s: float) -> asyncio.Task[Assign | Refuse]:
         event = ClientCheckedIn("c", "demo", trainers=frozenset({"toy"}))
         return asyncio.create_task(wait_for_work(self.runner, self.actor.desk, event, wait_s))
@@ -151,7 +156,7 @@ async def test_an_outage_tells_callers_and_changes_nothing(monkeypatch: pytest.M
         assert not waiting.done()
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.DRAFT
         assert it.actor.changes == []
-        it.store.outage = False
+        await it.back()
         await it.act(Action.START, "toy")
         assert isinstance(await waiting, Assign)
 
@@ -164,7 +169,7 @@ async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
             await it.wait_for_work(PATIENCE_S)
         await settle()
         assert not it.runner.coordinator.room.clients
-        it.store.outage = False
+        await it.back()
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import grpc
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fedplat import wire
@@ -16,6 +14,7 @@ from fedplat_server.errors import ConfigError
 from fedplat_server.rpc.admin import AdminService
 from fedplat_server.rpc.boundary import Boundary
 from fedplat_server.rpc.fleet import FleetService
+from fedplat_server.rpc.health import Health
 from fedplat_server.services import Services
 
 _SERVICES = (
@@ -38,15 +37,14 @@ _OPTIONS = (
 )
 
 
-async def serve(config: ServerConfig, services: Services) -> tuple[aio.Server, Any, int]:
-    """Starts to listen; returns the server, the health service (whose package has no types), and the port."""
+async def serve(config: ServerConfig, services: Services) -> tuple[aio.Server, Health, int]:
+    """Starts to listen; returns the server, its health, and the port."""
     server = aio.server(interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression)
     fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), server)
-    checks: Any = cast(Any, health).aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", *_SERVICES):
-        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    made = Health(_SERVICES)
+    health_pb2_grpc.add_HealthServicer_to_server(made.servicer, server)
+    await made.start()
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         port = server.add_insecure_port(config.listen)
@@ -56,4 +54,4 @@ async def serve(config: ServerConfig, services: Services) -> tuple[aio.Server, A
             "choose another with --listen HOST:PORT"
         ) from exc
     await server.start()
-    return server, checks, port
+    return server, made, port
