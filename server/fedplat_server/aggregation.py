@@ -1,8 +1,10 @@
 """Folds the updates of open attempts as they arrive, in threads, and makes new versions durable.
 
 One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
-bits. A version's bytes are on the disk before anybody hears of it. Whatever goes wrong, the coordinator hears how
-the attempt ended: an attempt that nobody ends would stop its job for ever.
+bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
+stay there until the version is stored; those of jobs in memory are freed as soon as they are folded. A version's bytes
+are on the disk before anybody hears of it. Whatever goes wrong, the coordinator hears how the attempt ended: an
+attempt that nobody ends would stop its job for ever.
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ class Aggregation:
             work = self._open[command.key] = _Work(queue, task)
         work.queue.put_nowait(command)
 
-    def abandon(self, key: AttemptKey) -> None:
-        """Forgets an attempt and what was received for it."""
+    def end(self, key: AttemptKey) -> None:
+        """Forgets an attempt that has ended, and what was received for it."""
         work = self._open.pop(key, None)
         if work is not None:
             work.task.cancel()
-        self._discard(key)
+        task = asyncio.create_task(self._discard(key), name=f"discard {key}")
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
 
     async def close(self) -> None:
         """Cancels all that is under way."""
@@ -80,25 +84,24 @@ class Aggregation:
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
         self._post(outcome)
-        if isinstance(outcome, AttemptAggregated):  # else `abandon` follows
-            self._discard(key)
 
     async def _aggregate(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> ModelVersion:
         base = await asyncio.to_thread(Parameters.open, self._blobs.path(job.latest.digest))
         rule = job.spec.rule()
         accumulator = Accumulator(base.schema, rule)
         while isinstance(command := await queue.get(), Fold):
-            await asyncio.to_thread(self._fold, accumulator, command)
+            await asyncio.to_thread(self._fold, job, accumulator, command)
         return await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
 
-    def _fold(self, accumulator: Accumulator, command: Fold) -> None:
+    def _fold(self, job: JobState, accumulator: Accumulator, command: Fold) -> None:
         upload_key = UploadKey(*command.key, command.client_id)
         path = self._uploads.complete(upload_key, command.digest)
         if path is None:
-            raise FileNotFoundError(f"the update of {command.client_id} is gone")
+            raise BlobError(f"the update of {command.client_id} is gone or damaged")
         with np.errstate(over="ignore", invalid="ignore"):  # `_commit` looks at the sum
             accumulator.fold(Parameters.open(path), command.weight)
-        self._uploads.discard(upload_key)
+        if job.spec.durability == "memory":
+            self._uploads.discard(upload_key)
 
     def _commit(
         self, job: JobState, key: AttemptKey, rule: Rule, accumulator: Accumulator, base: Parameters
@@ -127,14 +130,9 @@ class Aggregation:
             total_weight=accumulator.total_weight,
         )
 
-    def _discard(self, key: AttemptKey) -> None:
-        """Throws received updates away, in a thread: unlinking gigabytes must not hold up the event loop."""
-        task = asyncio.create_task(self._discard_now(key), name=f"discard {key}")
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
-
-    async def _discard_now(self, key: AttemptKey) -> None:
+    async def _discard(self, key: AttemptKey) -> None:
         try:
+            # In a thread: unlinking gigabytes must not hold up the event loop.
             await asyncio.to_thread(self._uploads.discard_attempt, *key)
         except BlobError as exc:  # no harm to the round; the next start clears the folder
             logs.get().error("updates could not be thrown away", attempt=str(key), error=str(exc))

@@ -140,16 +140,16 @@ class _Parts:
     async def make(cls, config: ServerConfig, store: Store) -> _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
-        uploads = await asyncio.to_thread(UploadStore, config.upload_dir)
         # Only what the database names is real: the rest was left by a crash.
-        await asyncio.to_thread(uploads.clear)
         referenced = await store.referenced_digests()
         removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
         logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store)
         jobs = JobBook(runner)
-        for record in await store.load_jobs():
+        for record in await store.load_jobs(runner.now):
             jobs.add(record)
+        uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
+        await asyncio.to_thread(uploads.keep, jobs.spooled_attempts())
         evaluation = Evaluation(config.evaluators, config.evaluation_s, blobs, store.set_version_metrics, jobs.changed)
         services = Services(
             config=config,
@@ -168,7 +168,7 @@ class _Parts:
         return cls(services, Aggregation(blobs, uploads, runner.post))
 
     async def restore(self) -> None:
-        """Lets every job go on from its last committed version, and scores what was not scored."""
+        """Lets every job go on where it was, and scores what was not scored."""
         services = self.services
         for record in services.jobs.all():
             await services.runner.submit(ServerRestarted(record.state.job_id))
@@ -187,7 +187,7 @@ class _Parts:
             case Fold() | Commit():
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
             case Abandon():
-                self._aggregation.abandon(command.key)
+                self._aggregation.end(command.key)
             case SetTimer():
                 raise AssertionError("the runner sets timers itself")
 
@@ -202,6 +202,8 @@ class _Parts:
                     **{name: value for name, value in _fields(row).items() if value},
                 )
             if change.version is not None:
+                assert change.attempt is not None
+                self._aggregation.end(change.attempt.key)
                 self._score(change.job, change.version)
             self.services.jobs.changed(job_id)
 

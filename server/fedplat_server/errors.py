@@ -10,7 +10,8 @@ ServerError
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
 ├── BlobError              bytes that are missing or damaged, or cannot be written
-│   └── BlobFullError           there is no room on the disk; worth trying again when there is
+│   ├── BlobFullError           there is no room on the disk; worth trying again when there is
+│   └── SpoolError              what was received for an attempt can be trusted no longer
 ├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
 └── RefusedError           what a caller is told: a code of the catalogue in `rpc.errors`, and why
 ```
@@ -63,6 +64,10 @@ class BlobError(ServerError):
 
 class BlobFullError(BlobError):
     """There is no room on the disk."""
+
+
+class SpoolError(BlobError):
+    """What was received for an attempt can be trusted no longer: it has to be abandoned and tried again."""
 
 
 class UploadError(ServerError):

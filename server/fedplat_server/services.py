@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from fedplat.rounds import JobState
+from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
 from fedplat_server.clients import ClientBook
@@ -55,6 +55,15 @@ class JobBook:
     def state(self, job_id: str) -> JobState:
         """The coordinator's state of a job that is known to exist."""
         return self._runner.coordinator.jobs[job_id]
+
+    def is_in_memory(self, job_id: str) -> bool:
+        """Whether the updates of a job must not touch the disk."""
+        return self.state(job_id).spec.durability == "memory"
+
+    def spooled_attempts(self) -> list[AttemptKey]:
+        """The attempts that go on after a restart, with what was received for them."""
+        attempts = (self.state(job_id).open_attempt for job_id in self._records if not self.is_in_memory(job_id))
+        return [attempt.key for attempt in attempts if attempt is not None]
 
     def changed(self, job_id: str) -> None:
         """Wakes everybody who watches a job."""

@@ -61,6 +61,8 @@ async def test_folds_and_commits(bench: Bench) -> None:
     assert isinstance(outcome, AttemptAggregated)
     assert (outcome.version.version, outcome.version.num_updates) == (1, 2)
     assert bench.blobs.exists(outcome.version.digest)
+    assert len(list(bench.uploads.folder.glob("*/*"))) == 2  # until the version is stored
+    bench.aggregation.end(KEY)
     await bench.aggregation.close()
     assert not list(bench.uploads.folder.iterdir())
     assert not vars(bench.aggregation)["_open"]
@@ -105,7 +107,7 @@ async def test_uploads_that_cannot_be_thrown_away_do_not_lose_the_version(
     bench.take(bench.receive("a"))
     bench.take(Commit(KEY, 0, 1))
     assert isinstance(await bench.outcome(), AttemptAggregated)
-    bench.aggregation.abandon(KEY)
+    bench.aggregation.end(KEY)
     await bench.aggregation.close()
 
 
@@ -121,7 +123,7 @@ async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: py
     monkeypatch.setattr(Accumulator, "fold", slow)
     bench.take(bench.receive("a"))
     assert await asyncio.to_thread(folding.wait, 60.0)
-    bench.aggregation.abandon(KEY)
+    bench.aggregation.end(KEY)
     monkeypatch.undo()
     again = AttemptKey("j", 1, 2)
     upload = bench.uploads.open(UploadKey(*again, "a"), digest_of(UPDATE), len(UPDATE), 0)
@@ -132,6 +134,7 @@ async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: py
     go_on.set()
     outcome = await bench.outcome()
     assert (type(outcome), outcome.key) == (AttemptAggregated, again)
+    bench.aggregation.end(again)
     await bench.aggregation.close()
     assert bench.outcomes.empty()
     assert not list(bench.uploads.folder.iterdir())
@@ -149,7 +152,7 @@ async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
         if number % 2:
             bench.take(Fold(key, "a", "0" * 64, 1.0))
             assert isinstance(await bench.outcome(), AggregationFailed)
-        bench.aggregation.abandon(key)
+        bench.aggregation.end(key)
     await bench.aggregation.close()
     assert not vars(bench.aggregation)["_open"]
     assert not vars(bench.aggregation)["_discarding"]

@@ -20,7 +20,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import __version__, files
+from fedplat_server import __version__, files, upload_files
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
@@ -68,6 +68,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         services = self._services
         spec = await asyncio.to_thread(self._parse, request.job_file)
         self._check_evaluator(spec)
+        self._check_durability(spec)
         digest = requests.digest(request.initial_digest)
         size_bytes = await asyncio.to_thread(self._check_model, digest)
         state = JobState(
@@ -200,6 +201,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return parse_job(job_file)
         except JobFileError as exc:
             raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
+
+    def _check_durability(self, spec: JobSpec) -> None:
+        if spec.durability == "memory" and not upload_files.CAN_KEEP_IN_MEMORY:
+            raise RefusedError(
+                Code.INVALID_JOB_FILE,
+                'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',
+            )
 
     def _check_evaluator(self, spec: JobSpec) -> None:
         wanted, names = spec.evaluation.server, self._services.evaluation.names

@@ -15,6 +15,7 @@ from fedplat import rounds, wire
 from fedplat.rounds import Assignment, AttemptKey, Verdict
 from fedplat.rounds.commands import Assign, RetryWindow
 from fedplat.rounds.events import (
+    AggregationFailed,
     AssignmentFailed,
     ClientCheckedIn,
     UpdateRejected,
@@ -23,8 +24,9 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import FAILURES, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
-from fedplat_server import __version__, intake
+from fedplat_server import __version__, intake, logs
 from fedplat_server.check_in import SOON, wait_for_work
+from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import hash_secret
@@ -290,6 +292,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
                 await self._tidy_up(key, UploadKey(*key, client_id))
             if problem is not None:
                 return await self._reject(key, client_id, *problem)
+            await self._persist(key, client_id, request.digest)
         elif request.digest:
             return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
         return await services.runner.submit(
@@ -311,6 +314,19 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
         base = services.blobs.path(services.jobs.state(key.job_id).latest.digest)
         return await asyncio.to_thread(intake.check_update, path, base)
+
+    async def _persist(self, key: AttemptKey, client_id: str, digest: str) -> None:
+        """Makes an update outlive this process before anybody is told that it was accepted. Raises `RefusedError`."""
+        try:
+            await asyncio.to_thread(self._services.uploads.persist, UploadKey(*key, client_id), digest)
+        except BlobFullError:
+            raise
+        except SpoolError as exc:
+            self._services.runner.post(AggregationFailed(key, f"the spool cannot be trusted: {exc}"))
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the attempt is abandoned") from exc
+        except (BlobError, UploadError) as exc:
+            logs.get().error("an update could not be made durable", attempt=str(key), client=client_id, error=str(exc))
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again") from exc
 
     async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
         verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))

@@ -56,7 +56,10 @@ class Health:
                 answers = False
                 if ping.done():
                     answers, ping = _succeeded(ping), None
+                before = self._ready
                 await self._set(answers and not runner.in_doubt)
+                if self._ready != before:
+                    logs.get().info("the server is ready again" if self._ready else "the server is not ready")
                 await asyncio.sleep(CHECK_S)
         finally:
             if ping is not None:
@@ -65,8 +68,6 @@ class Health:
     async def _set(self, ready: bool) -> None:
         if self._stopped or ready == self._ready:
             return
-        if self._ready is not None:
-            logs.get().info("the server is ready again" if ready else "the server is not ready")
         self._ready = ready
         for name in self._names:
             await self.servicer.set(name, _Status.SERVING if ready else _Status.NOT_SERVING)
