@@ -49,8 +49,8 @@ async def world(zygote: Nursery, folder: Path, database: str) -> World:
     return World(zygote, Order(folder, database, folder.parent / "server.log", {"score": EVALUATOR}))
 
 
-async def check(world: World, *, kept: bool = False) -> None:
-    """Everything that must hold after a training, however often the server died."""
+async def check(world: World, *, kept: bool = True) -> None:
+    """Everything that must hold after a training, however often the server died; `kept`: with every receipt."""
     order = world.order
     report = await verify(order.database, order.data_dir)
     assert (report.findings, report.notes) == ([], [])
@@ -87,19 +87,28 @@ async def restarted(world: World, point: str) -> None:
     assert world.statuses == [KILLED, KILLED, 0]
 
 
+async def in_memory(world: World, point: str) -> None:
+    """Updates are freed as soon as they are folded."""
+    await scenario.train(world, 'durability = "memory"\n' + scenario.job_text(), [point])
+    assert world.statuses == [KILLED, 0]
+
+
 ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
     "metrics.before": scored,
     "metrics.after": scored,
     "blob.remove_orphan.before": restarted,
     "blob.remove_orphan.after": restarted,
+    "upload.discard.before": in_memory,
+    "upload.discard.after": in_memory,
 }
 BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point not in BEFORE_THERE_IS_A_SERVER])
 async def test_killed_at_every_point(world: World, point: str) -> None:
-    await ELSEWHERE.get(point, training)(world, point)
-    await check(world)
+    play = ELSEWHERE.get(point, training)
+    await play(world, point)
+    await check(world, kept=play is not in_memory)
 
 
 @pytest.mark.parametrize("point", BEFORE_THERE_IS_A_SERVER)
@@ -174,7 +183,7 @@ async def test_killed_while_a_version_is_made(world: World, point: str) -> None:
 
 # --- when it starts again ------------------------------------------------------------------------------------
 
-AT_THE_START = ["spool.clear.before", "spool.clear.after", "save.before", "save.uncommitted", "save.after"]
+AT_THE_START = ["spool.keep.before", "spool.keep.after", "save.before", "save.uncommitted", "save.after"]
 
 
 @pytest.mark.fault("F2")
