@@ -57,5 +57,5 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     @property
     def upload_dir(self) -> Path:
-        """Where updates lie while they arrive."""
+        """Where updates lie until their attempt has ended."""
         return self.data_dir / "uploads"
