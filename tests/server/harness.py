@@ -380,5 +380,6 @@ def reason_name(reason: model_pb2.Reason.ValueType) -> str:
     return model_pb2.Reason.Name(reason).removeprefix("REASON_")
 
 
-def _parts(content: bytes, size: int = 50) -> list[bytes]:
+def _parts(content: bytes) -> list[bytes]:
+    size = max(50, len(content) // 50)
     return [content[start : start + size] for start in range(0, len(content), size)]
