@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: all demo test faults faults-page hostile check format proto bench clean
+.PHONY: all demo test faults faults-page hostile fuzz check format proto bench clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -27,6 +27,10 @@ faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 
 hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest clients
 	$(BIN)/python tests/hostile/storm.py
+
+fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
+	for target in model update state job_file labels message fields; do \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $$target --seconds 60 || exit 1; done
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ from fedplat.cli import clients, formats, jobs, models
 from fedplat.cli.admin import DEFAULT_SERVER
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, ServerOption, Settings, session
+from fedplat.wire.v1 import admin_pb2
 
 # No panels: usage errors are plain lines, as all other errors are.
 app = typer.Typer(
@@ -63,6 +64,7 @@ def status(context: typer.Context, server: ServerOption = None, as_json: JsonOpt
             {
                 "server": here.client.server,
                 "version": f"{state.software_version} (protocol {state.protocol_version})",
+                "role": _role(state),
                 "process": str(state.process_id),
                 "running for": formats.duration(state.uptime_s),
                 "peak memory": formats.size(state.peak_rss_bytes),
@@ -71,3 +73,10 @@ def status(context: typer.Context, server: ServerOption = None, as_json: JsonOpt
                 "evaluators": ", ".join(state.evaluators) or "none",
             }
         )
+
+
+def _role(state: admin_pb2.GetStatusResponse) -> str:
+    if not state.term:
+        return "leader, the only daemon of its database"
+    leader = f"{state.leader} at {state.leader_address}, term {state.term}"
+    return f"gateway {state.gateway}; the leader is {leader}" if state.gateway else f"leader, {leader}"

@@ -10,13 +10,15 @@ from typing import Annotated
 import typer
 
 from fedplat_server import __version__, evaluators, logs
-from fedplat_server.config import ServerConfig
+from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
 from fedplat_server.rpc import requests
 from fedplat_server.store import schema
 
 DEFAULT_LISTEN = "127.0.0.1:7443"
+ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
+"""Hosts that mean every address of this machine."""
 # No panels: usage errors are plain lines, as all other errors are.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -53,6 +55,17 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         typer.Option(help="NAME=module:function that scores models on this server's data; may be repeated."),
     ] = None,
     evaluation_s: Annotated[float, typer.Option(help="Longest time that an evaluator may take for a model.")] = 600.0,
+    advertise: Annotated[
+        str,
+        typer.Option(
+            envvar="FEDPLAT_ADVERTISE",
+            help="HOST:PORT at which other daemons of the same PostgreSQL reach this one. Default: --listen.",
+        ),
+    ] = "",
+    lease_s: Annotated[
+        float,
+        typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
+    ] = 6.0,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     json_log: Annotated[
@@ -62,9 +75,11 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     """Run the daemon until SIGTERM or Ctrl-C."""
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level {log_level}: expected DEBUG, INFO, WARNING or ERROR")
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--listen {listen}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
+    host = _host(listen, "--listen")
+    if advertise:
+        _host(advertise, "--advertise")
+    if not 0.3 <= lease_s <= 3600.0:
+        raise ConfigError(f"--lease-s {lease_s}: expected a number of seconds, at least 0.3 and at most an hour")
     if not math.isfinite(grace_s):
         raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
     if not evaluation_s > 0.0:
@@ -77,12 +92,26 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         evaluators=scorers,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
+        advertise=advertise,
+        lease=LeaseTimes.of(lease_s),
     )
+    if config.is_shared and not advertise and host in ANY_HOST:
+        raise ConfigError(
+            f"--listen {listen} is no address that other daemons of this database could use; "
+            "say which is: --advertise HOST:PORT"
+        )
     log = logs.configure(log_level, json=json_log)
     try:
         asyncio.run(_serve(config))
     finally:
         log.finish(timeout_s=1.0)
+
+
+def _host(address: str, option: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
+    return host
 
 
 def _evaluators(items: list[str]) -> dict[str, str]:

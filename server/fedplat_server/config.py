@@ -35,11 +35,31 @@ class Limits(msgspec.Struct, frozen=True):
     max_upload_factor: float = 4.0
 
 
+class LeaseTimes(msgspec.Struct, frozen=True):
+    """The times of the lease that daemons of one database lead by, in seconds.
+
+    It is `valid_s` long; its holder renews it every `renew_s`, and stops `margin_s` before its end unless it could.
+    The others look at it every `poll_s`.
+    """
+
+    valid_s: float = 6.0
+    renew_s: float = 2.0
+    margin_s: float = 1.0
+    poll_s: float = 0.5
+
+    @classmethod
+    def of(cls, valid_s: float) -> LeaseTimes:
+        """The times of a lease of this length, in the proportions of the default."""
+        scale = valid_s / 6.0
+        return cls(valid_s, 2.0 * scale, scale, min(0.5, 0.5 * scale))
+
+
 class ServerConfig(msgspec.Struct, frozen=True):
     """Everything that the daemon is told when it starts.
 
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` maps the names that jobs use
     to `module:function` or `/path/to/file.py:function`, and one call of an evaluator may take `evaluation_s`.
+    Other daemons of the database reach this one at `advertise` (empty: where it listens).
     """
 
     listen: str
@@ -49,6 +69,17 @@ class ServerConfig(msgspec.Struct, frozen=True):
     evaluation_s: float = 600.0
     limits: Limits = Limits()
     grace_s: float = 10.0
+    advertise: str = ""
+    lease: LeaseTimes = LeaseTimes()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several daemons may use the database, and the data folder with it: all but SQLite."""
+        return self.database.startswith("postgres")
+
+    def address(self, port: int) -> str:
+        """Where other daemons reach this one, which listens on this port."""
+        return self.advertise or f"{self.listen.rpartition(':')[0]}:{port}"
 
     @property
     def blob_dir(self) -> Path:

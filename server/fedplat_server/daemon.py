@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import fcntl
-import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from typing import Any, TypeVar
 from uuid import uuid4
-
-from grpc import aio
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import AttemptPhase
-from fedplat_server import logs
+from fedplat_server import folder, logs
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
 from fedplat_server.clients import ClientBook
+from fedplat_server.cluster.election import Election, open_election
+from fedplat_server.cluster.follower import Follower
+from fedplat_server.cluster.lease import Candidate, Lease, Tenure
+from fedplat_server.cluster.switch import Here, Nowhere, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.desk import Desk
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.health import Health
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services
@@ -41,22 +38,18 @@ from fedplat_server.store.sql import open_store
 from fedplat_server.uploads import UploadStore
 
 FAREWELL_S = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class _Serving:
-    """What runs once the daemon has started."""
-
-    parts: _Parts
-    runner_task: asyncio.Task[None]
-    server: aio.Server
-    health: Health
+OpenStore = Callable[[str], Awaitable[Store]]
+_T = TypeVar("_T")
 
 
 class Daemon:
-    """One server process. `port` is known once it has started."""
+    """One server process. `port` is known once it has started.
 
-    def __init__(self, config: ServerConfig, open_store: Callable[[str], Awaitable[Store]] = open_store) -> None:
+    Of several daemons on one PostgreSQL one leads, and the others pass calls on to it. A daemon may change from one
+    to the other at any time; its port stays.
+    """
+
+    def __init__(self, config: ServerConfig, open_store: OpenStore = open_store) -> None:
         self._config = config
         self._open_store = open_store
         self.port = 0
@@ -68,76 +61,146 @@ class Daemon:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Starts, serves until `stop`, drains, ends. Raises what a part died of."""
+        """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
         config = self._config
-        _make_folder(config.data_dir)
-        with _exclusive(config.data_dir / "lock"):
+        with folder.held(config.data_dir, shared=config.is_shared):
             async with contextlib.AsyncExitStack() as stack:
-                serving = await self._unless_stopped(self._start(stack))
-                if serving is None:
+                endpoint = serving.Endpoint(config)
+                self.port = endpoint.port
+                stack.push_async_callback(endpoint.stop, 0)
+                candidate = Candidate(f"d-{uuid4().hex[:12]}", config.address(self.port))
+                election = await self._unless_stopped(open_election(config, candidate))
+                if election is None:
                     return
-                logs.get().info("the server is ready", port=self.port, data_dir=str(config.data_dir))
-                self.started.set()
-                await self._until_stopped(serving.runner_task)
-                await self._drain(serving)
+                stack.push_async_callback(election.close)
+                while not self._stopping.is_set():
+                    tenure = await self._follow(endpoint, election, candidate)
+                    if tenure is not None:
+                        await self._lead(endpoint, election, tenure)
+                await endpoint.stop(FAREWELL_S)
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> _Serving:
+    async def _follow(self, endpoint: serving.Endpoint, election: Election, candidate: Candidate) -> Tenure | None:
+        """Passes calls on to the leader until this daemon is elected, or shall stop."""
+
+        async def tell(is_serving: bool) -> None:
+            await endpoint.health.tell(is_serving)
+            if is_serving:
+                await self._announce(endpoint)
+
+        follower = Follower(candidate.holder, endpoint.switch, tell)
+        try:
+            return await self._unless_stopped(election.elect(follower.follow))
+        finally:
+            await follower.close()
+            await endpoint.health.tell(False)
+
+    async def _lead(self, endpoint: serving.Endpoint, election: Election, tenure: Tenure) -> None:
+        """Runs the jobs until the daemon shall stop, or leads no more."""
+        keeping = asyncio.create_task(election.keep(tenure), name="lease")
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                parts = await self._unless_stopped(self._start(stack, endpoint, tenure), keeping)
+                if parts is None:
+                    return
+                await self._unless_stopped(asyncio.shield(parts.runner_task), keeping)
+                await self._drain(endpoint, parts)
+        except (LeadershipLostError, StoreUnavailableError) as exc:
+            if not self.started.is_set():  # nobody relies on this daemon yet: better a clear end than a long wait
+                raise
+            logs.get().error("this daemon leads no more", term=tenure.lease.term, reason=str(exc))
+        finally:
+            await _cancel(keeping)
+            await election.resign(tenure)
+
+    async def _start(self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, tenure: Tenure) -> _Parts:
         store = await self._open_store(self._config.database)
         stack.push_async_callback(store.close)
-        parts = await _Parts.make(self._config, store)
+        await stack.enter_async_context(_severed_when_lost(store))
+        if tenure.lease.term:
+            await store.fence(tenure.lease.term)
+        parts = await _Parts.make(self._config, store, tenure.lease)
         stack.push_async_callback(parts.close)
-        runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
-        stack.push_async_callback(_cancel, runner_task)
+        parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
+        stack.push_async_callback(_cancel, parts.runner_task)
+        await stack.enter_async_context(_severed_when_lost(store))
         await parts.restore()
-        server, health, self.port = await serving.serve(self._config, parts.services)
-        stack.push_async_callback(server.stop, 0)
-        watch = asyncio.create_task(health.watch(store, parts.services.runner), name="health")
+        await stack.enter_async_context(_taking_calls(endpoint.switch, parts.services))
+        await stack.enter_async_context(_severed_when_lost(store))
+        await endpoint.health.tell(True)
+        stack.push_async_callback(endpoint.health.tell, False)
+        watch = asyncio.create_task(endpoint.health.watch(store, parts.services.runner), name="health")
         stack.push_async_callback(_cancel, watch)
-        return _Serving(parts, runner_task, server, health)
+        await self._announce(endpoint)
+        logs.get().info("this daemon leads the jobs", term=tenure.lease.term)
+        return parts
 
-    async def _unless_stopped(self, start: Coroutine[None, None, _Serving]) -> _Serving | None:
-        """Waits for the start, unless somebody does not want it any more: a database may answer late, or never."""
-        starting = asyncio.create_task(start, name="start")
+    async def _announce(self, endpoint: serving.Endpoint) -> None:
+        """Begins to answer, the first time that there is somebody who can."""
+        if not self.started.is_set():
+            await endpoint.start()
+            self.started.set()
+            logs.get().info("the server is ready", port=self.port, data_dir=str(self._config.data_dir))
+
+    async def _unless_stopped(self, work: Awaitable[_T], *guards: asyncio.Task[None]) -> _T | None:
+        """Waits for work, unless the daemon shall stop: a database may answer late, or never. Raises as guards do."""
+        working = asyncio.ensure_future(work)
         stopping = asyncio.create_task(self._stopping.wait(), name="stop signal")
         try:
-            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return await starting if starting.done() else None
+            await asyncio.wait([working, stopping, *guards], return_when=asyncio.FIRST_COMPLETED)
+            for guard in guards:
+                if guard.done():
+                    guard.result()
+            return await working if working.done() else None
         finally:
             await _cancel(stopping)
-            await _cancel(starting)
+            await _cancel(working)
 
-    async def _until_stopped(self, runner_task: asyncio.Task[None]) -> None:
-        stopping = asyncio.create_task(self._stopping.wait(), name="stop signal")
-        try:
-            await asyncio.wait([stopping, runner_task], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(stopping)
-        if runner_task.done():
-            await runner_task  # it never ends but by an error
-
-    async def _drain(self, serving: _Serving) -> None:
+    async def _drain(self, endpoint: serving.Endpoint, parts: _Parts) -> None:
         """No new work; what is being made durable may finish, within the grace period."""
-        grace_s, services = self._config.grace_s, serving.parts.services
+        grace_s, services = self._config.grace_s, parts.services
         logs.get().info("the server is stopping", grace_s=grace_s)
         services.draining = True
-        await serving.health.stop()
+        await endpoint.health.stop()
         services.jobs.wake_all()
         services.desk.send_away()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving.parts.finished(), grace_s)
+            await asyncio.wait_for(parts.finished(), grace_s)
         # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
-        await serving.server.stop(min(grace_s, FAREWELL_S))
+        await endpoint.stop(min(grace_s, FAREWELL_S))
+
+
+@contextlib.asynccontextmanager
+async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
+    """When the lead is lost, nobody waits for the database any more: it may be what was lost."""
+    try:
+        yield
+    except LeadershipLostError:
+        await store.sever()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _taking_calls(switch: Switch, services: Services) -> AsyncGenerator[None]:
+    """Calls come to the services of this daemon. At the end none is under way."""
+    switch.turn(Here(serving.handlers(services)))
+    try:
+        yield
+    finally:
+        calls = switch.turn(Nowhere())
+        await calls.ended()
 
 
 class _Parts:
     """The running parts; carries out what the coordinator commands."""
+
+    runner_task: asyncio.Task[None]
 
     def __init__(self, services: Services, aggregation: Aggregation) -> None:
         self.services = services
         self._aggregation = aggregation
 
     @classmethod
-    async def make(cls, config: ServerConfig, store: Store) -> _Parts:
+    async def make(cls, config: ServerConfig, store: Store, lease: Lease) -> _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Only what the database names is real: the rest was left by a crash.
@@ -153,6 +216,7 @@ class _Parts:
         evaluation = Evaluation(config.evaluators, config.evaluation_s, blobs, store.set_version_metrics, jobs.changed)
         services = Services(
             config=config,
+            lease=lease,
             store=store,
             runner=runner,
             jobs=jobs,
@@ -238,36 +302,10 @@ def _fields(row: HistoryRow) -> dict[str, object]:
     }
 
 
-async def _cancel(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Future[Any]) -> None:
     """Ends a task. What it died of was raised, or is told, by those who wait for it."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"the data folder {folder} cannot be made: {exc.strerror}") from exc
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Generator[None]:
-    """Holds the data folder for this process; the kernel lets go of it whatever happens to us."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as exc:
-        raise ConfigError(f"the data folder {path.parent} cannot be written to: {exc.strerror}") from exc
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise ConfigError(
-                f"another fedplat-server uses {path.parent}; stop it, or choose another folder with --data-dir"
-            ) from exc
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

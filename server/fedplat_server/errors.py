@@ -7,6 +7,7 @@ ServerError
 │   ├── StoreUnavailableError   the database does not answer; worth trying again
 │   │   └── StoreFullError          it has no room; worth trying again when there is
 │   ├── EnrolmentError          a client that is enrolled in another population
+│   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
 ├── BlobError              bytes that are missing or damaged, or cannot be written
@@ -48,6 +49,10 @@ class EnrolmentError(StoreError):
 
 class OperatorError(StoreError):
     """An operator whose name is taken, or who is not there."""
+
+
+class LeadershipLostError(StoreError):
+    """Another daemon leads the jobs of this database by now, or may do so: what this one writes is rejected."""
 
 
 class StaleRevisionError(StoreError):

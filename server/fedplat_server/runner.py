@@ -26,7 +26,7 @@ from fedplat.rounds.commands import Command, SetTimer
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs
 from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
+from fedplat_server.errors import LeadershipLostError, StaleRevisionError, StoreError, StoreUnavailableError
 from fedplat_server.store.port import Store
 
 MAX_BATCH = 1000
@@ -199,6 +199,8 @@ class Runner:
             raise StaleRevisionError(
                 f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"
             ) from exc
+        if isinstance(exc, LeadershipLostError):
+            raise exc
         if len(batch) > 1:
             for item in batch:
                 await self._do([item], actor)

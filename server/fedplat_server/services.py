@@ -10,6 +10,7 @@ from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
 from fedplat_server.clients import ClientBook
+from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
 from fedplat_server.desk import Desk
 from fedplat_server.evaluation import Evaluation
@@ -89,6 +90,7 @@ class Services:
     """The parts of the daemon that handlers use."""
 
     config: ServerConfig
+    lease: Lease
     store: Store
     runner: Runner
     jobs: JobBook

@@ -99,6 +99,12 @@ class MemoryStore(MemoryPeople):
     async def ping(self) -> None:
         """Returns at once."""
 
+    async def fence(self, term: int) -> None:
+        """Nobody else can write here."""
+
+    async def sever(self) -> None:
+        """Nothing is ever under way."""
+
     async def enroll(self, enrolment: Enrolment) -> str:
         """Adds a client and returns its id; see the port."""
         now, client_id = self._clock(), enrolment.client_id

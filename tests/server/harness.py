@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from fedplat_server.daemon import Daemon
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
+from fedplat_server.testing import MemoryStore
 
 PATIENCE_S = 60.0
 """When a wait is given up; a bound, not an expectation of speed."""
@@ -73,7 +73,7 @@ class FaultyStore:
 
         async def call(*args: Any, **keywords: Any) -> Any:
             self.calls[name] += 1
-            if self.outage and name != "close":
+            if self.outage and name not in ("close", "sever"):
                 raise StoreUnavailableError("the database is away, says the test")
             if (before := self.before.get(name)) is not None:
                 await before()
@@ -330,22 +330,14 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path,
-    *,
-    limits: Limits | None = None,
-    evaluators: Mapping[str, str] | None = None,
-    clock: Callable[[], float] = time.time,
-    **config: Any,
+    folder: Path, *, limits: Limits | None = None, evaluators: Mapping[str, str] | None = None, **config: Any
 ) -> AsyncGenerator[Site]:
-    """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it.
-
-    `clock` is the wall's.
-    """
-    holder: list[FaultyStore] = []
+    """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it."""
+    store = FaultyStore(MemoryStore())  # until the daemon leads
 
     async def open_faulty(database: str) -> Store:
-        holder.append(FaultyStore(await open_store(database, clock)))
-        return cast(Store, holder[0])
+        store.inner = await open_store(database)
+        return cast(Store, store)
 
     settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}
     made = ServerConfig(
@@ -364,7 +356,7 @@ async def running(
         await task
     try:
         async with aio.insecure_channel(f"127.0.0.1:{daemon.port}") as channel:
-            yield Site(daemon, holder[0], channel, Operator(channel), task, folder)
+            yield Site(daemon, store, channel, Operator(channel), task, folder)
     finally:
         daemon.stop()
         await asyncio.gather(task, return_exceptions=True)

@@ -135,6 +135,10 @@ class GetStatusResponse(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     EVALUATORS_FIELD_NUMBER: _builtins.int
     NUM_STORAGE_FULL_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     software_version: _builtins.str
     protocol_version: _builtins.int
     uptime_s: _builtins.float
@@ -145,6 +149,14 @@ class GetStatusResponse(_message.Message):
     process_id: _builtins.int
     num_storage_full: _builtins.int
     """How often the server found no room to write since it started: for models, for updates, in its database."""
+    leader: _builtins.str
+    """Of several daemons on one database: the one that leads, where the others reach it, and in which term (0: it is
+    the only one).
+    """
+    leader_address: _builtins.str
+    term: _builtins.int
+    gateway: _builtins.str
+    """The daemon that passed this call on; empty when the caller talks to the leader itself."""
     @_builtins.property
     def num_jobs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Number of jobs by state, e.g. "RUNNING": 2."""
@@ -167,10 +179,14 @@ class GetStatusResponse(_message.Message):
         process_id: _builtins.int = ...,
         evaluators: _abc.Iterable[_builtins.str] | None = ...,
         num_storage_full: _builtins.int = ...,
+        leader: _builtins.str = ...,
+        leader_address: _builtins.str = ...,
+        term: _builtins.int = ...,
+        gateway: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "gateway", b"gateway", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import __version__, files, upload_files
+from fedplat_server.cluster import hop
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
@@ -52,6 +53,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             process_id=os.getpid(),
             evaluators=services.evaluation.names,
             num_storage_full=files.num_full(),
+            leader=services.lease.holder,
+            leader_address=services.lease.address,
+            term=services.lease.term,
+            gateway=hop.of(context, services.lease.secret).gateway,
         )
 
     async def UploadModel(

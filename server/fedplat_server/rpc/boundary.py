@@ -16,7 +16,7 @@ from grpc import aio
 
 from fedplat import wire
 from fedplat_server import logs
-from fedplat_server.errors import BlobFullError, StoreFullError, StoreUnavailableError
+from fedplat_server.errors import BlobFullError, LeadershipLostError, StoreFullError, StoreUnavailableError
 from fedplat_server.rpc.errors import Code, RefusedError
 
 METADATA_CODE = "fedplat-code"
@@ -54,7 +54,10 @@ class Boundary(aio.ServerInterceptor):
             # A handler either yields its responses or writes them (that of the health service does).
             wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
             return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
-        return handler
+        both = handler.stream_stream
+        return grpc.stream_stream_rpc_method_handler(
+            _stream(lambda requests, context: both(_well_formed(requests), context), method), **codec
+        )
 
 
 class _Malformed:
@@ -64,7 +67,10 @@ class _Malformed:
 _MALFORMED = _Malformed()
 
 
-def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if decode is None:  # a gateway passes bytes on
+        return None
+
     def decode_or_mark(data: bytes) -> Any:
         try:
             return decode(data)
@@ -113,6 +119,8 @@ async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> As
         await _abort(context, exc)
     except (BlobFullError, StoreFullError):
         await _abort(context, RefusedError(Code.STORAGE_FULL))
+    except LeadershipLostError:
+        await _abort(context, RefusedError(Code.NO_LEADER))
     except StoreUnavailableError:
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
     except aio.AbortError:

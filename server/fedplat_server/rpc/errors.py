@@ -35,6 +35,7 @@ class Code(StrEnum):
     TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
     TOO_MANY_BYTES = "TOO_MANY_BYTES"
     DRAINING = "DRAINING"
+    NO_LEADER = "NO_LEADER"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
     STORAGE_FULL = "STORAGE_FULL"
     INTERNAL = "INTERNAL"
@@ -63,6 +64,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.TOO_MANY_REQUESTS: (_S.RESOURCE_EXHAUSTED, "too many requests; try again later"),
     Code.TOO_MANY_BYTES: (_S.RESOURCE_EXHAUSTED, "too many bytes were sent for this attempt, which is over now"),
     Code.DRAINING: (_S.UNAVAILABLE, "the server is stopping; try again"),
+    Code.NO_LEADER: (_S.UNAVAILABLE, "no server leads the jobs at this moment; try again in some seconds"),
     Code.STORE_UNAVAILABLE: (_S.UNAVAILABLE, "the server's database does not answer; try again"),
     Code.STORAGE_FULL: (_S.RESOURCE_EXHAUSTED, "the server's disk is full; try again later"),
     Code.INTERNAL: (_S.INTERNAL, "the server failed; its log has the details under this number"),
@@ -77,6 +79,7 @@ RETRY: Mapping[Code, RetryWindow] = {
     Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
     Code.DRAINING: RetryWindow(1.0, 5.0),
+    Code.NO_LEADER: RetryWindow(0.5, 3.0),
     Code.STORE_UNAVAILABLE: RetryWindow(1.0, 5.0),
     Code.STORAGE_FULL: RetryWindow(5.0, 30.0),
 }

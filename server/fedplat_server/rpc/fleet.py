@@ -26,6 +26,7 @@ from fedplat.rounds.states import FAILURES, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_server import __version__, intake, logs
 from fedplat_server.check_in import SOON, wait_for_work
+from fedplat_server.cluster import hop
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
@@ -47,7 +48,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         """Makes the caller a client."""
-        self._services.quotas.stranger(context.peer())
+        self._services.quotas.stranger(self._peer(context))
         requests.protocol_version(request.protocol_version)
         client_id, credential = await self._services.clients.enroll(
             requests.name(request.population, "population"),
@@ -192,12 +193,15 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         reason = (found[1].reason if found is not None else None) or Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
 
+    def _peer(self, context: Context) -> str:
+        return hop.of(context, self._services.lease.secret).peer
+
     async def _client(self, context: Context) -> ClientRecord:
         given = (value for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION)
         try:
             client = await self._services.clients.authenticate(str(next(given, "")))
         except RefusedError:
-            self._services.quotas.stranger(context.peer())
+            self._services.quotas.stranger(self._peer(context))
             raise
         self._services.quotas.request(client.client_id)
         end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)

@@ -1,7 +1,8 @@
 """The health service: readiness under the empty name and those of the services, liveness under the name `liveness`.
 
-Ready means that the database answers: who balances load sends nobody here meanwhile. Alive means that the process and
-its port are there: who restarts what is dead has no business here, because a restart brings no database back.
+Ready means that the database answers, or at a gateway that the leader can be reached: who balances load sends nobody
+here meanwhile. Alive means that the process and its port are there: who restarts what is dead has no business here,
+because a restart brings no database back.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Health:
         self._stopped = False
 
     async def start(self) -> None:
-        """Alive and ready."""
+        """Alive; ready, if that was told before."""
         await self.servicer.set(LIVENESS, _Status.SERVING)
-        await self._set(True)
+        await self.tell(self._ready or False)
 
     async def stop(self) -> None:
         """Alive, and never ready again."""
-        await self._set(False)
+        await self.tell(False)
         self._stopped = True
 
     async def watch(self, store: Store, runner: Runner) -> None:
@@ -57,7 +58,7 @@ class Health:
                 if ping.done():
                     answers, ping = _succeeded(ping), None
                 before = self._ready
-                await self._set(answers and not runner.in_doubt)
+                await self.tell(answers and not runner.in_doubt)
                 if self._ready != before:
                     logs.get().info("the server is ready again" if self._ready else "the server is not ready")
                 await asyncio.sleep(CHECK_S)
@@ -65,7 +66,8 @@ class Health:
             if ping is not None:
                 ping.cancel()
 
-    async def _set(self, ready: bool) -> None:
+    async def tell(self, ready: bool) -> None:
+        """Ready or not, from now on."""
         if self._stopped or ready == self._ready:
             return
         self._ready = ready

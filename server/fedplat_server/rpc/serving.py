@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -9,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat_server.cluster.switch import Collector, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.rpc.admin import AdminService
@@ -37,21 +40,40 @@ _OPTIONS = (
 )
 
 
-async def serve(config: ServerConfig, services: Services) -> tuple[aio.Server, Health, int]:
-    """Starts to listen; returns the server, its health, and the port."""
-    server = aio.server(interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression)
-    fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), server)
-    made = Health(_SERVICES)
-    health_pb2_grpc.add_HealthServicer_to_server(made.servicer, server)
-    await made.start()
-    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError as exc:
-        raise ConfigError(
-            f"cannot listen on {config.listen}: the port is taken or the address is not this machine's; "
-            "choose another with --listen HOST:PORT"
-        ) from exc
-    await server.start()
-    return server, made, port
+def handlers(services: Services) -> list[grpc.GenericRpcHandler]:
+    """The methods of the services, for a daemon that leads."""
+    collector = cast(Any, Collector())  # what the generated code takes for a server
+    fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), collector)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
+    return collector.handlers
+
+
+class Endpoint:
+    """The port of this daemon, from its start to its end; whoever leads, calls go where the switch lets them go."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Takes the port. Callers wait until `start`. Raises `ConfigError` if the port cannot be had."""
+        self.switch = Switch(_SERVICES)
+        self._server = aio.server(
+            interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression
+        )
+        self._server.add_generic_rpc_handlers((self.switch,))
+        self.health = Health(_SERVICES)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        try:
+            self.port = self._server.add_insecure_port(config.listen)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"cannot listen on {config.listen}: the port is taken or the address is not this machine's; "
+                "choose another with --listen HOST:PORT"
+            ) from exc
+
+    async def start(self) -> None:
+        """Begins to answer."""
+        await self.health.start()
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends; calls that take longer are cut."""
+        await self._server.stop(grace_s)

@@ -7,8 +7,10 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from fedplat_server.errors import LeadershipLostError
 from fedplat_server.store.engine import NUM_READERS, WRITES, ConflictError, num_writers, translated
 
 MAX_TRIES = 5
@@ -36,6 +38,18 @@ class Database:
         self._readers = asyncio.Semaphore(NUM_READERS)
         self._writers = asyncio.Semaphore(num_writers(engine.url))
         self._running: set[asyncio.Task[Any]] = set()
+        self._connections: set[Any] = set()  # of the driver, as SQLAlchemy wraps them
+        self._fence: Work[None] | None = None
+        self._is_severed = False
+
+        def on_connect(connection: Any, _: object) -> None:
+            self._connections.add(connection)
+
+        def on_close(connection: Any, _: object) -> None:
+            self._connections.discard(connection)
+
+        event.listen(engine.sync_engine, "connect", on_connect)
+        event.listen(engine.sync_engine, "close", on_close)
 
     @property
     def dialect(self) -> str:
@@ -46,6 +60,19 @@ class Database:
         """Waits for transactions that still run, and lets go of every connection."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._engine.dispose()
+
+    def fence(self, check: Work[None]) -> None:
+        """From now on every transaction that writes begins with a check, which raises if it must not."""
+        self._fence = check
+
+    def sever(self) -> None:
+        """Ends every transaction and every connection at once, whatever their answer would be: nobody may wait."""
+        self._is_severed = True
+        for connection in self._connections:
+            if hasattr(connection.driver_connection, "terminate"):  # one of SQLite never hangs
+                connection.driver_connection.terminate()
+        for task in self._running:
+            task.cancel()
 
     async def read(self, work: Work[_T]) -> _T:
         """Runs work that only reads, on one snapshot."""
@@ -68,6 +95,8 @@ class Database:
     async def _write(self, work: Work[_T]) -> _T:
         with translated(self._engine.url):
             async with self._writing.begin() as connection:
+                if self._fence is not None:
+                    await self._fence(connection)
                 return await work(connection)
 
     async def _to_the_end(
@@ -77,9 +106,14 @@ class Database:
 
         async def running() -> _T:
             try:
-                return await run(work)
+                if not self._is_severed:
+                    return await run(work)
+            except asyncio.CancelledError:
+                if not self._is_severed:
+                    raise
             finally:
                 queue.release()
+            raise LeadershipLostError("this daemon leads no more")
 
         task = asyncio.create_task(running())
         self._running.add(task)

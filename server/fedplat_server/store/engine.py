@@ -28,6 +28,11 @@ WRITES = "fedplat_writes"
 BUSY_TIMEOUT_S = 30
 """How long SQLite waits for another process that writes."""
 
+CONNECT_TIMEOUT_S = 10
+COMMAND_TIMEOUT_S = 60
+ABANDONED_S = 4
+"""When PostgreSQL ends a transaction of which it hears nothing: a daemon that was stopped must not keep its locks."""
+
 NUM_READERS = 4
 """How many transactions may read at once. More would only take turns on one core."""
 
@@ -87,12 +92,19 @@ def num_writers(url: URL) -> int:
     return 1 if url.get_backend_name() == "sqlite" else 4
 
 
-def create_engine(url: URL, *, foreign_keys: bool = True) -> AsyncEngine:
-    """An engine for a URL of `async_url`; nothing connects yet. Migrations of SQLite need `foreign_keys` off."""
+def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | None = None) -> AsyncEngine:
+    """An engine for a URL of `async_url`; nothing connects yet. Migrations of SQLite need `foreign_keys` off.
+
+    `timeout_s`: how long PostgreSQL may take to connect or to answer, if other than usual.
+    """
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0}
     if url.get_backend_name() == "postgresql":
-        timeouts = {"timeout": 10, "command_timeout": 60}
-        return create_async_engine(url, pool_pre_ping=True, connect_args=timeouts, **pool)
+        options = {
+            "timeout": timeout_s or CONNECT_TIMEOUT_S,
+            "command_timeout": timeout_s or COMMAND_TIMEOUT_S,
+            "server_settings": {"idle_in_transaction_session_timeout": f"{ABANDONED_S}s"},
+        }
+        return create_async_engine(url, pool_pre_ping=True, connect_args=options, **pool)
     engine = create_async_engine(url, **pool)
 
     def on_connect(connection: Any, _: object) -> None:

@@ -1,9 +1,9 @@
 """What the server asks of its database.
 
 Every method is atomic. Every adapter passes the contract suite `tests/server/store/test_contract*.py`. Errors are
-`StoreUnavailableError` (try again later) and `StaleRevisionError` (read again first); nothing of a database
-library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock. People read them, and the
-deadlines of assignments are found again by them after a restart; nothing in a running server decides by them.
+`StoreUnavailableError` (try again later), `StaleRevisionError` (read again first) and `LeadershipLostError`; nothing
+of a database library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock. People read them,
+and the deadlines of assignments are found again by them after a restart; nothing in a running server decides by them.
 """
 
 from __future__ import annotations
@@ -95,6 +95,17 @@ class Store(OperatorStore, AuditStore, Protocol):
 
     async def ping(self) -> None:
         """Returns when the database answers."""
+        ...
+
+    async def fence(self, term: int) -> None:
+        """From now on every write is rejected with `LeadershipLostError` once the lease has another term than this.
+
+        Raises that at once if it has one already. A store in memory has one daemon only, and nothing to check.
+        """
+        ...
+
+    async def sever(self) -> None:
+        """Ends whatever is under way, and lets everything that comes fail, with `LeadershipLostError`."""
         ...
 
     async def enroll(self, enrolment: Enrolment) -> str:

@@ -27,6 +27,7 @@ from fedplat_server.store.port import (
     JobRecord,
     VersionRecord,
 )
+from fedplat_server.store.sql_leases import require_term
 from fedplat_server.store.tables import assignments, attempts, clients, history, jobs, model_versions
 
 
@@ -55,6 +56,19 @@ class SqlStore(sql_people.SqlPeople):
     async def ping(self) -> None:
         """Returns when the database answers."""
         await self._all(select(1))
+
+    async def fence(self, term: int) -> None:
+        """Rejects every write from now on once the lease has another term; see the port."""
+        self._database.fence(lambda connection: require_term(connection, term))
+
+        async def nothing(_: AsyncConnection) -> None:
+            pass
+
+        await self._database.write(nothing)
+
+    async def sever(self) -> None:
+        """Ends whatever is under way; see the port."""
+        self._database.sever()
 
     # --- clients ---------------------------------------------------------------------------------------------
 

@@ -226,3 +226,16 @@ audit_head = Table(
     Column("num_rows", BigInteger, nullable=False),
     Column("hash", String, nullable=False),
 )
+
+# Who leads. Moments are on the database's clock; no holder means that the lease was released.
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("address", String, nullable=False),
+    Column("term", BigInteger, nullable=False),
+    Column("secret", String, nullable=False),
+    Column("renewed_unix_s", Float, nullable=False),
+    Column("expires_unix_s", Float, nullable=False),
+)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
@@ -32,6 +32,7 @@ class State:
     versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
     models: dict[str, bytes] = field(default_factory=dict[str, bytes])
     by_key: dict[str, str] = field(default_factory=dict[str, str])
+    leader: dict[str, Any] = field(default_factory=dict[str, Any])
     watched_after: list[int] = field(default_factory=list[int])
     refusal: tuple[grpc.StatusCode, str] | None = None
     refusal_code: str = ""
@@ -104,6 +105,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
             num_jobs={"RUNNING": 2, "DRAFT": 1},
             process_id=4711,
             evaluators=["digits"],
+            **self.state.leader,
         )
 
     def UploadModel(self, request_iterator: Iterator[admin_pb2.UploadModelRequest], context: grpc.ServicerContext):

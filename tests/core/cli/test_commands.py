@@ -63,6 +63,7 @@ def test_status(run: Run, server: FakeServer):
     assert result.stdout == (
         f"server       {server.address}\n"
         "version      0.1.0 (protocol 1)\n"
+        "role         leader, the only daemon of its database\n"
         "process      4711\n"
         "running for  1 h 2 min\n"
         "peak memory  200.0 MiB\n"
@@ -70,6 +71,10 @@ def test_status(run: Run, server: FakeServer):
         "jobs         1 DRAFT, 2 RUNNING\n"
         "evaluators   digits\n"
     )
+    server.state.leader = {"leader": "d-1", "leader_address": "one:7443", "term": 3}
+    assert "role         leader, d-1 at one:7443, term 3\n" in run("status").stdout
+    server.state.leader["gateway"] = "d-2"
+    assert "role         gateway d-2; the leader is d-1 at one:7443, term 3\n" in run("status").stdout
     assert parsed(run("status", "--json"))["num_jobs"] == {"DRAFT": 1, "RUNNING": 2}
 
 

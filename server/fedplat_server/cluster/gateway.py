@@ -1,0 +1,130 @@
+"""Passes calls on to the daemon that leads, byte for byte: messages, metadata, deadline, cancellation, status.
+
+Each message is read from one side only after the other side took the one before, so that whoever is slow slows the
+sender down, and a gateway keeps one message of each direction in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import grpc
+from grpc import aio
+
+from fedplat import wire
+from fedplat_server.cluster import hop
+from fedplat_server.cluster.hop import Hop
+from fedplat_server.cluster.lease import Lease
+from fedplat_server.cluster.switch import Calls, Handler
+from fedplat_server.rpc.boundary import METADATA_CODE
+from fedplat_server.rpc.errors import Code, RefusedError
+
+Context = Any  # aio.ServicerContext, generic for the type checker only
+_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    # A leader that is cut off must not keep callers waiting much longer than the lease does.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+# What the connection may say where the leader itself would have added its code.
+_BROKEN = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+)
+
+
+def connect(address: str) -> aio.Channel:
+    """A channel to the leader; the one place where the credentials of daemons belong."""
+    return aio.insecure_channel(address, options=_OPTIONS, compression=grpc.Compression.NoCompression)
+
+
+def nobody(_: Context) -> str:
+    """The client that a call is known to come from, on a port that knows none."""
+    return ""
+
+
+class Gateway:
+    """The route to a leader. `client_of` tells which client a call is known to come from ("": none)."""
+
+    def __init__(self, lease: Lease, name: str, client_of: Callable[[Context], str] = nobody) -> None:
+        self.calls = Calls()
+        self.lease = lease
+        self._name = name
+        self._client_of = client_of
+        self._channel = connect(lease.address)
+
+    def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
+        """Passes a call on."""
+        method = details.method
+
+        async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
+            metadata = context.invocation_metadata() or ()
+            if hop.is_marked(metadata):  # the daemon that sent it here was mistaken
+                raise RefusedError(Code.NO_LEADER)
+            origin = Hop(self._name, self._client_of(context), context.peer())
+            marked = hop.marked(metadata, self.lease.secret, origin)
+            start = cast(Any, self._channel.stream_stream)(method)
+            async with (
+                _translated(context),
+                _cancelled_at_the_end(start(requests, timeout=context.time_remaining(), metadata=marked)) as outgoing,
+            ):
+                with self.calls.one():
+                    initial = await outgoing.initial_metadata()
+                if initial:
+                    await context.send_initial_metadata(tuple(initial))
+                while True:
+                    with self.calls.one():
+                        response = await outgoing.read()
+                    if response is aio.EOF:
+                        break
+                    yield response
+                context.set_trailing_metadata(tuple(await outgoing.trailing_metadata() or ()))
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Tells whether the leader can be reached, now and whenever that changes."""
+        ready = grpc.ChannelConnectivity.READY
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            await tell(state is ready)
+            await self._channel.wait_for_state_change(state)
+
+    async def close(self) -> None:
+        """Ends the calls under way and the connection."""
+        self.calls.end()
+        await self.calls.ended()
+        await self._channel.close()
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_at_the_end(outgoing: Any) -> AsyncGenerator[Any]:
+    """The caller is gone, or has its answer: nobody needs the rest."""
+    try:
+        yield outgoing
+    finally:
+        outgoing.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _translated(context: Context) -> AsyncGenerator[None]:
+    """Gives the caller the leader's status, or says that the leader is gone."""
+    try:
+        yield
+    except aio.AioRpcError as exc:
+        trailing = tuple(exc.trailing_metadata() or ())
+        if exc.code() in _BROKEN and not any(key == METADATA_CODE for key, _ in trailing):
+            raise RefusedError(Code.NO_LEADER, "the connection to it broke") from exc
+        await context.abort(exc.code(), exc.details() or "", trailing)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RefusedError(Code.NO_LEADER, "the connection to it broke") from None

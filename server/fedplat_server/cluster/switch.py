@@ -1,0 +1,171 @@
+"""Where a call goes: to the services here, to the daemon that leads, or nowhere. Routes change; the port stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import grpc
+from grpc import aio
+
+from fedplat_server.rpc.errors import Code, RefusedError
+
+Handler = Any  # grpc.RpcMethodHandler, generic for the type checker only
+
+
+class Calls:
+    """The calls under way on a route. When the route ends, all of them do: UNAVAILABLE, try again."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._cut: set[asyncio.Task[Any]] = set()
+        self._is_over = False
+        self._none_left = asyncio.Event()
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[None]:
+        """A piece of a call's work in this task; raises `RefusedError` when the route has ended."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._is_over:
+            raise RefusedError(Code.NO_LEADER)
+        cancelling = task.cancelling()
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # As asyncio.Timeout does it: whoever else cancels this task too shall succeed.
+            if task in self._cut and task.uncancel() <= cancelling:
+                raise RefusedError(Code.NO_LEADER) from None
+            raise
+        finally:
+            self._tasks.discard(task)
+            self._cut.discard(task)
+            if self._is_over and not self._tasks:
+                self._none_left.set()
+
+    def end(self) -> None:
+        """Ends all calls, and those that still come."""
+        self._is_over = True
+        for task in self._tasks:
+            self._cut.add(task)
+            task.cancel()
+        if not self._tasks:
+            self._none_left.set()
+
+    async def ended(self) -> None:
+        """Returns when every call has come to its end."""
+        await self._none_left.wait()
+
+
+class Route(Protocol):
+    """Where calls go for a while."""
+
+    calls: Calls
+
+    def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
+        """Who takes a call; None for an unknown method."""
+        ...
+
+
+class Nowhere:
+    """Nobody leads."""
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+    def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
+        """Tells the caller to come back later."""
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes]:
+    raise RefusedError(Code.NO_LEADER)
+    yield b""  # makes it a generator
+
+
+class Here:
+    """This daemon leads: its own services take the calls."""
+
+    def __init__(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self.calls = Calls()
+        self._handlers = handlers
+
+    def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
+        """The method of a service."""
+        for handlers in self._handlers:
+            if (found := handlers.service(details)) is not None:
+                return _counted(found, self.calls)
+        return None
+
+
+class Switch(grpc.GenericRpcHandler):
+    """Takes every call of some services, and lets the present route see to it."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self._prefixes = tuple(f"/{name}/" for name in services)
+        self.route: Route = Nowhere()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Who takes a call."""
+        if not handler_call_details.method.startswith(self._prefixes):
+            return None
+        return self.route.handler(handler_call_details)
+
+    def turn(self, route: Route) -> Calls:
+        """Lets calls go another way from now on; those under way are ended and returned."""
+        old, self.route = self.route, route
+        old.calls.end()
+        return old.calls
+
+
+class Collector:
+    """Stands for a gRPC server while the generated code registers a service, and keeps what it registers."""
+
+    def __init__(self) -> None:
+        self.handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Keeps the handlers."""
+        self.handlers.extend(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """The same handlers once more, for servers that know methods in advance."""
+
+
+def _counted(handler: Handler, calls: Calls) -> Handler:
+    codec = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    if handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, calls), **codec)
+    if handler.stream_unary:
+        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, calls), **codec)
+    if handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, calls), **codec)
+    return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, calls), **codec)
+
+
+def _unary(inner: Callable[[Any, Any], Awaitable[Any]], calls: Calls) -> Any:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        with calls.one():
+            return await inner(request, context)
+
+    return call
+
+
+def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], calls: Calls) -> Any:
+    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        async with contextlib.aclosing(inner(request, context)) as responses:
+            while True:
+                with calls.one():  # not while gRPC sends a response: it must not be cancelled there
+                    try:
+                        response = await anext(responses)
+                    except StopAsyncIteration:
+                        return
+                yield response
+
+    return call

@@ -1,0 +1,146 @@
+"""Everything that reads bytes of strangers: one function each, which raises nothing but fedplat's own errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from fedplat.aggregate import state_from_bytes
+from fedplat.errors import FedplatError
+from fedplat.job import parse_job
+from fedplat.labels import compile_expression
+from fedplat.model import Parameters
+from fedplat.wire.v1 import model_pb2
+from fedplat_client.options import draw_s
+from fedplat_server import intake
+from fedplat_server.config import Limits
+from fedplat_server.rpc import convert, requests
+from hostile import attacks
+from wire import make_golden
+
+Target = Callable[[bytes], None]
+BASE = attacks.MODEL
+_FOLDER = tempfile.TemporaryDirectory(prefix="fedplat-fuzz-", ignore_cleanup_errors=True)
+_LABELS: Mapping[str, str] = {"region": "eu", "memory_mb": "4096", "nan": "nan"}
+_LIMITS = Limits()
+
+
+def model(data: bytes) -> None:
+    """A safetensors file: what an operator uploads, what a client downloads."""
+    parameters = Parameters.from_bytes(data)
+    assert parameters.schema.file_size_bytes >= 8
+    assert Parameters.from_bytes(parameters.to_bytes()) == parameters or not parameters.is_finite()
+
+
+def update(data: bytes) -> None:
+    """An update that a client sends, against its base version."""
+    base, path = Path(_FOLDER.name) / "base", Path(_FOLDER.name) / "update"
+    if not base.exists():
+        base.write_bytes(BASE.to_bytes())
+    path.write_bytes(data)
+    if intake.check_update(path, base) is None:
+        taken = Parameters.from_bytes(data)
+        assert taken.schema == BASE.schema
+        assert np.isfinite(taken.to_vector()).all()
+
+
+def state(data: bytes) -> None:
+    """The state of a server optimizer."""
+    state_from_bytes(data)
+
+
+def job_file(data: bytes) -> None:
+    """A job file."""
+    parse_job(_text(data))
+
+
+def labels(data: bytes) -> None:
+    """An expression over labels."""
+    compile_expression(_text(data))(_LABELS)
+
+
+def message(data: bytes) -> None:
+    """A message of the protocol, with the checks that its text goes through."""
+    for descriptor in make_golden.descriptors():
+        with contextlib.suppress(DecodeError):
+            decoded = make_golden.class_of(descriptor).FromString(data)
+            decoded.SerializeToString()
+    with contextlib.suppress(DecodeError):
+        window = model_pb2.RetryWindow.FromString(data)
+        assert 0.0 <= draw_s(window, random.Random(1)) <= 86_400.0
+
+
+def fields(data: bytes) -> None:
+    """The checks of texts, names and numbers that callers send."""
+    text = _text(data)
+    requests.text(text, 100)
+    requests.wait_s(np.frombuffer(data[:8].ljust(8, b"\0"), np.float64)[0].item(), _LIMITS)
+    convert.reason_from_wire(int.from_bytes(data[:4], "little"))  # pyright: ignore[reportArgumentType]
+    for check in (
+        lambda: requests.name(text, "population"),
+        lambda: requests.digest(text),
+        lambda: requests.key(text),
+        lambda: requests.labels({text: text}, _LIMITS),
+        lambda: requests.names([text], "trainer", _LIMITS),
+        lambda: requests.why_metrics_are_bad({text: 1.0}, _LIMITS),
+    ):
+        with contextlib.suppress(FedplatError):
+            check()
+
+
+TARGETS: Mapping[str, Target] = {
+    target.__name__: target for target in (model, update, state, job_file, labels, message, fields)
+}
+
+
+def seeds(name: str) -> list[bytes]:
+    """What mutation begins with: good inputs, and those that were kept because they once did harm."""
+    kept = sorted((Path(__file__).parent / "corpus" / name).glob("*"))
+    return [*(path.read_bytes() for path in kept), *_GOOD[name]()]
+
+
+def feed(name: str, data: bytes) -> None:
+    """Gives an input to a target, which may refuse it."""
+    with contextlib.suppress(FedplatError):
+        TARGETS[name](data)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _models() -> list[bytes]:
+    good = [BASE.to_bytes(), Parameters.from_arrays({"n": np.ones(3, np.int64)}, "max").to_bytes()]
+    header = {"w": {"dtype": "F32", "shape": [2**60], "data_offsets": [0, 8]}, "__metadata__": {"a": "b"}}
+    text = json.dumps(header).encode()
+    return [*good, len(text).to_bytes(8, "little") + text + bytes(8)]
+
+
+def _expressions() -> list[bytes]:
+    return [
+        b"region == 'eu' and memory_mb >= 4096",
+        b"not (region in ['eu', 'us']) or 1 < memory_mb",
+        b'region != "x" and (nan > 1.5e300 or nan == -1)',
+    ]
+
+
+_GOOD: Mapping[str, Callable[[], list[bytes]]] = {
+    "model": _models,
+    "update": _models,
+    "state": lambda: [Parameters.from_arrays({"m": np.ones(4, np.float32)}).to_bytes(), b""],
+    "job_file": lambda: [
+        make_golden.JOB_FILE.encode(),
+        (make_golden.JOB_FILE + "[config]\nepochs = 5\nrate = 0.1\n[retry]\nbase_s = 1e9\n").encode(),
+        Path(__file__).resolve().parents[2].joinpath("examples/digits/job.toml").read_bytes(),
+    ],
+    "labels": _expressions,
+    "message": lambda: list(attacks.GOLDEN.values()),
+    "fields": lambda: [b"demo", b"5f0c3a52-6d0f-4a83", b"a" * 64, "ünïcödé\n\x1b[2J\0".encode()],
+}

@@ -1,0 +1,183 @@
+"""The lease on every kind of database, and the fence that it is for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from fedplat_server.cluster.lease import Candidate
+from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
+from fedplat_server.store.leases import Leases
+from fedplat_server.store.memory_leases import MemoryLeases
+from fedplat_server.store.sql import open_store
+from fedplat_server.store.sql_leases import SqlLeases, open_leases, require_term
+from server.databases import execute_sql
+from server.store.driver import JOB_FILE, draft
+
+ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
+LONG_S = 3600.0
+
+
+@pytest.fixture
+async def leases(backend: str | None) -> AsyncGenerator[Leases]:
+    made: Leases = MemoryLeases() if backend is None else await open_leases(backend)
+    yield made
+    await made.close()
+
+
+async def until_blocked(connection: AsyncConnection, table: str, task: asyncio.Task[Any]) -> None:
+    """Returns when a statement on a table waits for a lock."""
+    here = "wait_event_type = 'Lock' AND datname = current_database()"
+    query = text(f"SELECT count(*) FROM pg_stat_activity WHERE {here} AND query LIKE '%{table}%'")
+    while not (await connection.execute(query)).scalar_one():
+        assert not task.done()
+        await connection.execute(text("SELECT pg_stat_clear_snapshot()"))  # else a transaction sees what it saw
+
+
+async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(leases: Leases) -> None:
+    assert (await leases.read()).lease is None
+    lease = await leases.take(ONE, "secret", LONG_S)
+    assert lease is not None
+    assert (lease.holder, lease.address, lease.term, lease.secret) == ("d-one", "one:7443", 1, "secret")
+    assert await leases.take(TWO, "another", LONG_S) is None
+    sighting = await leases.read()
+    assert sighting.lease == lease
+    assert lease.renewed_unix_s <= sighting.now_unix_s < lease.expires_unix_s
+    assert lease.expires_unix_s - lease.renewed_unix_s == pytest.approx(LONG_S, abs=0.001)
+
+
+async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: Leases) -> None:
+    first = await leases.take(ONE, "s1", 0.0)
+    second = await leases.take(TWO, "s2", LONG_S)
+    assert first is not None
+    assert second is not None
+    assert (second.holder, second.term) == ("d-two", 2)
+    assert not await leases.renew(first, LONG_S)
+    await leases.release(first)
+    assert (await leases.read()).lease == second
+
+
+async def test_a_renewal_moves_the_end(leases: Leases) -> None:
+    lease = await leases.take(ONE, "s1", 0.0)
+    assert lease is not None
+    assert await leases.renew(lease, LONG_S)
+    renewed = (await leases.read()).lease
+    assert renewed is not None
+    assert renewed.expires_unix_s > lease.expires_unix_s + LONG_S / 2
+    assert (renewed.holder, renewed.term, renewed.secret) == ("d-one", 1, "s1")
+    assert await leases.take(TWO, "s2", LONG_S) is None
+
+
+async def test_a_released_lease_is_free_at_once_and_terms_never_repeat(leases: Leases) -> None:
+    lease = await leases.take(ONE, "s1", LONG_S)
+    assert lease is not None
+    await leases.release(lease)
+    assert not await leases.renew(lease, LONG_S)
+    second = await leases.take(TWO, "s2", LONG_S)
+    assert second is not None
+    assert second.term == 2
+
+
+async def test_of_many_that_take_it_at_once_one_gets_it(database: str) -> None:
+    several = [await open_leases(database) for _ in range(4)]
+    try:
+        taken = await asyncio.gather(
+            *(each.take(Candidate(f"d-{n}", "x:1"), f"s{n}", LONG_S) for n, each in enumerate(several))
+        )
+        assert sum(lease is not None for lease in taken) == 1
+    finally:
+        for each in several:
+            await each.close()
+
+
+@pytest.mark.fault("F20")
+async def test_a_write_of_an_older_term_is_rejected(database: str) -> None:
+    leases, store = await open_leases(database), await open_store(database)
+    try:
+        await leases.take(ONE, "s1", 0.0)
+        await store.fence(1)
+        await store.create_job(draft("j-1"), JOB_FILE, "key-1")
+        await leases.take(TWO, "s2", LONG_S)
+        with pytest.raises(LeadershipLostError, match="its term is 2"):
+            await store.create_job(draft("j-2"), JOB_FILE, "key-2")
+        assert [job.state.job_id for job in await store.load_jobs()] == ["j-1"]
+        with pytest.raises(LeadershipLostError):
+            await store.fence(1)
+    finally:
+        await store.close()
+        await leases.close()
+
+
+@pytest.mark.fault("F19", "F20")
+async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres: str) -> None:
+    leases = await open_leases(postgres)
+    old: SqlLeases = await open_leases(postgres)
+    try:
+        lease = await leases.take(ONE, "s1", 0.0)
+        assert lease is not None
+        async with old._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
+            await require_term(writing, 1)
+            taking = asyncio.create_task(leases.take(TWO, "s2", LONG_S))
+            await until_blocked(writing, "leases", taking)
+        # Committed: whoever takes the lease sees what was written.
+        taken = await taking
+        assert taken is not None
+        assert taken.term == 2
+    finally:
+        await old.close()
+        await leases.close()
+
+
+async def test_a_renewal_does_not_wait_for_writes_that_passed_the_fence(postgres: str) -> None:
+    leases, other = await open_leases(postgres), await open_leases(postgres)
+    try:
+        lease = await leases.take(ONE, "s1", LONG_S)
+        assert lease is not None
+        async with other._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
+            await require_term(writing, 1)
+            assert await leases.renew(lease, LONG_S)
+    finally:
+        await other.close()
+        await leases.close()
+
+
+@pytest.mark.fault("F19")
+async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgres: str) -> None:
+    """The row of the job is locked by somebody who never lets go: as good as a network that swallows everything."""
+    store, blocker = await open_store(postgres), await open_leases(postgres)
+    try:
+        await store.create_job(draft("j-1"), JOB_FILE, "key-1")
+        async with blocker._engine.begin() as blocking:  # pyright: ignore[reportPrivateUsage]
+            await blocking.execute(text("SELECT 1 FROM jobs FOR UPDATE"))
+            writing = asyncio.create_task(store.set_version_metrics("j-1", 0, {}))
+            await until_blocked(blocking, "jobs", writing)
+            await store.sever()
+            with pytest.raises(LeadershipLostError):
+                await writing
+            with pytest.raises(LeadershipLostError):
+                await store.load_jobs()
+            await store.close()
+    finally:
+        await blocker.close()
+
+
+async def test_a_database_that_is_gone_says_so(postgres: str) -> None:
+    leases = await open_leases(postgres)
+    try:
+        await leases.take(ONE, "s1", LONG_S)
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        await execute_sql(postgres, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
+        found = None
+        while found is None:
+            try:
+                found = (await leases.read()).lease
+            except StoreUnavailableError:
+                continue
+        assert found.holder == "d-one"
+    finally:
+        await leases.close()

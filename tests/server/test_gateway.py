@@ -1,0 +1,273 @@
+"""Two daemons on one PostgreSQL, in this process: one leads, the other passes every call on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fedplat import wire
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
+from fedplat_server.cluster import hop
+from fedplat_server.cluster.hop import Hop
+from fedplat_server.config import LeaseTimes
+from fedplat_server.errors import ConfigError
+from server import harness
+from server.databases import execute_sql
+from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+
+TIMES = LeaseTimes(valid_s=6.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def daemon(folder: Path, postgres: str) -> contextlib.AbstractAsyncContextManager[Site]:
+    return harness.running(folder, database=postgres, lease=TIMES)
+
+
+@pytest.fixture
+async def leader(tmp_path: Path, postgres: str) -> AsyncGenerator[Site]:
+    async with daemon(tmp_path, postgres) as site:
+        yield site
+
+
+@pytest.fixture
+async def gateway(leader: Site, postgres: str) -> AsyncGenerator[Site]:
+    async with daemon(leader.folder, postgres) as site:
+        yield site
+
+
+async def status(site: Site) -> admin_pb2.GetStatusResponse:
+    return await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+
+
+async def is_healthy(site: Site) -> bool:
+    request = health_pb2.HealthCheckRequest(service="fedplat.wire.v1.Fleet")
+    answer = await cast(Any, health_pb2_grpc.HealthStub)(site.channel).Check(request)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def code_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """The status that a call fails with, its words, and fedplat's own code."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    trailing = dict(cast(Any, caught.value.trailing_metadata()) or ())
+    return caught.value.code(), caught.value.details() or "", str(trailing.get("fedplat-code", ""))
+
+
+@pytest.mark.fault("F20")
+async def test_a_job_completes_with_clients_of_both_daemons(leader: Site, gateway: Site) -> None:
+    job = await gateway.operator.start(job_file(goal=2))
+    one, two = await leader.enrol(), await gateway.enrol()
+    tokens = [assignment.token for assignment in await gateway.assign([one, two])]
+    base = await gateway.operator.export(job)
+    assert base == await leader.operator.export(job)
+    assert await two.download(digest_of(base)) == base
+    for client, token, seed in ((one, tokens[0], 1), (two, tokens[1], 2)):
+        answer = await client.deliver(token, update_of(initial_model(), seed))
+        assert answer.HasField("receipt")
+    events = await gateway.operator.events(job)
+    assert events == await leader.operator.events(job)
+    assert events[-1].to_state == "COMPLETED"
+
+
+async def test_the_status_says_who_leads_and_who_passed_the_call_on(leader: Site, gateway: Site) -> None:
+    direct, passed_on = await status(leader), await status(gateway)
+    assert (direct.term, direct.gateway, direct.leader_address) == (1, "", leader.address)
+    assert passed_on.leader == direct.leader
+    assert passed_on.gateway not in ("", direct.leader)
+    assert await is_healthy(leader)
+    assert await is_healthy(gateway)
+
+
+async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Site) -> None:
+    nobody = [RawClient(site.channel, "wrong") for site in (leader, gateway)]
+    calls: tuple[Callable[[Site, RawClient], Awaitable[object]], ...] = (
+        lambda site, _: site.operator.show("no-such-job"),
+        lambda site, _: site.operator.export("no-such-job"),
+        lambda site, _: site.operator.upload(b"no model"),
+        lambda _, client: client.check_in(),
+        lambda _, client: client.upload("token", b"bytes"),
+        lambda _, client: client.download("0" * 64),
+    )
+    for call in calls:
+        direct, passed_on = await code_of(call(leader, nobody[0])), await code_of(call(gateway, nobody[1]))
+        assert passed_on == direct
+        assert direct[2]
+
+
+async def test_cancellation_and_deadlines_reach_the_leader(leader: Site, gateway: Site) -> None:
+    client, other = await gateway.fleet(2)
+    waiting = client.check_in()
+    request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=60.0)
+    late = other.stub.CheckIn(request, metadata=other.metadata, timeout=0.5)
+    await leader.waiting(2)
+    waiting.cancel()
+    assert (await code_of(late))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    await leader.waiting(0)
+
+
+async def test_a_stop_wakes_a_heartbeat_behind_the_gateway(leader: Site, gateway: Site) -> None:
+    job = await leader.operator.start(job_file(goal=1))
+    client = await gateway.enrol()
+    token = (await client.assignment()).token
+    heartbeat = client.heartbeat(token)
+    await leader.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    assert reason_name((await heartbeat).stop.reason) == "JOB_PAUSED"
+
+
+async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_passes(gateway: Site) -> None:
+    raw = cast(Any, gateway.channel.stream_unary)("/fedplat.wire.v1.Admin/UploadModel")
+
+    def model(size: int) -> list[bytes]:
+        return [admin_pb2.UploadModelRequest(data=bytes(size)).SerializeToString()]
+
+    assert (await code_of(raw(iter(model(wire.MAX_MESSAGE_BYTES)))))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await code_of(raw(iter(model(wire.MAX_MESSAGE_BYTES - 100)))))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_three_hundred_clients_wait_behind_one_gateway(leader: Site, gateway: Site) -> None:
+    clients = await gateway.fleet(300)
+    waiting = [asyncio.ensure_future(client.refusal(0.0)) for client in clients]
+    assert {reason_name((await one).reason) for one in waiting} == {"NO_WORK"}
+    calls = [client.check_in() for client in clients]
+    await leader.waiting(300)
+    for call in calls:
+        call.cancel()
+    await leader.waiting(0)
+
+
+@pytest.mark.fault("F20", "F36")
+async def test_a_leader_that_is_stopped_lets_the_other_lead_at_once(tmp_path: Path, postgres: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(daemon(tmp_path, postgres))
+        async with daemon(tmp_path, postgres) as second:
+            job = await second.operator.start(job_file(goal=1))
+            client = await second.enrol()
+            watching = second.operator.watch(job)
+            await watching.read()
+            before = await client.assignment()
+            heartbeat = client.heartbeat(before.token)
+            await stack.aclose()  # SIGTERM for the first one
+            assert (await code_of(heartbeat))[0] is grpc.StatusCode.UNAVAILABLE
+            assert (await code_of(to_the_end(watching)))[0] is grpc.StatusCode.UNAVAILABLE
+            await leading(second, 2)
+            after = await client.assignment()
+            assert (await client.deliver(after.token, update_of(initial_model(), 1))).HasField("receipt")
+            await second.operator.until(job, "job", "COMPLETED")
+            assert [one.model.version for one in await second.operator.versions(job)] == [0, 1]
+        assert first.task.done()
+
+
+async def to_the_end(stream: aio.UnaryStreamCall[Any, Any]) -> None:
+    while await stream.read() is not aio.EOF:
+        pass
+
+
+async def leading(site: Site, term: int) -> None:
+    """Returns when a daemon leads."""
+
+    async def there() -> bool:
+        with contextlib.suppress(aio.AioRpcError):
+            found = await status(site)
+            return (found.term, found.gateway, found.leader_address) == (term, "", site.address)
+        return False
+
+    await harness.until(there, f"{site.address} leads")
+
+
+@pytest.mark.fault("F20")
+async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gateway: Site, postgres: str) -> None:
+    """Somebody takes its lease: what it writes is rejected, its callers are told, and it follows the other one."""
+    job = await leader.operator.start(job_file(goal=1))
+    client = await leader.enrol()
+    token = (await client.assignment()).token
+    heartbeat, watching = client.heartbeat(token), leader.operator.watch(job)
+    await watching.read()
+    await execute_sql(postgres, "UPDATE leases SET term = term + 1, expires_unix_s = 0")
+    assert (await code_of(heartbeat))[0] is grpc.StatusCode.UNAVAILABLE
+    first, second = await both_agree(leader, gateway)
+    assert first.term == second.term == 3
+    job_there = await gateway.operator.show(job)
+    assert job_there == await leader.operator.show(job)
+
+
+async def both_agree(one: Site, two: Site) -> tuple[admin_pb2.GetStatusResponse, admin_pb2.GetStatusResponse]:
+    """The status of both, when one of them leads in a new term and the other is a gateway to it."""
+    found: list[admin_pb2.GetStatusResponse] = []
+
+    async def there() -> bool:
+        with contextlib.suppress(aio.AioRpcError):
+            found[:] = [await status(one), await status(two)]
+            return found[0].term == found[1].term > 1
+        return False
+
+    await harness.until(there, "one leader")
+    return found[0], found[1]
+
+
+@pytest.mark.fault("F19")
+async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
+    leader: Site, gateway: Site, postgres: str
+) -> None:
+    nowhere = f"holder = 'd-gone', address = '127.0.0.1:{free_port()}', expires_unix_s = expires_unix_s + 3600"
+    await execute_sql(postgres, f"UPDATE leases SET term = term + 1, {nowhere}")
+    for site in (leader, gateway):
+
+        async def refused(there: Site = site) -> bool:
+            with contextlib.suppress(aio.AioRpcError):
+                await status(there)
+                return False
+            code, _, ours = await code_of(there.operator.show("any"))
+            return (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
+
+        await harness.until(refused, "nobody who leads")
+
+        async def unhealthy(there: Site = site) -> bool:
+            return not await is_healthy(there)
+
+        await harness.until(unhealthy, "a health check that fails")
+
+
+@pytest.mark.fault("F21")
+async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(leader: Site, gateway: Site) -> None:
+    forged = hop.marked((), "a guess", Hop("d-forged", "c-forged"))
+    stub = admin_pb2_grpc.AdminStub(leader.channel)
+    answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
+    assert answer.gateway == ""
+    through = admin_pb2_grpc.AdminStub(gateway.channel)
+    call = through.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
+    assert (await code_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_the_mark_of_a_gateway_is_believed_with_the_secret_only() -> None:
+    given = [("authorization", "Bearer x"), ("fedplat-hop-client", "c-2"), ("user-agent", "test"), ("grpc-a", "b")]
+    marked = hop.marked(given, "secret", Hop("d-1", "c-1"))
+    assert hop.read(marked, "secret") == Hop("d-1", "c-1")
+    assert hop.read(marked, "another") is None
+    assert hop.read(given, "secret") is None
+    assert [key for key, _ in marked if not key.startswith("fedplat-hop-")] == ["authorization"]
+    assert [value for key, value in marked if key == "fedplat-hop-client"] == ["c-1"]
+    assert hop.read(hop.marked((), "secret", Hop("d-1", "", "ipv4:10.0.0.7:1")), "secret") == Hop(
+        "d-1", "", "ipv4:10.0.0.7:1"
+    )
+
+
+@pytest.mark.fault("F20")
+async def test_a_folder_is_shared_by_the_daemons_of_a_postgresql_only(leader: Site, gateway: Site) -> None:
+    assert gateway.folder == leader.folder
+    with pytest.raises(ConfigError, match="another fedplat-server uses"):
+        async with harness.running(leader.folder):
+            pass
