@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import shutil
+import zlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
 from sqlalchemy.engine import make_url
 
+from fedplat_server import evaluation, runner
+from fedplat_server.faulty_store import Faults
 from fedplat_server.store import schema
-from server import databases, harness
+from server import databases, harness, storm
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs every test of a daemon in this process again, on a store that fails."""
+    here = "folder" in metafunc.fixturenames and hasattr(metafunc.module, "harness")
+    if here and not metafunc.definition.get_closest_marker("calm"):
+        failing = pytest.param("storm", marks=pytest.mark.fault("F9"))
+        metafunc.parametrize("weather", ["calm", failing], indirect=True)
+
+
+@pytest.fixture
+def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Whether the stores of the daemons fail."""
+    if getattr(request, "param", "calm") == "calm":
+        yield
+        return
+    befell = Counter[str]()
+    monkeypatch.setattr(harness, "BEFELL", befell)
+    seed = zlib.crc32(request.node.nodeid.encode())
+    monkeypatch.setattr(harness, "STORM", Faults(seed, fail_before=0.1, delay=0.2))
+    monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
+    monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.02)
+    yield
+    calls = befell.pop("calls", 0)
+    assert befell or calls < 100, f"nothing befell {calls} calls of the store: this was no storm"
+    request.node.user_properties.append((storm.PROPERTY, dict(befell)))
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +52,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, empty_database: Path) -> Path:
+def folder(tmp_path: Path, empty_database: Path, weather: None) -> Path:
     """A data folder that is ready for a daemon."""
     path = tmp_path / "data"
     path.mkdir()

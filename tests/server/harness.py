@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -21,13 +22,29 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
-from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.faulty_store import Faults, FaultyStore
+from fedplat_server.rpc.boundary import METADATA_CODE
+from fedplat_server.rpc.errors import Code
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.testing import MemoryStore
 
 PATIENCE_S = 60.0
 """When a wait is given up; a bound, not an expectation of speed."""
+
+STORM: Faults | None = None
+"""What befalls the stores of daemons that are started now; `conftest.py` runs the tests again with it."""
+BEFELL = Counter[str]()
+"""What befell them, by kind, and how many calls there were."""
+_AGAIN = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.01s",
+    "maxBackoff": "0.05s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+RETRIES = (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]})),)
+"""gRPC itself asks again when the server is unavailable, as long as there was no answer."""
 
 _keys = itertools.count()
 
@@ -56,33 +73,6 @@ def job_file(name: str = "toy", rounds: int = 1, goal: int = 2, more: str = "", 
         f'name = "{name}"\npopulation = "demo"\ntrainer = "toy"\nrounds = {rounds}\n'
         f'[model]\ninitial = "m.safetensors"\n[selection]\n{lines}\n{deadlines}{retry}{more}\n'
     )
-
-
-class FaultyStore:
-    """A store that fails on command: `outage` for all methods, `before[method]` for what happens before one."""
-
-    def __init__(self, store: Store) -> None:
-        self.inner = store
-        self.outage = False
-        self.before: dict[str, Callable[[], Awaitable[None]]] = {}
-        self.after: dict[str, Callable[[], Awaitable[None]]] = {}
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method: Callable[..., Awaitable[Any]] = getattr(self.inner, name)
-
-        async def call(*args: Any, **keywords: Any) -> Any:
-            self.calls[name] += 1
-            if self.outage and name not in ("close", "sever"):
-                raise StoreUnavailableError("the database is away, says the test")
-            if (before := self.before.get(name)) is not None:
-                await before()
-            result = await method(*args, **keywords)
-            if (after := self.after.get(name)) is not None:
-                await after()
-            return result
-
-        return call
 
 
 class Gate:
@@ -234,19 +224,32 @@ class Operator:
     def watch(self, job: str, after: int = 0) -> aio.UnaryStreamCall[Any, admin_pb2.JobEvent]:
         return self.stub.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after))
 
+    async def follow(self, job: str, after: int = 0) -> AsyncGenerator[admin_pb2.JobEvent]:
+        """The job's events to its end, also over interruptions."""
+        while True:
+            call = self.watch(job, after)
+            try:
+                async for event in call:
+                    after = event.sequence
+                    yield event
+                return
+            except aio.AioRpcError as exc:
+                code = dict(exc.trailing_metadata() or ()).get(METADATA_CODE)
+                if STORM is None or code != Code.STORE_UNAVAILABLE:
+                    raise
+            finally:
+                call.cancel()
+
     async def events(self, job: str, after: int = 0) -> list[admin_pb2.JobEvent]:
         """The whole history of a job, which must end."""
-        return [event async for event in self.watch(job, after)]
+        return [event async for event in self.follow(job, after)]
 
     async def until(self, job: str, entity: str, to_state: str, round_: int = 0) -> admin_pb2.JobEvent:
         """Waits for an event."""
-        call = self.watch(job)
-        try:
-            async for event in call:
+        async with contextlib.aclosing(self.follow(job)) as events:
+            async for event in events:
                 if (event.entity, event.to_state) == (entity, to_state) and round_ in (0, event.round):
                     return event
-        finally:
-            call.cancel()
         raise AssertionError(f"the job ended before {entity} became {to_state}")
 
     async def export(self, job: str, version: int | None = None) -> bytes:
@@ -260,14 +263,10 @@ class Operator:
 
     async def reasons(self, job: str) -> dict[str, str]:
         """Why the assignments of the job ended, by client: STATE reason."""
-        call = self.watch(job)
         found: dict[str, str] = {}
-        try:
-            async for event in call:
-                if event.entity == "assignment":
-                    found[event.client_id] = f"{event.to_state} {event.reason}".strip()
-        finally:
-            call.cancel()
+        async for event in self.follow(job):
+            if event.entity == "assignment":
+                found[event.client_id] = f"{event.to_state} {event.reason}".strip()
         return found
 
 
@@ -354,12 +353,14 @@ async def running(
     started.cancel()
     if task.done():
         await task
+    store.faults = STORM
     try:
-        async with aio.insecure_channel(f"127.0.0.1:{daemon.port}") as channel:
+        async with aio.insecure_channel(f"127.0.0.1:{daemon.port}", options=RETRIES if STORM else ()) as channel:
             yield Site(daemon, store, channel, Operator(channel), task, folder)
     finally:
         daemon.stop()
         await asyncio.gather(task, return_exceptions=True)
+        BEFELL.update(store.injected, calls=store.calls.total())
     await task
 
 

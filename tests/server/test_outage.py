@@ -12,9 +12,12 @@ from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import runner
+from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import health
 from server import harness
 from server.harness import Site, digest_of, initial_model, job_file, update_of
+
+pytestmark = pytest.mark.calm("says itself what fails when")
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,7 @@ async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) ->
 
     async def away() -> None:
         failed.set()
-        raise harness.StoreUnavailableError("away")
+        raise StoreUnavailableError("away")
 
     site.store.before["save"] = away
     await failed.wait()
@@ -98,7 +101,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
     async def away_for_the_version() -> None:
         if (await site.store.inner.list_attempts(job))[-1].phase == "COMMITTING":
             failed.set()
-            raise harness.StoreUnavailableError("away")
+            raise StoreUnavailableError("away")
 
     site.store.before["save"] = away_for_the_version
     await client.deliver(token, update_of(initial_model(), 0))

@@ -1,0 +1,24 @@
+"""What befell the stores of the tests that ran on ones that fail, put together over pytest's worker processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+PROPERTY = "faults of the store"
+"""A property of a test's last report: its faults by kind."""
+
+
+def summary(stats: Mapping[str, Sequence[Any]]) -> str:
+    """A line for the end of a run, or nothing if there was no such test."""
+    total, tests = Counter[str](), 0
+    for report in (one for reports in stats.values() for one in reports if isinstance(one, pytest.TestReport)):
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            if name == PROPERTY:
+                tests += 1
+                total.update(value)  # pyright: ignore[reportArgumentType]
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
+    return f"{tests} tests ran on stores that fail: {faults}" if tests else ""
