@@ -60,7 +60,7 @@ class FaultyStore:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.inner, name)
-        if name == "close" or not inspect.iscoroutinefunction(method):
+        if name in ("close", "sever") or not inspect.iscoroutinefunction(method):
             return method
 
         async def call(*args: Any, **keywords: Any) -> Any:

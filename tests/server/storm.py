@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,6 @@ def summary(stats: Mapping[str, Sequence[Any]]) -> str:
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name == PROPERTY:
                 tests += 1
-                total.update(value)  # pyright: ignore[reportArgumentType]
+                total.update(cast(dict[str, int], value))
     faults = ", ".join(f"{count} {kind}" for kind, count in sorted(total.items()))
     return f"{tests} tests ran on stores that fail: {faults}" if tests else ""
