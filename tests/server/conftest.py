@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs every test of a daemon in this process again, on a store that fails."""
     here = "folder" in metafunc.fixturenames and hasattr(metafunc.module, "harness")
     if here and not metafunc.definition.get_closest_marker("calm"):
-        failing = pytest.param("storm", marks=pytest.mark.fault("F9"))
+        failing = pytest.param("storm", marks=pytest.mark.fault("F9", "F10"))
         metafunc.parametrize("weather", ["calm", failing], indirect=True)
 
 
@@ -34,7 +34,7 @@ def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     befell = Counter[str]()
     monkeypatch.setattr(harness, "BEFELL", befell)
     seed = zlib.crc32(request.node.nodeid.encode())
-    monkeypatch.setattr(harness, "STORM", Faults(seed, fail_before=0.1, delay=0.2))
+    monkeypatch.setattr(harness, "STORM", Faults(seed, fail_before=0.08, fail_after=0.05, delay=0.2))
     monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
     monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.02)
     yield

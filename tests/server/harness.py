@@ -11,8 +11,9 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import grpc
 import numpy as np
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -43,9 +44,16 @@ _AGAIN = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
-RETRIES = (("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]})),)
-"""gRPC itself asks again when the server is unavailable, as long as there was no answer."""
+_NOT_AGAIN = [
+    {"service": "fedplat.wire.v1.Fleet", "method": "Upload"},
+    {"service": "fedplat.wire.v1.Admin", "method": "UploadModel"},
+]
+_METHODS = [{"name": [{}], "retryPolicy": _AGAIN}, {"name": _NOT_AGAIN}]
+RETRIES = (("grpc.service_config", json.dumps({"methodConfig": _METHODS})),)
+"""gRPC itself asks again when the server is unavailable, as long as there was no answer; `again` does so for streams
+to the server, which gRPC would keep to send them again, and sometimes stall."""
 
+Response = TypeVar("Response")
 _keys = itertools.count()
 
 
@@ -88,6 +96,17 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+async def again(call: Callable[[], Awaitable[Response]]) -> Response:
+    """Calls until the store does not fail."""
+    while True:
+        try:
+            return await call()
+        except aio.AioRpcError as exc:
+            if STORM is None or exc.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        await asyncio.sleep(0.01)
 
 
 class RawClient:
@@ -142,6 +161,8 @@ class RawClient:
             for part in _parts(content[offset:end]):
                 yield fleet_pb2.UploadRequest(data=part)
 
+        if STORM is not None:
+            return cast(Any, again(lambda: self.stub.Upload(requests(), metadata=self.metadata)))
         return self.stub.Upload(requests(), metadata=self.metadata)
 
     async def query(self, token: str, digest: str) -> int:
@@ -198,7 +219,7 @@ class Operator:
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
         parts = [admin_pb2.UploadModelRequest(data=part) for part in _parts(content)]
-        return (await self.stub.UploadModel(iter(parts))).digest
+        return (await again(lambda: self.stub.UploadModel(iter(parts)))).digest
 
     async def create(self, text: str, model: Parameters | None = None, key: str | None = None) -> admin_pb2.Job:
         digest = await self.upload(initial_model() if model is None else model)
@@ -249,8 +270,19 @@ class Operator:
         async with contextlib.aclosing(self.follow(job)) as events:
             async for event in events:
                 if (event.entity, event.to_state) == (entity, to_state) and round_ in (0, event.round):
+                    await self._settled(job)
                     return event
         raise AssertionError(f"the job ended before {entity} became {to_state}")
+
+    async def _settled(self, job: str) -> None:
+        """The server knows what its database knows: an answer of the database may have been lost just now."""
+        if STORM is None or (await self.show(job)).status == admin_pb2.JOB_STATUS_DRAFT:
+            return
+        try:
+            await self.stub.StartJob(admin_pb2.JobRequest(job=job))  # changes nothing, and waits for its turn
+        except aio.AioRpcError as exc:
+            if exc.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
 
     async def export(self, job: str, version: int | None = None) -> bytes:
         request = admin_pb2.ExportModelRequest(job=job)

@@ -172,6 +172,7 @@ async def test_what_was_not_scored_is_scored_after_a_restart(folder: Path, file:
         assert (await site.operator.versions(job))[-1].metrics
 
 
+@pytest.mark.calm("counts the calls of the store")
 async def test_a_score_waits_for_a_database_that_is_away(
     folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

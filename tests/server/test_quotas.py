@@ -140,6 +140,7 @@ async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
         await client.refusal()  # a client at the same address goes on
 
 
+@pytest.mark.calm("streams by hand, and does not ask again")
 @pytest.mark.fault("F17")
 async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path) -> None:
     """Each message comes in time; all of them together bring next to nothing."""

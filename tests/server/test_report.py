@@ -270,6 +270,7 @@ async def test_small_updates_travel_with_their_report(site: Site) -> None:
     assert (await site.operator.model(job)).to_vector().tobytes() == expected.tobytes()
 
 
+@pytest.mark.calm("what is too large is refused by a status, and by a refusal when it is sent again")
 @pytest.mark.fault("F24", "F25")
 async def test_small_updates_that_do_not_fit(site: Site) -> None:
     for content, digest, reason in (
