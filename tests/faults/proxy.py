@@ -101,7 +101,7 @@ class Link:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str) -> None:
         await self._until_open("to_server")
         try:
-            server_reader, server_writer = await asyncio.open_connection(*split(target))
+            server_reader, server_writer = await _connect(target)
         except OSError:
             self.cut()
             return
@@ -285,6 +285,12 @@ def in_thread(target: str) -> Generator[Remote]:
         loop.call_soon_threadsafe(ending.set)
         thread.join()
         loop.close()
+
+
+async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if target.startswith("/"):  # a socket in the file system
+        return await asyncio.open_unix_connection(target)
+    return await asyncio.open_connection(*split(target))
 
 
 def split(address: str) -> tuple[str, int]:

@@ -1,0 +1,195 @@
+"""Two server processes on one PostgreSQL: the leader is killed or stopped in a round, and the other one leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import numpy as np
+import pytest
+
+from e2e import processes
+from fedplat.cli import submission, watch
+from fedplat.cli.admin import AdminClient
+from fedplat.errors import ServerUnreachableError
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
+from fedplat_client import Client, ClientOptions, Task, TrainResult
+from fedplat_server.store import schema
+from server import databases
+
+BOUND_S = 10.0
+ROUNDS = 3
+JOB = """
+name = "survivor"
+population = "few"
+trainer = "add"
+rounds = 3
+[model]
+initial = "unused.safetensors"
+[selection]
+goal = 2
+over_selection = 1.0
+min_fraction = 1.0
+[deadlines]
+heartbeat_s = 0.2
+[retry]
+base_s = 0.1
+"""
+
+
+@pytest.fixture(scope="module")
+def postgres_server() -> Generator[str]:
+    with databases.postgres_server() as url:
+        yield url
+
+
+@pytest.fixture
+def database(postgres_server: str) -> Generator[str]:
+    with databases.postgres_database(postgres_server, "template1") as url:
+        schema.upgrade(url)
+        yield url
+
+
+class Daemon:
+    """A `fedplat-server run` on the shared database and folder."""
+
+    def __init__(self, folder: Path, database: str, name: str) -> None:
+        self.address = f"127.0.0.1:{processes.free_port()}"
+        self.log = folder.parent / f"{name}.log"
+        run = [str(processes.BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder)]
+        self._command = [*run, "--database", database]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        with AdminClient(self.address) as admin:
+            admin.wait_until_ready(processes.PATIENCE_S)
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGKILL)
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def two(folder: Path, database: str) -> Generator[tuple[Daemon, Daemon]]:
+    folder.mkdir()
+    leader, other = Daemon(folder, database, "leader"), Daemon(folder, database, "other")
+    try:
+        leader.start()
+        other.start()
+        yield leader, other
+    finally:
+        leader.end()
+        other.end()
+
+
+def lease(database: str) -> dict[str, Any]:
+    """The row of the lease, with the moment on the database's clock."""
+
+    async def read() -> dict[str, Any]:
+        connection = await asyncpg.connect(database)
+        try:
+            row = await connection.fetchrow("SELECT *, extract(epoch FROM clock_timestamp())::float AS now FROM leases")
+            assert row is not None
+            return dict(row)
+        finally:
+            await connection.close()
+
+    found: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(read())))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def status(daemon: Daemon) -> admin_pb2.GetStatusResponse | None:
+    try:
+        with AdminClient(daemon.address) as admin:
+            return admin.status()
+    except ServerUnreachableError:
+        return None
+
+
+def until_leads(daemon: Daemon, database: str, term: int) -> float:
+    """Returns when a daemon leads in this term: how long nobody had done so before, on the database's clock."""
+    before = lease(database)
+    last_sign_of_life = before["renewed_unix_s"]
+    while before["term"] < term:
+        last_sign_of_life = before["renewed_unix_s"]
+        before = lease(database)
+    taken = before["now"]
+    processes.until(lambda: (found := status(daemon)) is not None and not found.gateway, "the other one leads")
+    ready = lease(database)["now"]
+    print(
+        f"term {term}: taken {taken - last_sign_of_life:.2f} s after the last sign of life of the old leader; "
+        f"it led {ready - last_sign_of_life:.2f} s after it"
+    )
+    return before["renewed_unix_s"] - last_sign_of_life
+
+
+@pytest.mark.fault("F2", "F19", "F20")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str, number: int) -> None:
+    in_training, go_on = threading.Event(), threading.Event()
+
+    def train(task: Task) -> TrainResult:
+        if task.round == 2:
+            in_training.set()
+            assert go_on.wait(processes.PATIENCE_S)
+        task.parameters["weight"][:] += 1.0
+        return TrainResult(parameters=task.parameters, num_examples=5)
+
+    with two(tmp_path / "data", database) as (leader, other), AdminClient(other.address) as admin:
+        options = ClientOptions(max_backoff_s=1.0, call_timeout_s=5.0)
+        clients = [
+            Client(daemon.address, population="few", data_dir=tmp_path / str(n), options=options)
+            for n, daemon in enumerate((leader, other))
+        ]
+        for client in clients:
+            client.add_trainer("add", train)
+        threads = [threading.Thread(target=client.run) for client in clients]
+        for thread in threads:
+            thread.start()
+        try:
+            model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
+            job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model))
+            assert in_training.wait(processes.PATIENCE_S)
+            leader.send(number)
+            assert until_leads(other, database, 2) <= BOUND_S
+            go_on.set()
+            if number == signal.SIGKILL:
+                leader.end()
+                leader.start()  # the same line again: a gateway now, for the client that knows no other
+            else:
+                leader.send(signal.SIGCONT)
+            sequences: list[int] = []
+            ended = watch.follow(admin, job.job_id, watch.View(lambda event: sequences.append(event.sequence), print))
+        finally:
+            go_on.set()
+            for client in clients:
+                client.stop()
+            for thread in threads:
+                thread.join()
+        assert ended.status == admin_pb2.JOB_STATUS_COMPLETED
+        assert sequences == sorted(set(sequences))
+        assert [version.model.version for version in admin.list_versions(job.job_id)] == list(range(ROUNDS + 1))
+        processes.until(lambda: (found := status(leader)) is not None and bool(found.gateway), "a gateway")
+        admin.export_model(job.job_id, None, tmp_path / "final.safetensors")
+        assert lease(database)["term"] == 2
+        np.testing.assert_allclose(Parameters.open(tmp_path / "final.safetensors")["weight"], ROUNDS)

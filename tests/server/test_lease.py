@@ -1,0 +1,170 @@
+"""Who leads: the rules, how a daemon notices that it leads no more, and networks that fall apart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from sqlalchemy.engine import make_url
+
+from faults import proxy
+from fedplat_server.cluster import lease as rules
+from fedplat_server.cluster.election import LeaseElection
+from fedplat_server.cluster.lease import Candidate, Lease, Sighting, Tenure
+from fedplat_server.config import LeaseTimes
+from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
+from fedplat_server.store.memory_leases import MemoryLeases
+from server import harness
+from server.harness import RawClient, digest_of, initial_model, job_file, update_of
+from server.test_gateway import both_agree, code_of, leading
+
+ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
+TIMES = LeaseTimes(valid_s=6.0, renew_s=2.0, margin_s=1.0, poll_s=0.5)
+HELD = Lease("d-one", "one:7443", 4, "secret", renewed_unix_s=1000.0, expires_unix_s=1006.0)
+
+
+@pytest.mark.parametrize(
+    ("now", "candidate", "free"),
+    [
+        (1000.0, TWO, False),
+        (1005.9, TWO, False),
+        (1006.0, TWO, True),
+        (1000.0, ONE, True),  # its own, of which it knows nothing any more
+        (999.0, TWO, False),  # clocks are set back a little all the time
+        (993.9, TWO, True),  # set back by more than a lease is long, and nobody has renewed since
+        (1000.0 + 86_400.0, TWO, True),
+    ],
+)
+@pytest.mark.fault("F18")
+def test_when_a_lease_is_free(now: float, candidate: Candidate, free: bool) -> None:
+    assert rules.is_free(Sighting(HELD, now), candidate, TIMES.valid_s) is free
+
+
+def test_the_first_term_and_the_next() -> None:
+    assert rules.is_free(Sighting(None, 5.0), TWO, 6.0)
+    assert rules.taken(Sighting(None, 5.0), TWO, "s", 6.0) == Lease("d-two", "two:7443", 1, "s", 5.0, 11.0)
+    assert rules.taken(Sighting(HELD, 1007.0), TWO, "s", 6.0).term == 5
+
+
+def test_the_holder_counts_a_shorter_time_from_its_question_on() -> None:
+    tenure = Tenure.since(HELD, 100.0, TIMES)
+    assert (tenure.next_renewal(TIMES), tenure.is_over(104.9), tenure.is_over(105.0)) == (102.0, False, True)
+    assert tenure.renewed(103.0, TIMES).ends_at == 108.0
+
+
+def test_no_secret_in_a_repr() -> None:
+    assert "secret" not in repr(HELD).replace("secret=", "")
+
+
+QUICK = LeaseTimes(valid_s=0.3, renew_s=0.05, margin_s=0.1, poll_s=0.01)
+
+
+class Away(MemoryLeases):
+    """Leases in a database that does not answer renewals: at once, or never."""
+
+    def __init__(self, answers: bool) -> None:
+        super().__init__()
+        self._answers = answers
+
+    async def renew(self, lease: Lease, valid_s: float) -> bool:
+        if not self._answers:
+            await asyncio.get_running_loop().create_future()
+        raise StoreUnavailableError("away, says the test")
+
+
+async def unfollowed(_: Lease) -> None:
+    raise AssertionError("nobody else leads")
+
+
+@pytest.mark.fault("F19")
+@pytest.mark.parametrize("answers", [True, False])
+async def test_who_cannot_renew_stops_before_the_lease_ends(answers: bool) -> None:
+    leases = Away(answers)
+    election = LeaseElection(leases, ONE, QUICK)
+    tenure = await election.elect(unfollowed)
+    with pytest.raises(LeadershipLostError, match="in time"):
+        await election.keep(tenure)
+    await election.close()
+
+
+@pytest.mark.fault("F20")
+async def test_who_finds_another_term_stops_at_once() -> None:
+    leases = MemoryLeases()
+    election = LeaseElection(leases, ONE, LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01))
+    tenure = await election.elect(unfollowed)
+    await leases.release(tenure.lease)
+    assert await leases.take(TWO, "s2", 60.0)
+    with pytest.raises(LeadershipLostError, match="term 1 is over"):
+        await election.keep(tenure)
+
+
+async def test_a_candidate_follows_until_the_leader_resigns() -> None:
+    leases = MemoryLeases()
+    times = LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01)
+    first, second = LeaseElection(leases, ONE, times), LeaseElection(leases, TWO, times)
+    tenure = await first.elect(unfollowed)
+    followed: asyncio.Queue[Lease] = asyncio.Queue()
+    electing = asyncio.create_task(second.elect(followed.put))
+    assert (await followed.get()).address == "one:7443"
+    await first.resign(tenure)
+    assert (await electing).lease.term == 2
+
+
+# --- networks between a leader and its database --------------------------------------------------------------
+
+
+def behind(database: str) -> str:
+    """Where a PostgreSQL listens: `host:port`, or the path of its socket."""
+    url = make_url(database)
+    folder, port = url.query.get("host"), url.port or 5432
+    return f"{folder}/.s.PGSQL.{port}" if folder else f"{url.host}:{port}"
+
+
+def through(database: str, address: str) -> str:
+    """The URL of the same database, reached by a proxy."""
+    host, port = proxy.split(address)
+    url = make_url(database).difference_update_query(["host"]).set(host=host, port=port)
+    return url.render_as_string(hide_password=False)
+
+
+@pytest.mark.fault("F19", "F20")
+@pytest.mark.parametrize(
+    "weather", [proxy.BLACKHOLE, proxy.ONLY_TO_SERVER, proxy.ONLY_TO_CLIENT], ids=["both", "unheard", "deaf"]
+)
+async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
+    tmp_path: Path, postgres: str, weather: proxy.Weather
+) -> None:
+    """The other one leads; nothing that the old one still wrote counts, and it becomes a gateway when it is back."""
+    times = LeaseTimes(valid_s=2.0, renew_s=0.2, margin_s=0.5, poll_s=0.05)
+    async with (
+        proxy.running(behind(postgres)) as network,
+        harness.running(tmp_path, database=through(postgres, network.address), lease=times) as old,
+        harness.running(tmp_path, database=postgres, lease=times) as new,
+    ):
+        job = await new.operator.start(job_file(goal=1))
+        client = await new.enrol()
+        token = (await client.assignment()).token
+        update = update_of(initial_model(), 1).to_bytes()
+        network.set(weather)
+        there = RawClient(old.channel, "", client.client_id)
+        there.metadata = client.metadata
+        late = asyncio.ensure_future(code_of(there.report_inline(token, update)))
+        await leading(new, 2)
+        assert (await late)[0] is grpc.StatusCode.UNAVAILABLE
+        code, _, ours = await code_of(old.operator.show(job))
+        assert (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
+        answer = await client.report_inline(token, update)
+        if not answer.HasField("receipt"):  # the attempt was lost with its leader; there is another one
+            token = (await client.assignment()).token
+            assert (await client.report_inline(token, update)).HasField("receipt")
+        await new.operator.until(job, "job", "COMPLETED")
+        network.set(proxy.CLEAR)
+        first, second = await both_agree(old, new)
+        assert first.leader == second.leader
+        assert first.term == 2
+        versions = await old.operator.versions(job)
+        assert [one.model.version for one in versions] == [0, 1]
+        assert versions[1].num_updates == 1
+        assert digest_of(await old.operator.export(job)) == versions[1].model.digest
