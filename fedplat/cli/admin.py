@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +46,7 @@ _CHANNEL_OPTIONS = (
 )
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")
 _METADATA_CODE = "fedplat-code"
+_PAUSE_S = 0.1
 """Comes with every refusal that the server itself made."""
 _GONE = frozenset(
     {
@@ -88,9 +91,18 @@ class AdminClient:
 
     def wait_until_ready(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
         """Returns the server's status as soon as it answers; waits for ever, or raises `ServerUnreachableError`."""
-        # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
-        with self._translated(timeout_s):
-            return self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        left_s = timeout_s
+        while True:
+            try:
+                # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
+                with self._translated(timeout_s):
+                    return self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=left_s, wait_for_ready=True)
+            except ServerUnreachableError:  # a connection may also break right after it was made
+                if time.monotonic() + _PAUSE_S >= end:
+                    raise
+            time.sleep(_PAUSE_S)
+            left_s = None if timeout_s is None else end - time.monotonic()
 
     def status(self) -> admin_pb2.GetStatusResponse:
         """What the server says of itself."""

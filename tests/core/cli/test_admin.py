@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from core.cli.fake_admin import FakeServer, S, State, ending, script
+from faults import proxy
 from fedplat.cli.admin import AdminClient
 from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
 
@@ -228,3 +230,17 @@ def test_an_export_to_nowhere_is_an_os_error(state: State, client: AdminClient, 
     with pytest.raises(IsADirectoryError):
         client.export_model("digits", None, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_connection_that_breaks_at_once_is_not_taken_for_an_answer(server: FakeServer) -> None:
+    """What a server that is started again may look like."""
+    with proxy.in_thread(server.address) as network, AdminClient(network.address) as admin:
+        network.set(proxy.Weather(to_client=proxy.Way(cut_after=60)))
+        mending = threading.Timer(0.3, network.set, [proxy.CLEAR])
+        mending.start()
+        assert admin.wait_until_ready(60.0).software_version
+        mending.join()
+        network.set(proxy.Weather(to_client=proxy.Way(cut_after=60)))
+        network.cut()
+        with pytest.raises(ServerUnreachableError):
+            admin.wait_until_ready(0.3)
