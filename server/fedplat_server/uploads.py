@@ -218,7 +218,7 @@ class UploadStore:
         return self.folder / _hashed(attempt)
 
     def _path(self, key: UploadKey, digest: str) -> Path:
-        return self._folder(key[:3]) / f"{_hashed(key)}-{digest}"
+        return path_of(self.folder, key, digest)
 
     def _find(self, key: UploadKey, digest: str) -> SpoolFile | None:
         with self._lock:
@@ -264,6 +264,11 @@ class UploadStore:
                     writer.fence()
                 file.remove()
                 file.gone = True
+
+
+def path_of(folder: Path, key: UploadKey, digest: str) -> Path:
+    """Where an update lies in the spool."""
+    return folder / _hashed(key[:3]) / f"{_hashed(key)}-{digest}"
 
 
 def _hashed(names: tuple[object, ...]) -> str:

@@ -346,6 +346,16 @@ async def test_what_is_broken_in_the_blobs_is_found(
     assert finding.found.startswith("its model" if which == "digest" else "its optimizer's state")
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, _replaced, _shortened])
+async def test_what_is_broken_in_the_spool_is_found(place: Place, damage: Callable[[Path], None]) -> None:
+    (path,) = (path for path in (place.folder / "uploads").rglob("*") if path.is_file())
+    damage(path)
+    report = await verify(place.database, place.folder)
+    (finding,) = report.findings
+    assert (finding.invariant, finding.check, finding.place.job) == ("I3", "spooled", place.jobs["open"])
+    assert finding.place.client
+
+
 async def test_files_that_nobody_needs_are_notes(place: Place) -> None:
     blobs = place.folder / "blobs"
     (blobs / "left.tmp").write_bytes(b"torn")

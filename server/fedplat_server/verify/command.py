@@ -40,7 +40,10 @@ def _lines(report: Report) -> list[str]:
     names = ("jobs", "attempts", "assignments", "versions", "history rows")
     counts = ", ".join(f"{checked[name]} {name}" for name in names)
     verdict = f"{len(report.findings)} findings" if report.findings else "nothing is broken"
-    summary = f"checked {counts} and {checked['blobs']} blobs ({checked['bytes'] / 2**20:.1f} MiB): {verdict}"
+    files_seen = (
+        f"{checked['updates']} spooled updates and {checked['blobs']} blobs ({checked['bytes'] / 2**20:.1f} MiB)"
+    )
+    summary = f"checked {counts}, {files_seen}: {verdict}"
     broken = [f"broken {_one_line(str(finding))}" for finding in report.findings]
     return [*broken, *(f"note: {_one_line(note)}" for note in report.notes), summary]
 

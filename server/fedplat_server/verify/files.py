@@ -7,10 +7,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from fedplat_server import files
+from fedplat_server import files, uploads
+from fedplat_server.uploads import UploadKey
 from fedplat_server.verify.records import Finding, Place
 
-ADVICE = "Copy the file back from a backup of the blobs; without it this version is lost."
+LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
+LOST_UPDATE = "Restart the daemon: it abandons the attempt and tries the round again. Then look at the disk."
 Progress = Callable[[int, int], None]
 """Hears how many bytes of how many were read."""
 
@@ -63,9 +65,17 @@ def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Ite
     for digest, one in needed.items():
         wrong = _wrong(path_of(folder, digest), digest, one)
         if wrong is not None:
-            yield Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], ADVICE)
+            yield Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], LOST_BLOB)
         done += one.size_bytes or 0
         progress(done, total)
+
+
+def spooled(folder: Path, needed: Mapping[UploadKey, str]) -> Iterator[tuple[UploadKey, Finding]]:
+    """I3: every update that was acknowledged and is not merged yet lies in the spool, as it was reported."""
+    for key, digest in needed.items():
+        wrong = _wrong(uploads.path_of(folder, key, digest), digest, Needed(Place(*key), "its update", None))
+        if wrong is not None:
+            yield key, Finding("I3", "spooled", Place(*key), f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
 
 
 def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:
