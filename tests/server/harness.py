@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -361,13 +362,21 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *, limits: Limits | None = None, evaluators: Mapping[str, str] | None = None, **config: Any
+    folder: Path,
+    *,
+    limits: Limits | None = None,
+    evaluators: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.time,
+    **config: Any,
 ) -> AsyncGenerator[Site]:
-    """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it."""
+    """A daemon on the blobs of a folder, and on the SQLite database there; stopped as SIGTERM does it.
+
+    `clock` is the wall's.
+    """
     store = FaultyStore(MemoryStore())  # until the daemon leads
 
     async def open_faulty(database: str) -> Store:
-        store.inner = await open_store(database)
+        store.inner = await open_store(database, clock)
         return cast(Store, store)
 
     settings: dict[str, Any] = {"database": f"sqlite:///{folder / 'fedplat.sqlite'}", "grace_s": 5.0, **config}

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc import aio
+from grpc_health.v1 import health_pb2
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import runner
@@ -141,3 +142,43 @@ async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
         answer = await again.report(token, digest_of(update_of(initial_model(), 0).to_bytes()))
         assert answer.HasField("receipt")
         await site.operator.until(job, "job", "COMPLETED")
+
+
+@pytest.mark.fault("F9")
+async def test_readiness_follows_the_database_and_liveness_does_not(site: Site) -> None:
+    serving, away = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    names = ("", "fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin")
+    assert [await site.readiness(name) for name in (*names, "liveness")] == [serving] * 4
+    for _ in range(2):
+        site.store.outage = True
+
+        async def noticed() -> bool:
+            return await site.readiness() == away
+
+        await harness.until(noticed, "a server that is not ready")  # nobody has asked for anything
+        assert [await site.readiness(name) for name in names] == [away] * 3
+        assert await site.readiness("liveness") == serving
+        await site.back()
+        assert [await site.readiness(name) for name in names] == [serving] * 3
+
+
+@pytest.mark.fault("F10")
+async def test_a_report_whose_reply_was_lost_gets_its_receipt(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    update = update_of(initial_model(), 0)
+    await client.upload(token, update.to_bytes())
+    lost: list[bool] = []
+
+    async def lose() -> None:
+        if not lost:
+            lost.append(True)
+            raise StoreUnavailableError("the connection broke")
+
+    site.store.after["save"] = lose
+    await unavailable(client.report(token, digest_of(update.to_bytes())))
+    await site.back()
+    assert (await client.report(token, digest_of(update.to_bytes()))).HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")
+    assert [one.attempt for one in await site.operator.rounds(job)] == [1]

@@ -58,6 +58,7 @@ def evaluating(**sections: Any) -> Driver:
 # --- in the spool ---
 
 
+@pytest.mark.fault("F1")
 def test_a_selection_begins_anew() -> None:
     driver = selecting()
     key = driver.key

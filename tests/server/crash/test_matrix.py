@@ -193,6 +193,16 @@ async def test_killed_again_when_it_starts(world: World, point: str) -> None:
     await check(world)
 
 
+@pytest.mark.fault("F2")
+async def test_killed_in_the_middle_of_a_round(world: World) -> None:
+    """The round goes on: no attempt is lost, and the models are what their updates give, bit for bit (I10)."""
+    await scenario.train(world, scenario.job_text(), [""], scenario.kill_in_the_second_round)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+    _, attempts = await recompute.read(world.order.database)
+    assert sorted(attempts) == [(number, 1) for number in range(1, scenario.ROUNDS + 1)]
+
+
 # --- the list itself -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,89 @@
+"""A runner on a store that fails on command, with an actor that answers those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+from fedplat.job import parse_job
+from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
+from fedplat.rounds.commands import Abort, Assign, Command, Refuse
+from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand
+from fedplat_server.check_in import wait_for_work
+from fedplat_server.desk import Desk
+from fedplat_server.faulty_store import FaultyStore
+from fedplat_server.runner import Runner
+from fedplat_server.store.port import Store
+from fedplat_server.testing import MemoryStore
+from server.harness import job_file
+
+PATIENCE_S = 60.0
+
+
+class Actor:
+    """Answers those who wait, as the daemon does."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        self.changes: list[Change] = []
+
+    def act(self, command: Command) -> None:
+        if isinstance(command, Assign | Refuse):
+            self.desk.tell(command)
+        elif isinstance(command, Abort):
+            self.desk.stop(command)
+
+    def stored(self, changes: Sequence[Change]) -> None:
+        self.changes.extend(changes)
+
+
+class Bench:
+    """A runner with two jobs, "toy" and one of another population that makes changes when a test needs some."""
+
+    def __init__(self) -> None:
+        self.store = FaultyStore(cast(Store, MemoryStore()))
+        self.runner = Runner(Coordinator(), cast(Store, self.store))
+        self.actor = Actor()
+        self.task: asyncio.Task[None] | None = None
+
+    async def add(self, job_id: str, population: str) -> None:
+        text = job_file(job_id, goal=1).replace('"demo"', f'"{population}"')
+        version = ModelVersion(version=0, round=0, attempt=0, digest="0" * 64, size_bytes=1)
+        state = JobState(job_id, parse_job(text), version)
+        record = await self.store.inner.create_job(state, text, f"key of {job_id}")
+        self.runner.coordinator.add(record.state)
+
+    async def act(self, action: Action, job_id: str = "other") -> None:
+        assert (await self.runner.submit(OperatorCommand(job_id, action))).accepted
+
+    async def back(self) -> None:
+        self.store.outage = False
+        while self.runner.in_doubt:
+            await asyncio.sleep(0.001)
+
+    def wait_for_work(self, wait_s: float) -> asyncio.Task[Assign | Refuse]:
+        event = ClientCheckedIn("c", "demo", trainers=frozenset({"toy"}))
+        return asyncio.create_task(wait_for_work(self.runner, self.actor.desk, event, wait_s))
+
+
+@asynccontextmanager
+async def bench() -> AsyncGenerator[Bench]:
+    made = Bench()
+    await made.add("toy", "demo")
+    await made.add("other", "elsewhere")
+    made.task = asyncio.create_task(made.runner.run(made.actor))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield made
+    finally:
+        made.runner.stop_timers()
+        made.task.cancel()
+        await asyncio.gather(made.task, return_exceptions=True)
+
+
+async def settle() -> None:
+    """Lets everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,0 +1,180 @@
+"""The database commits, and the runner does not hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fedplat.rounds.commands import Assign
+from fedplat.rounds.events import Action, OperatorCommand, TimerFired
+from fedplat.rounds.states import JobStatus
+from fedplat_server import runner as module
+from fedplat_server.errors import StoreUnavailableError
+from server.harness import Gate
+from server.runner_bench import PATIENCE_S, Bench, bench, settle
+
+
+class LostReplies:
+    """The database commits the next saves and says that it is away; what became of them it tells when `open`."""
+
+    def __init__(self, it: Bench, count: int = 1) -> None:
+        self.open, self.asked, self.left = asyncio.Event(), asyncio.Event(), count
+        it.store.after["save"] = self._lose
+        it.store.before["last_save"] = self._hide
+
+    async def _lose(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise StoreUnavailableError("the connection broke")
+
+    async def _hide(self) -> None:
+        self.asked.set()
+        if not self.open.is_set():
+            raise StoreUnavailableError("away")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STORE_RETRY_S", 0.002)
+    monkeypatch.setattr(module, "LONGEST_STORE_RETRY_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F10")
+async def test_our_own_commit_is_found_and_applied_once() -> None:
+    async with bench() as it:
+        lost = LostReplies(it)
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.START, "toy")
+        await lost.asked.wait()
+        assert it.runner.in_doubt
+        lost.open.set()
+        await it.back()
+        (record, _) = await it.store.inner.load_jobs()
+        assert record.state.revision == it.runner.coordinator.jobs["toy"].revision
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
+        assert [change.job.job_id for change in it.actor.changes] == ["toy"] * len(it.actor.changes)
+        await it.act(Action.START, "toy")  # asked again by the operator who heard "try again": done already
+        assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
+        rows = [record.row.to_state for record in await it.store.inner.history("toy") if record.row.entity == "job"]
+        assert rows == ["DRAFT", "RUNNING"]
+        assert it.task is not None
+        assert not it.task.done()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F10")
+async def test_a_save_that_did_not_happen_is_done_again_by_who_asked_for_it() -> None:
+    async with bench() as it:
+        failures = iter([True])
+
+        async def fail_before() -> None:
+            if next(failures, False):
+                raise StoreUnavailableError("away")
+
+        it.store.before["save"] = fail_before
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.START, "toy")
+        await it.back()
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.DRAFT
+        await it.act(Action.START, "toy")
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F9", "F10")
+async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> None:
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+        lost, gate = LostReplies(it), Gate()
+        it.store.before["save"] = gate
+        first = asyncio.create_task(it.act(Action.START))
+        await gate.reached.wait()
+        queued = asyncio.create_task(it.act(Action.PAUSE, "toy"))
+        await settle()
+        it.runner.post(OperatorCommand("toy", Action.CANCEL))
+        gate.open()
+        for call in (first, queued):
+            with pytest.raises(StoreUnavailableError):
+                await call
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.PAUSE)
+        with pytest.raises(StoreUnavailableError):
+            await it.wait_for_work(PATIENCE_S)
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
+        lost.open.set()
+        await it.back()
+        while it.runner.has_events:
+            await asyncio.sleep(0.001)
+        assert it.runner.coordinator.jobs["toy"].status is JobStatus.CANCELLED
+        assert it.runner.coordinator.jobs["other"].status is JobStatus.RUNNING
+        assert not it.runner.coordinator.room.clients
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F10")
+async def test_a_client_that_was_assigned_in_a_lost_reply_gets_its_work_when_it_asks_again() -> None:
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+        lost = LostReplies(it)
+        with pytest.raises(StoreUnavailableError):
+            await it.wait_for_work(PATIENCE_S)
+        lost.open.set()
+        await it.back()
+        assert it.runner.coordinator.assignment_of("c") is not None
+        answer = await it.wait_for_work(PATIENCE_S)
+        assert isinstance(answer, Assign)
+        assert answer.key.number == 1
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F10")
+async def test_many_lost_replies_never_look_like_another_server() -> None:
+    async with bench() as it:
+        lost = LostReplies(it, count=20)
+        lost.open.set()
+        for action in (Action.START, *(Action.PAUSE, Action.RESUME) * 8):
+            while True:
+                try:
+                    await it.act(action)
+                    break
+                except StoreUnavailableError:
+                    await it.back()
+        assert it.runner.coordinator.jobs["other"].status is JobStatus.RUNNING
+        (_, record) = await it.store.inner.load_jobs()
+        assert record.state.revision == it.runner.coordinator.jobs["other"].revision
+        rows = [record.row for record in await it.store.inner.history("other") if record.row.entity == "job"]
+        assert [row.from_state for row in rows[1:]] == [row.to_state for row in rows[:-1]]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.fault("F9", "F10")
+async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench() as it:
+        await it.act(Action.START, "toy")
+        lost = LostReplies(it)
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.START)
+        await lost.asked.wait()
+        clock = it.runner.now
+        monkeypatch.setattr(it.runner, "_clock", lambda: clock + 10_000.0)
+        it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
+        lost.open.set()
+        await it.back()
+        while it.runner.has_events:
+            await asyncio.sleep(0.001)
+        assert it.runner.coordinator.jobs["toy"].failures == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_stopping_while_in_doubt_stops() -> None:
+    async with bench() as it:
+        lost = LostReplies(it)
+        with pytest.raises(StoreUnavailableError):
+            await it.act(Action.START, "toy")
+        await lost.asked.wait()
+        assert it.task is not None
+        it.task.cancel()
+        await asyncio.wait([it.task])
+        assert it.task.cancelled()
