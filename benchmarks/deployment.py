@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+from fedplat.cli import profile
 from fedplat.cli.admin import AdminClient
 
 BIN = Path(sys.executable).parent
@@ -26,6 +27,10 @@ class Deployment:
     folder: Path
     population: str = "bench"
 
+    def admin(self) -> AdminClient:
+        """An operator of role admin."""
+        return AdminClient(profile.load(self.folder / "admin.toml"))
+
 
 @contextlib.contextmanager
 def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
@@ -35,9 +40,11 @@ def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     deployment = Deployment(address, folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+    environment["FEDPLAT_CA"] = str(folder / "pki" / "ca.pem")
     server = str(BIN / "fedplat-server")
-    if subprocess.run([server, "db", "upgrade", "--data-dir", str(folder)], stdout=subprocess.DEVNULL).returncode:
-        raise SystemExit("the database could not be made; see above")
+    init = [server, "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    if subprocess.run(init, stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit("the server could not be set up; see above")
     running: list[subprocess.Popen[bytes]] = []
 
     def start(command: list[str]) -> None:
@@ -45,7 +52,7 @@ def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
 
     try:
         start([server, "run", "--listen", address, "--data-dir", str(folder), "--log-level", "warning"])
-        with AdminClient(address) as admin:
+        with deployment.admin() as admin:
             admin.wait_until_ready(30.0)
             for index in range(num_clients):
                 client = [

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from deployment import Deployment, deploy
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 
@@ -74,7 +73,7 @@ def measure(deployment: Deployment, clients: int, rounds: int, model_bytes: int)
     """Runs the job; the seconds from each committed version to the next, by the server's history."""
     text = JOB.format(rounds=rounds, clients=clients)
     model = Parameters.from_arrays({"weight": np.zeros(model_bytes // 4, np.float32)})
-    with AdminClient(deployment.address) as admin:
+    with deployment.admin() as admin:
         job = submission.submit(admin, submission.Submission(text, parse_job(text), model))
         started: float | None = None
         seconds: list[float] = []

@@ -6,6 +6,7 @@ FedplatError
 ├── ModelError        bytes that are no model, or a model that does not fit its schema
 ├── LabelError        an expression over client labels that cannot be read
 ├── MissingExtraError an optional package is needed and not installed
+├── ProfileError      an operator's profile or certificates that are missing or cannot be used
 └── ServerUnreachableError, ServerRefusedError   what an operator's command may meet (fedplat.cli)
 ```
 Each distribution above the core has one base error of its own below `FedplatError`: `fedplat_server.errors`
@@ -33,6 +34,10 @@ class LabelError(FedplatError):
 
 class MissingExtraError(FedplatError):
     """An optional package is needed; the message says what to install."""
+
+
+class ProfileError(FedplatError):
+    """An operator's profile, or the certificates that it trusts, are missing or cannot be used."""
 
 
 class ServerUnreachableError(FedplatError):

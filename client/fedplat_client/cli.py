@@ -44,6 +44,8 @@ class _RunOptions(TypedDict):
     evaluators: tuple[str, ...]
     labels: tuple[str, ...]
     data_dir: Path | None
+    ca: Path | None
+    insecure: bool
     max_tasks: int | None
     log_level: str
 
@@ -74,6 +76,14 @@ def main() -> None:
 @click.option(
     "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where identity and models are kept."
 )
+@click.option(
+    "--ca",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="FEDPLAT_CA",
+    show_envvar=True,
+    help="Certificates (PEM) that the server's must come from; else those of this machine.",
+)
+@click.option("--insecure", is_flag=True, help="Plaintext, for a server without TLS.")
 @click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
 def run(**options: Unpack[_RunOptions]) -> None:
@@ -96,7 +106,12 @@ def _client(options: _RunOptions) -> Client:
     labels = dict(_label(text) for text in options["labels"])
     try:
         client = Client(
-            options["server"], population=options["population"], labels=labels, data_dir=options["data_dir"]
+            options["server"],
+            population=options["population"],
+            labels=labels,
+            data_dir=options["data_dir"],
+            ca=options["ca"],
+            insecure=options["insecure"],
         )
         for spec in options["trainers"]:
             client.add_trainer(*_load("--trainer", spec))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+import grpc
+
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import connection, identity, stopping, worker
 from fedplat_client.cache import ModelCache
@@ -48,16 +50,21 @@ class Client:
         labels: what jobs may select by, such as `{"region": "eu"}`.
         data_dir: where identity and models are kept; by default the platform's folder for user data. Two clients
             on one machine need two of them.
+        ca: a file of the certificates (PEM) that the server's must come from; else FEDPLAT_CA names it, else the
+            authorities of this machine are trusted.
+        insecure: plaintext, for a server that is run with --insecure; also if FEDPLAT_INSECURE is 1.
         options: times and sizes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but two are optional and have names
         self,
         server: str,
         *,
         population: str,
         labels: Mapping[str, str] | None = None,
         data_dir: str | os.PathLike[str] | None = None,
+        ca: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
         options: ClientOptions | None = None,
     ) -> None:
         self._server = server
@@ -65,6 +72,8 @@ class Client:
         self._labels = _checked_labels(labels or {})
         folder = Path(data_dir).expanduser() if data_dir is not None else identity.default_data_dir()
         self._directory = identity.DataDirectory(folder, server, population)
+        self._ca = ca if ca is not None else os.environ.get("FEDPLAT_CA")
+        self._insecure = insecure or os.environ.get("FEDPLAT_INSECURE") == "1"
         self._options = options or ClientOptions()
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
@@ -136,7 +145,7 @@ class Client:
 
     @contextlib.contextmanager
     def _started(self) -> Generator[tuple[Session, Work]]:
-        with self._directory.locked(), stopping.on_signals(self.stop), connection.connect(self._server) as channel:
+        with self._directory.locked(), stopping.on_signals(self.stop), self._channel() as channel:
             calls = connection.Connection(channel, self._options.call_timeout_s)
             profile = Profile(
                 population=self._population,
@@ -159,6 +168,9 @@ class Client:
                 stop=self._stop,
             )
             yield Session(calls, self._directory, profile, self._stop), hand.work
+
+    def _channel(self) -> grpc.Channel:
+        return connection.connect(self._server, ca=self._ca, insecure=self._insecure)
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()

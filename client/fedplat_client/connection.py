@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 import grpc
@@ -13,6 +15,7 @@ from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_client.errors import (
     CallRefusedError,
     CredentialError,
+    DataDirectoryError,
     IncompatibleServerError,
     ServerError,
     ServerUnavailableError,
@@ -49,9 +52,21 @@ _TRY_LATER = frozenset(
 )
 
 
-def connect(server: str) -> grpc.Channel:
-    """Opens a channel to `host:port`; the one place where transport credentials belong."""
-    return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
+def connect(server: str, *, ca: str | os.PathLike[str] | None, insecure: bool) -> grpc.Channel:
+    """Opens a channel to `host:port`; the one place where transport credentials belong.
+
+    `ca` is a file of trusted certificates (PEM); without it those of this machine are trusted. Raises
+    `DataDirectoryError` if it cannot be read.
+    """
+    none = grpc.Compression.NoCompression
+    if insecure:
+        return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=none)
+    try:
+        trusted = Path(ca).read_bytes() if ca is not None else None
+    except OSError as exc:
+        raise DataDirectoryError(f"the certificates {ca} cannot be read: {exc.strerror}") from exc
+    credentials = grpc.ssl_channel_credentials(trusted)
+    return grpc.secure_channel(server, credentials, options=_CHANNEL_OPTIONS, compression=none)
 
 
 class _Future(Protocol[Response_co]):

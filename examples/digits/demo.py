@@ -1,7 +1,7 @@
 """The main job, for real: one server daemon, ten client processes, handwritten digits. `make demo` runs it.
 
 Everything goes through what operators and clients use: the `fedplat-server` command, the client SDK and the
-Admin API. Two clients are stragglers, and one is killed in the middle of a training and started again.
+Admin API, with TLS. Two clients are stragglers, and one is killed in the middle of a training and started again.
 
 When the server dies, the demo waits for it to come back: start it again with the line that is printed.
 """
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fedplat.cli import submission, watch
+from fedplat.cli import profile, submission, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.errors import FedplatError
@@ -57,6 +57,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         # Many processes share this machine: one thread each, or they only get in each other's way.
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+        self._environment["FEDPLAT_CA"] = str(folder / "pki" / "ca.pem")
 
     def start(self, name: str, command: Sequence[str]) -> None:
         """Starts a process; what it prints goes to a file of its name."""
@@ -124,19 +125,25 @@ class Demo:
         command = [str(BIN / "fedplat-server"), "run", "--listen", self.address]
         return [*command, "--data-dir", str(self.folder), "--evaluator", evaluator]
 
+    def admin(self, timeout_s: float = 30.0) -> AdminClient:
+        """The operator that `fedplat-server init` made."""
+        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=timeout_s)
+
     def start_server(self) -> None:
-        """Makes the database and starts the daemon."""
-        upgrade = [str(BIN / "fedplat-server"), "db", "upgrade", "--data-dir", str(self.folder)]
-        done = subprocess.run(upgrade, capture_output=True, text=True, check=False)
+        """Makes certificates, the database and an operator, and starts the daemon."""
+        init = [str(BIN / "fedplat-server"), "init", "--data-dir", str(self.folder), "--port", str(self.port)]
+        done = subprocess.run(init, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise DemoError(f"the database could not be made: {done.stderr.strip()}")
+            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
         self.processes.start("server", self.server_command)
-        with AdminClient(self.address) as admin:
+        with self.admin() as admin:
             try:
                 admin.wait_until_ready(30.0)
             except FedplatError as exc:
                 raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-        self.console.print(f"server: {shlex.join(self.server_command)}")
+        self.console.print(
+            f"server: {shlex.join(self.server_command)}\noperator: fedplat --profile {self.folder}/admin.toml"
+        )
 
     def server_died(self) -> bool:
         """Whether our server process has ended since this was last asked."""
@@ -213,9 +220,9 @@ class Demo:
 class PeakMemory:
     """Asks the server now and then for its peak memory; a server that was started again begins anew."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, demo: Demo) -> None:
         self.peak_mb = 0.0
-        self._address = address
+        self._demo = demo
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peak memory", daemon=True)
 
@@ -228,7 +235,7 @@ class PeakMemory:
         self._thread.join()
 
     def _run(self) -> None:
-        with AdminClient(self._address, timeout_s=2.0) as admin:
+        with self._demo.admin(timeout_s=2.0) as admin:
             over = False
             while not over:
                 over = self._stop.wait(1.0)  # asks once more at the end
@@ -344,11 +351,11 @@ def run(folder: Path, port: int, console: Console) -> int:
             demo.start_server()
             for index in range(NUM_CLIENTS):
                 demo.start_client(index)
-            with AdminClient(demo.address) as admin:
+            with demo.admin() as admin:
                 demo.wait_for_clients(admin)
-        with ended_by_sigterm(), AdminClient(demo.address) as admin:
+        with ended_by_sigterm(), demo.admin() as admin:
             began = time.monotonic()
-            with PeakMemory(demo.address) as memory:
+            with PeakMemory(demo) as memory:
                 job = demo.run_job(admin)
             summary = summarize(demo, admin, job, time.monotonic() - began, memory.peak_mb)
             if job.round:
@@ -369,11 +376,8 @@ def report(summary: dict[str, Any], num_rounds: int, console: Console) -> int:
     rounds: list[dict[str, Any]] = summary["rounds"]
     accuracy, late = summary["final_accuracy"], sum(entry["late"] for entry in rounds)
     shown = "none" if accuracy is None else f"{accuracy:.4f}"
-    verdict = "FAILED" if missing else "OK"
-    print(
-        f"DEMO {verdict} accuracy={shown} rounds={len(rounds)} late={late} seconds={summary['training_seconds']}",
-        flush=True,
-    )
+    words = f"accuracy={shown} rounds={len(rounds)} late={late} seconds={summary['training_seconds']}"
+    print(f"DEMO {'FAILED' if missing else 'OK'} {words}", flush=True)
     return 1 if missing else 0
 
 

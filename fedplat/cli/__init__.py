@@ -1,6 +1,6 @@
 """The operator's command `fedplat` (extra "cli"), and its Python counterpart, `fedplat.cli.admin.AdminClient`.
 
-Only the command needs typer and rich; the modules `admin`, `initial` and `submission` do without.
+Only the command needs typer, rich and platformdirs; `admin`, `profile`, `initial` and `submission` do without.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`AdminClient`: the Admin service as Python sees it; deadlines and gRPC's errors are dealt with here and nowhere else.
 
->>> with AdminClient("127.0.0.1:7443") as client:  # doctest: +SKIP
+>>> with AdminClient(profile.load(Path("admin.toml"))) as client:  # doctest: +SKIP
 ...     for job in client.list_jobs():
 ...         print(job.name, job.round, job.num_rounds)
 """
@@ -22,10 +22,11 @@ from typing import BinaryIO, TypeVar
 import grpc
 
 from fedplat import wire
+from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.wire import handshake
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 
-DEFAULT_SERVER = "127.0.0.1:7443"
 Progress = Callable[[int, int], object]
 """Is told the bytes that are done and the bytes in all."""
 Response = TypeVar("Response")
@@ -58,23 +59,23 @@ _GONE = frozenset(
 
 
 class AdminClient:
-    """A connection to one server.
+    """A connection to the server of a profile, with TLS unless that says otherwise.
 
     Every method raises `ServerUnreachableError` when no server answers, and `ServerRefusedError` with the server's
     words when it says no. `job` is a job's id, or a name that only one job has. Nothing is connected before the
-    first call. Raises `ValueError` when `server` is not `host:port`.
+    first call. Raises `ValueError` when the profile's server is not `host:port`.
     """
 
-    def __init__(self, server: str = DEFAULT_SERVER, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
-        match = _ADDRESS.fullmatch(server)
+    def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
+        match = _ADDRESS.fullmatch(profile.server)
         if match is None or not 1 <= int(match[3]) <= 65535:
-            raise ValueError(f"server is {server!r}; expected host:port, for instance {DEFAULT_SERVER}")
-        self.server = server
+            raise ValueError(f"server is {profile.server!r}; expected host:port, for instance {DEFAULT_SERVER}")
+        self.profile = profile
+        self.server = profile.server
         self._timeout_s = timeout_s
         self._transfer_s = transfer_s
-        self._channel = grpc.insecure_channel(
-            server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression
-        )
+        self._metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer {profile.token}"),) if profile.token else ()
+        self._channel = _channel(profile)
         self._stub = admin_pb2_grpc.AdminStub(self._channel)
 
     def __enter__(self) -> AdminClient:
@@ -97,7 +98,9 @@ class AdminClient:
             try:
                 # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
                 with self._translated(timeout_s):
-                    return self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=left_s, wait_for_ready=True)
+                    return self._stub.GetStatus(
+                        admin_pb2.GetStatusRequest(), timeout=left_s, wait_for_ready=True, metadata=self._metadata
+                    )
             except ServerUnreachableError:  # a connection may also break right after it was made
                 if time.monotonic() + _PAUSE_S >= end:
                     raise
@@ -118,7 +121,7 @@ class AdminClient:
                 yield admin_pb2.UploadModelRequest(data=chunk)
 
         with self._translated(self._transfer_s):
-            response = self._stub.UploadModel(requests(), timeout=self._transfer_s)
+            response = self._stub.UploadModel(requests(), timeout=self._transfer_s, metadata=self._metadata)
         if response.digest != digest.hexdigest():
             raise ServerRefusedError(
                 f"the server stored a model with the digest {response.digest or '(none)'}, but "
@@ -163,7 +166,9 @@ class AdminClient:
         Close the generator to leave earlier.
         It also ends, or raises `ServerUnreachableError`, when the server stops: `fedplat.cli.watch.follow` goes on.
         """
-        call = self._stub.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence))
+        call = self._stub.WatchJob(
+            admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence), metadata=self._metadata
+        )
         try:
             with self._translated(None):
                 yield from call
@@ -206,13 +211,30 @@ class AdminClient:
             temporary.unlink(missing_ok=True)
         return model
 
+    def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
+        """Makes an operator; the answer has its token, which nobody can read again. 0 s: it does not expire."""
+        request = admin_pb2.AddOperatorRequest(name=name, role=role, expires_in_s=expires_in_s)
+        return self._call(self._stub.AddOperator, request)
+
+    def list_operators(self) -> Sequence[admin_pb2.Operator]:
+        """All operators."""
+        return self._call(self._stub.ListOperators, admin_pb2.ListOperatorsRequest()).operators
+
+    def remove_operator(self, name: str) -> None:
+        """Removes an operator: its next call is refused."""
+        self._call(self._stub.RemoveOperator, admin_pb2.RemoveOperatorRequest(name=name))
+
+    def list_audit(self, after_sequence: int = 0) -> Sequence[admin_pb2.AuditEvent]:
+        """Rows of the audit log after a sequence number, 1,000 at most."""
+        return self._call(self._stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=after_sequence)).events
+
     def _receive_model(
         self, request: admin_pb2.ExportModelRequest, file: BinaryIO, progress: Progress | None
     ) -> model_pb2.ModelRef:
         model: model_pb2.ModelRef | None = None
         digest = hashlib.sha256()
         size = 0
-        call = self._stub.ExportModel(request, timeout=self._transfer_s)
+        call = self._stub.ExportModel(request, timeout=self._transfer_s, metadata=self._metadata)
         try:
             with self._translated(self._transfer_s):
                 for message in call:
@@ -236,7 +258,7 @@ class AdminClient:
 
     def _call(self, method: Callable[..., Response], request: object) -> Response:
         with self._translated(self._timeout_s):
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
 
     @contextlib.contextmanager
     def _translated(self, timeout_s: float | None) -> Generator[None]:
@@ -263,9 +285,24 @@ class AdminClient:
             raise ServerRefusedError(details) from exc
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
+        if problem := handshake.problem(self.server, ca=self.profile.ca, insecure=self.profile.insecure):
+            return ServerUnreachableError(f"cannot talk to the server at {self.server}: {problem}")
         return ServerUnreachableError(
             f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run"
         )
+
+
+def _channel(profile: Profile) -> grpc.Channel:
+    if profile.insecure:
+        return grpc.insecure_channel(
+            profile.server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression
+        )
+    return grpc.secure_channel(
+        profile.server,
+        grpc.ssl_channel_credentials(profile.ca.encode() or None),
+        options=_CHANNEL_OPTIONS,
+        compression=grpc.Compression.NoCompression,
+    )
 
 
 def _reason(details: str) -> str:

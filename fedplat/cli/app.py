@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import fedplat
-from fedplat.cli import clients, formats, jobs, models
-from fedplat.cli.admin import DEFAULT_SERVER
+from fedplat.cli import clients, formats, jobs, models, operators
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, ServerOption, Settings, session
 from fedplat.wire.v1 import admin_pb2
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.add_typer(jobs.app, name="job")
 app.add_typer(clients.app, name="client")
 app.add_typer(models.app, name="model")
+app.add_typer(operators.app, name="operator")
+app.command("audit")(operators.audit)
 
 
 def _print_version(wanted: bool) -> None:
@@ -33,11 +35,27 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def options(  # noqa: PLR0913 - a command's parameters are its options
     context: typer.Context,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="FEDPLAT_PROFILE",
+            metavar="FILE",
+            help="Server, certificates and token; else profile.toml in the folder fedplat of the user's configuration.",
+        ),
+    ] = None,
     server: Annotated[
-        str, typer.Option("--server", envvar="FEDPLAT_SERVER", metavar="HOST:PORT", help="The server.")
-    ] = DEFAULT_SERVER,
+        str | None,
+        typer.Option("--server", envvar="FEDPLAT_SERVER", metavar="HOST:PORT", help="Instead of the profile's server."),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(envvar="FEDPLAT_CA", metavar="FILE", help="Certificates to trust instead of the profile's (PEM)."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Plaintext, for a server without TLS.")
+    ] = False,
     as_json: JsonOption = False,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
@@ -45,10 +63,10 @@ def options(
 ) -> None:
     """Operate a fedplat server: submit jobs, follow them, export models.
 
-    --server and --json may stand before or after the command.
+    --server and --json may stand before or after the command. The token comes from the profile or FEDPLAT_TOKEN.
     """
     del version  # its callback did all
-    context.obj = Settings(server, as_json)
+    context.obj = Settings(server, as_json, profile, ca, insecure)
 
 
 @app.command()
@@ -63,6 +81,7 @@ def status(context: typer.Context, server: ServerOption = None, as_json: JsonOpt
         here.output.fields(
             {
                 "server": here.client.server,
+                "connection": _connection(state),
                 "version": f"{state.software_version} (protocol {state.protocol_version})",
                 "role": _role(state),
                 "process": str(state.process_id),
@@ -80,3 +99,10 @@ def _role(state: admin_pb2.GetStatusResponse) -> str:
         return "leader, the only daemon of its database"
     leader = f"{state.leader} at {state.leader_address}, term {state.term}"
     return f"gateway {state.gateway}; the leader is {leader}" if state.gateway else f"leader, {leader}"
+
+
+def _connection(state: admin_pb2.GetStatusResponse) -> str:
+    if state.insecure:
+        return "WITHOUT TLS: whoever is on the way can read everything, models and tokens too"
+    until = formats.moment(state.certificate_expires_unix_s)
+    return f"TLS, the server's certificate expires in {state.certificate_days_left:.0f} days ({until})"

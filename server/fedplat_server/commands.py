@@ -9,12 +9,15 @@ from typing import Annotated
 
 import typer
 
-from fedplat_server import __version__, evaluators, logs
+from fedplat_server import __version__, certificate_commands, evaluators, init_command, logs, operator_commands
+from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
+from fedplat_server.private_pki import LOOPBACK, PkiFolder
 from fedplat_server.rpc import requests
 from fedplat_server.store import schema
+from fedplat_server.tls import TlsFiles
 
 DEFAULT_LISTEN = "127.0.0.1:7443"
 ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
@@ -23,18 +26,9 @@ ANY_HOST = frozenset({"0.0.0.0", "[::]", "::", "*"})
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Look after the database.")
-
-DataDir = Annotated[
-    Path, typer.Option(envvar="FEDPLAT_DATA_DIR", help="Folder for models, updates and the SQLite database.")
-]
-Database = Annotated[
-    str | None,
-    typer.Option(
-        envvar="FEDPLAT_DATABASE",
-        help="Database URL, e.g. postgresql://user:password@host/name. Default: DATA_DIR/fedplat.sqlite.",
-    ),
-]
-DEFAULT_DATA_DIR = Path("fedplat-data")
+app.add_typer(operator_commands.app, name="operator", help="Say who may use the server.")
+app.add_typer(certificate_commands.app, name="certificates", help="Look after the server's certificates.")
+app.command("init")(init_command.init)
 
 
 @app.callback(invoke_without_command=True)
@@ -50,6 +44,17 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[str, typer.Option(envvar="FEDPLAT_LISTEN", help="HOST:PORT to serve.")] = DEFAULT_LISTEN,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The server's certificate chain (PEM) instead of DATA_DIR/pki.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key (PEM).")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Authorities that clients' certificates may come from (PEM).")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS, on loopback only.")] = False,
+    insecure_anywhere: Annotated[
+        bool, typer.Option("--insecure-anywhere", help="With --insecure: on any address.")
+    ] = False,
     evaluator: Annotated[
         list[str] | None,
         typer.Option(help="NAME=module:function that scores models on this server's data; may be repeated."),
@@ -67,6 +72,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
     ] = 6.0,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
+    reflection: Annotated[bool, typer.Option("--reflection", help="Describe the services to whoever asks.")] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     json_log: Annotated[
         bool | None, typer.Option("--json-log/--text-log", help="Default: text on a terminal, else JSON.")
@@ -85,15 +91,22 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     if not evaluation_s > 0.0:
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     scorers = _evaluators(evaluator or [])
+    if insecure:
+        _check_insecure(host, tls_certificate, insecure_anywhere)
+        files = None
+    else:
+        files = _tls_files(data_dir, tls_certificate, tls_key, tls_ca)
     config = ServerConfig(
         listen=listen,
         data_dir=data_dir.resolve(),
-        database=_database_url(data_dir, database),
+        database=database_url(data_dir, database),
         evaluators=scorers,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
         advertise=advertise,
         lease=LeaseTimes.of(lease_s),
+        reflection=reflection,
+        tls=files,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
@@ -112,6 +125,30 @@ def _host(address: str, option: str) -> str:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{option} {address}: expected HOST:PORT, for instance {DEFAULT_LISTEN}")
     return host
+
+
+def _check_insecure(host: str, certificate: Path | None, anywhere: bool) -> None:
+    if certificate is not None:
+        raise ConfigError("--insecure and --tls-certificate exclude each other; leave one out")
+    if not anywhere and host.strip("[]") not in LOOPBACK:
+        raise ConfigError(
+            f"--insecure on {host}: without TLS a server listens on loopback only (127.0.0.1). Use TLS (fedplat-server "
+            "init makes certificates), or say --insecure-anywhere too on a network that you trust"
+        )
+
+
+def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFiles:
+    if (certificate is None) != (key is None) or (ca is not None and certificate is None):
+        raise ConfigError("--tls-certificate and --tls-key (and, if need be, --tls-ca) must be given together")
+    if certificate is not None and key is not None:
+        return TlsFiles(certificate, key, ca)
+    files = PkiFolder.of(data_dir.resolve()).files
+    if not files.certificate.exists():
+        raise ConfigError(
+            f"there are no certificates in {files.certificate.parent}: make some with fedplat-server init --data-dir "
+            f"{data_dir}, bring your own with --tls-certificate FILE --tls-key FILE, or go without with --insecure"
+        )
+    return files
 
 
 def _evaluators(items: list[str]) -> dict[str, str]:
@@ -141,7 +178,7 @@ async def _serve(config: ServerConfig) -> None:
 @database_app.command()
 def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Create the database's tables, or bring them to this version. Safe to repeat."""
-    url = _database_url(data_dir, database)
+    url = database_url(data_dir, database)
     before = schema.current(url)
     schema.upgrade(url)
     after = schema.current(url)
@@ -151,7 +188,7 @@ def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 @database_app.command()
 def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Show the revision of the database and that of this code."""
-    url = _database_url(data_dir, database)
+    url = database_url(data_dir, database)
     print(f"database {schema.current(url) or 'empty'}, code {schema.head()}")
 
 
@@ -169,15 +206,5 @@ def verify_(
 
     if not data_dir.is_dir():
         raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
-    if not command.run(_database_url(data_dir, database), data_dir, as_json=as_json):
+    if not command.run(database_url(data_dir, database), data_dir, as_json=as_json):
         raise typer.Exit(1)
-
-
-def _database_url(data_dir: Path, database: str | None) -> str:
-    if database is not None:
-        return database
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"the data folder {data_dir} cannot be made: {exc.strerror}") from exc
-    return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat_server.tls import TlsFiles
+
 
 class Limits(msgspec.Struct, frozen=True):
     """What a caller may ask for at most; the server holds these whatever a client says.
@@ -16,6 +18,7 @@ class Limits(msgspec.Struct, frozen=True):
     time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
     `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
+    `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
     """
 
     max_waiting: int = 100_000
@@ -33,6 +36,7 @@ class Limits(msgspec.Struct, frozen=True):
     requests_per_minute: float = 6000.0
     anonymous_per_minute: float = 6000.0
     max_upload_factor: float = 4.0
+    refusal_delay_s: float = 0.5
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
@@ -60,6 +64,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` maps the names that jobs use
     to `module:function` or `/path/to/file.py:function`, and one call of an evaluator may take `evaluation_s`.
     Other daemons of the database reach this one at `advertise` (empty: where it listens).
+    `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
     """
 
     listen: str
@@ -80,6 +85,9 @@ class ServerConfig(msgspec.Struct, frozen=True):
     def address(self, port: int) -> str:
         """Where other daemons reach this one, which listens on this port."""
         return self.advertise or f"{self.listen.rpartition(':')[0]}:{port}"
+
+    reflection: bool = False
+    tls: TlsFiles | None = None
 
     @property
     def blob_dir(self) -> Path:

@@ -17,17 +17,18 @@ from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersi
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import AttemptPhase
-from fedplat_server import folder, logs
+from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
 from fedplat_server.clients import ClientBook
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
-from fedplat_server.cluster.switch import Here, Nowhere, Switch
+from fedplat_server.cluster.switch import Nowhere, Switch
 from fedplat_server.config import ServerConfig
+from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
-from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
+from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
@@ -68,6 +69,8 @@ class Daemon:
                 endpoint = serving.Endpoint(config)
                 self.port = endpoint.port
                 stack.push_async_callback(endpoint.stop, 0)
+                watching = asyncio.create_task(tls.watch(endpoint.certificates, config.listen), name="certificates")
+                stack.push_async_callback(_cancel, watching)
                 candidate = Candidate(f"d-{uuid4().hex[:12]}", config.address(self.port))
                 election = await self._unless_stopped(open_election(config, candidate))
                 if election is None:
@@ -87,7 +90,7 @@ class Daemon:
             if is_serving:
                 await self._announce(endpoint)
 
-        follower = Follower(candidate.holder, endpoint.switch, tell)
+        follower = Follower(candidate.holder, endpoint.switch, tell, self._config.tls)
         try:
             return await self._unless_stopped(election.elect(follower.follow))
         finally:
@@ -118,12 +121,13 @@ class Daemon:
         await stack.enter_async_context(_severed_when_lost(store))
         if tenure.lease.term:
             await store.fence(tenure.lease.term)
-        parts = await _Parts.make(self._config, store, tenure.lease)
+        parts = await _Parts.make(self._config, store, tenure.lease, endpoint.certificates)
         stack.push_async_callback(parts.close)
         parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, parts.runner_task)
         await stack.enter_async_context(_severed_when_lost(store))
         await parts.restore()
+        await _note(store, audit.Action.SERVER_STARTED)
         await stack.enter_async_context(_taking_calls(endpoint.switch, parts.services))
         await stack.enter_async_context(_severed_when_lost(store))
         await endpoint.health.tell(True)
@@ -165,6 +169,8 @@ class Daemon:
         services.desk.send_away()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(parts.finished(), grace_s)
+        with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
+            await asyncio.wait_for(_note(services.store, audit.Action.SERVER_STOPPED), max(grace_s, FAREWELL_S))
         # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
@@ -182,7 +188,7 @@ async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
 @contextlib.asynccontextmanager
 async def _taking_calls(switch: Switch, services: Services) -> AsyncGenerator[None]:
     """Calls come to the services of this daemon. At the end none is under way."""
-    switch.turn(Here(serving.handlers(services)))
+    switch.turn(serving.route(services))
     try:
         yield
     finally:
@@ -200,7 +206,9 @@ class _Parts:
         self._aggregation = aggregation
 
     @classmethod
-    async def make(cls, config: ServerConfig, store: Store, lease: Lease) -> _Parts:
+    async def make(
+        cls, config: ServerConfig, store: Store, lease: Lease, certificates: tls.Certificates | None
+    ) -> _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Only what the database names is real: the rest was left by a crash.
@@ -226,8 +234,10 @@ class _Parts:
             uploads=uploads,
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),
+            conflicts=Conflicts(store),
             started_unix_s=time.time(),
             new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
+            certificates=certificates,
         )
         return cls(services, Aggregation(blobs, uploads, runner.post))
 
@@ -290,6 +300,13 @@ class _Parts:
     def _score(self, job: JobState, version: ModelVersion) -> None:
         if version.version > 0 and self.services.evaluation.is_due(job, version):
             self.services.evaluation.schedule(job, version)
+
+
+async def _note(store: Store, action: audit.Action) -> None:
+    """Notes a start or stop, and where the audit log ends then: copies of the log can be checked against that."""
+    await store.append_audit([audit.AuditEntry(audit.SERVER, action, f"fedplat {__version__}")])
+    head = await store.audit_head()
+    logs.get().info("the audit log ends here", rows=head.num_rows, hash=head.hash)
 
 
 def _fields(row: HistoryRow) -> dict[str, object]:

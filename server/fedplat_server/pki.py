@@ -77,6 +77,24 @@ class Authority:
         write_new(key, key_pem(self._key), 0o600)
         write_new(certificate, certificate_pem(self.certificate), 0o644)
 
+    @property
+    def key_pem(self) -> bytes:
+        """The key that signs, as PEM."""
+        return key_pem(self._key)
+
+    def cross_sign(self, other: Authority, now: datetime.datetime) -> x509.Certificate:
+        """A certificate of this authority for another one: who trusts this one then trusts that one's, too.
+
+        Both have the same name, so that the path length of RFC 5280, section 4.2.1.9, does not count it.
+        """
+        left = self.certificate.not_valid_after_utc - now
+        subject, public_key = other.certificate.subject, other._key.public_key()
+        builder = _builder(subject, self.certificate.subject, public_key, now, left)
+        for extension in other.certificate.extensions:
+            builder = builder.add_extension(extension.value, critical=extension.critical)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return builder.add_extension(issuer, critical=False).sign(self._key, hashes.SHA256())
+
     def for_server(
         self,
         hosts: Sequence[str],

@@ -12,12 +12,14 @@ from fedplat_server.blobs import BlobStore
 from fedplat_server.clients import ClientBook
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
+from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.store.port import JobRecord, Store
+from fedplat_server.tls import Certificates
 from fedplat_server.uploads import UploadStore
 
 
@@ -100,8 +102,10 @@ class Services:
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas
+    conflicts: Conflicts
     started_unix_s: float
     new_id: Callable[[str], str]
+    certificates: Certificates | None = None
     draining: bool = False
 
     def refuse_if_draining(self) -> Reason | None:

@@ -19,6 +19,12 @@ from fedplat_client.stopping import StopSignal
 MakeClient = Callable[..., Client]
 
 
+@pytest.fixture(autouse=True)
+def _insecure(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """The scripted servers of these tests have no TLS."""
+    monkeypatch.setenv("FEDPLAT_INSECURE", "1")
+
+
 @pytest.fixture
 def fleet() -> Generator[FakeFleet]:
     with serving(FakeFleet()) as fleet:

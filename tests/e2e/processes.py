@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
+import msgspec
+
+from fedplat.cli import profile
 from fedplat.cli.admin import AdminClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,14 +49,29 @@ class Server:
             *(str(BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder), *options)
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self.profile_path = folder / "admin.toml"
+        self.ca = folder / "pki" / "ca.pem"
+        port = self.address.rpartition(":")[2]
         subprocess.run(
-            [str(BIN / "fedplat-server"), "db", "upgrade", "--data-dir", str(folder)], check=True, capture_output=True
+            [str(BIN / "fedplat-server"), "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port],
+            check=True,
+            capture_output=True,
         )
+
+    @property
+    def profile(self) -> profile.Profile:
+        """Of an operator of role admin."""
+        insecure = "--insecure" in self.command
+        return msgspec.structs.replace(profile.load(self.profile_path), insecure=insecure)
+
+    def admin(self) -> AdminClient:
+        """An operator of role admin."""
+        return AdminClient(self.profile)
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        with AdminClient(self.address) as admin:
+        with self.admin() as admin:
             admin.wait_until_ready(PATIENCE_S)
 
     def kill(self) -> None:

@@ -135,7 +135,7 @@ def test_compose_has_ten_clients_with_a_share_and_a_volume_each() -> None:
     for index in range(NUM_CLIENTS):
         service = COMPOSE.partition(f"\n  client-{index}:\n")[2].partition("\n\n")[0]
         assert f'"--index", "{index}"' in service
-        assert f'"client-{index}:/var/lib/fedplat"' in service
+        assert f'"client-{index}:/var/lib/fedplat", "public:/run/fedplat:ro"' in service
         assert f"\n  client-{index}:" in COMPOSE.partition("\nvolumes:")[2]
     assert f"client-{NUM_CLIENTS}" not in COMPOSE
 

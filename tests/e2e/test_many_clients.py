@@ -42,14 +42,14 @@ training_s = 60
 class Crowd:
     """Clients in threads. Each adds its own number to every weight, and remembers what it was given to do."""
 
-    def __init__(self, address: str, folder: Path) -> None:
+    def __init__(self, server: processes.Server, folder: Path) -> None:
         self.trained: Counter[tuple[str, int, int]] = Counter()
         self.wrong: list[str] = []
         self._lock = threading.Lock()
-        self._clients = [self._make(address, folder, number) for number in range(NUM_CLIENTS)]
+        self._clients = [self._make(server, folder, number) for number in range(NUM_CLIENTS)]
 
-    def _make(self, address: str, folder: Path, number: int) -> Client:
-        client = Client(address, population="crowd", data_dir=folder / str(number))
+    def _make(self, server: processes.Server, folder: Path, number: int) -> Client:
+        client = Client(server.address, population="crowd", data_dir=folder / str(number), ca=server.ca)
 
         def train(task: Task) -> TrainResult:
             with self._lock:
@@ -84,8 +84,8 @@ def submit(admin: AdminClient, name: str) -> str:
 
 
 def test_forty_clients_and_two_jobs(tmp_path: Path) -> None:
-    with processes.server(tmp_path / "server") as server, AdminClient(server.address) as admin:
-        crowd = Crowd(server.address, tmp_path / "clients")
+    with processes.server(tmp_path / "server") as server, server.admin() as admin:
+        crowd = Crowd(server, tmp_path / "clients")
         with crowd.at_work():
             jobs = [submit(admin, "first"), submit(admin, "second")]
             for job in jobs:

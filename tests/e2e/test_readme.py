@@ -39,9 +39,14 @@ def test_two_machines(tmp_path: Path) -> None:
         for name, text in files.items():
             (tmp_path / name).write_text(text.replace(PUBLIC_ADDRESS, server.address))
         assert "python trainer.py" in commands
-        trainers = [["env", f"HOME={tmp_path / str(n)}", sys.executable, str(tmp_path / "trainer.py")] for n in (1, 2)]
+        homes = [["env", f"HOME={tmp_path / str(n)}", f"FEDPLAT_CA={server.ca}"] for n in (1, 2)]
+        trainers = [[*home, sys.executable, str(tmp_path / "trainer.py")] for home in homes]
         with processes.processes(trainers, tmp_path / "clients.log"):
-            environment = {**os.environ, "FEDPLAT_SERVER": server.address, "PATH": f"{processes.BIN}:/usr/bin:/bin"}
+            environment = {
+                **os.environ,
+                "FEDPLAT_PROFILE": str(server.profile_path),
+                "PATH": f"{processes.BIN}:/usr/bin:/bin",
+            }
             operator = [command for command in commands if command.startswith("fedplat ")]
             assert [command.split()[1] for command in operator] == ["job", "model"]
             for command in operator:

@@ -10,7 +10,6 @@ import pytest
 
 from e2e import processes
 from fedplat.cli import submission, watch
-from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
@@ -50,8 +49,8 @@ def test_server_killed_in_training(tmp_path: Path) -> None:
         task.parameters["weight"][:] += 1.0
         return TrainResult(parameters=task.parameters, num_examples=5)
 
-    with processes.server(tmp_path / "server") as server, AdminClient(server.address) as admin:
-        clients = [Client(server.address, population="few", data_dir=tmp_path / str(n)) for n in range(3)]
+    with processes.server(tmp_path / "server") as server, server.admin() as admin:
+        clients = [Client(server.address, population="few", data_dir=tmp_path / str(n), ca=server.ca) for n in range(3)]
         for client in clients:
             client.add_trainer("add", train)
         threads = [threading.Thread(target=client.run) for client in clients]

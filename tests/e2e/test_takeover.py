@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import numpy as np
 import pytest
 
 from e2e import processes
-from fedplat.cli import submission, watch
+from fedplat.cli import profile, submission, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.errors import ServerUnreachableError
 from fedplat.job import parse_job
@@ -68,11 +69,16 @@ class Daemon:
         run = [str(processes.BIN / "fedplat-server"), "run", "--listen", self.address, "--data-dir", str(folder)]
         self._command = [*run, "--database", database]
         self._process: subprocess.Popen[bytes] | None = None
+        self.profile_path, self.ca = folder / "admin.toml", folder / "pki" / "ca.pem"
+
+    def admin(self) -> AdminClient:
+        """An operator who talks to this daemon."""
+        return AdminClient(msgspec.structs.replace(profile.load(self.profile_path), server=self.address))
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        with AdminClient(self.address) as admin:
+        with self.admin() as admin:
             admin.wait_until_ready(processes.PATIENCE_S)
 
     def send(self, number: int) -> None:
@@ -89,6 +95,8 @@ class Daemon:
 @contextlib.contextmanager
 def two(folder: Path, database: str) -> Generator[tuple[Daemon, Daemon]]:
     folder.mkdir()
+    init = [str(processes.BIN / "fedplat-server"), "init", "--data-dir", str(folder), "--database", database]
+    subprocess.run([*init, "--host", "127.0.0.1"], check=True, capture_output=True)
     leader, other = Daemon(folder, database, "leader"), Daemon(folder, database, "other")
     try:
         leader.start()
@@ -120,7 +128,7 @@ def lease(database: str) -> dict[str, Any]:
 
 def status(daemon: Daemon) -> admin_pb2.GetStatusResponse | None:
     try:
-        with AdminClient(daemon.address) as admin:
+        with daemon.admin() as admin:
             return admin.status()
     except ServerUnreachableError:
         return None
@@ -155,10 +163,10 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
         task.parameters["weight"][:] += 1.0
         return TrainResult(parameters=task.parameters, num_examples=5)
 
-    with two(tmp_path / "data", database) as (leader, other), AdminClient(other.address) as admin:
+    with two(tmp_path / "data", database) as (leader, other), other.admin() as admin:
         options = ClientOptions(max_backoff_s=1.0, call_timeout_s=5.0)
         clients = [
-            Client(daemon.address, population="few", data_dir=tmp_path / str(n), options=options)
+            Client(daemon.address, population="few", data_dir=tmp_path / str(n), ca=daemon.ca, options=options)
             for n, daemon in enumerate((leader, other))
         ]
         for client in clients:

@@ -38,7 +38,7 @@ class Device:
         self.num_trained = 0
         times = {"first_backoff_s": 0.01, "max_backoff_s": 0.1, "call_timeout_s": 0.5, **options}
         made = ClientOptions(check_in_wait_s=5.0, **times)  # pyright: ignore[reportArgumentType]
-        self.client = Client(address, population="demo", data_dir=folder, options=made)
+        self.client = Client(address, population="demo", data_dir=folder, insecure=True, options=made)
         self.client.add_trainer("toy", self._train)
 
     def _train(self, task: Task) -> TrainResult:

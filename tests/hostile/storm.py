@@ -125,8 +125,9 @@ class Outcome:
 class Attacker:
     """Somebody with a connection, and with or without an identity."""
 
-    def __init__(self, address: str, seed: int, outcome: Outcome) -> None:
-        self._address = address
+    def __init__(self, server: processes.Server, seed: int, outcome: Outcome) -> None:
+        self._address = address = server.address
+        self._operator = ((wire.METADATA_AUTHORIZATION, f"Bearer {server.profile.token}"),)
         self._rng = random.Random(seed)
         self._outcome = outcome
         self._channel = aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
@@ -168,7 +169,9 @@ class Attacker:
         self._outcome.note(kind, answer)
 
     async def _call(self, attack: attacks.Attack) -> str:
-        method, metadata = attack.method, self._metadata if self._rng.random() < 0.9 else ()
+        method = attack.method
+        known = self._operator if method.path.startswith("/fedplat.wire.v1.Admin/") else self._metadata
+        metadata = known if self._rng.random() < 0.9 else ()
         options: dict[str, Any] = {"metadata": metadata, "timeout": ANSWER_S}
         if method.client_streaming:
             await self._channel.stream_unary(method.path)(iter(attack.messages), **options)
@@ -205,14 +208,14 @@ class Attacker:
 class Honest:
     """Clients that mean well, and an operator who gives them one job after the other."""
 
-    def __init__(self, address: str, folder: Path) -> None:
-        self._address = address
+    def __init__(self, server: processes.Server, folder: Path) -> None:
+        self._server = server
         self.num_completed = 0
         self._over = threading.Event()
         self._clients = [self._client(folder / f"honest-{number}") for number in range(NUM_HONEST)]
 
     def _client(self, folder: Path) -> Client:
-        client = Client(self._address, population="honest", data_dir=folder)
+        client = Client(self._server.address, population="honest", data_dir=folder, insecure=True)
 
         def train(task: Task) -> TrainResult:
             task.parameters["weight"] += np.float32(1.0)
@@ -239,7 +242,7 @@ class Honest:
                 thread.join()
 
     def _operate(self) -> None:
-        with AdminClient(self._address) as admin:
+        with self._server.admin() as admin:
             while not self._over.is_set():
                 job = submit(admin, HONEST)
                 for _ in admin.watch_job(job):
@@ -252,8 +255,10 @@ def submit(admin: AdminClient, text: str) -> str:
     return submission.submit(admin, submission.Submission(text, parse_job(text), attacks.MODEL)).job_id
 
 
-async def _storm(address: str, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome) -> None:
-    attackers = [Attacker(address, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
+async def _storm(
+    server: processes.Server, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome
+) -> None:
+    attackers = [Attacker(server, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
     numbers = iter(range(num_messages))
     samples = sorted({int(num_messages * share) for share in (WARM_UP, 0.25, 0.5, 0.75)})
 
@@ -273,13 +278,13 @@ async def _storm(address: str, num_messages: int, seed: int, process: psutil.Pro
 def run(folder: Path, num_messages: int, seed: int) -> Outcome:
     """Starts everything, lets the storm pass, and looks at what is left."""
     outcome, started = Outcome(), time.monotonic()
-    with processes.server(folder / "server") as server:
-        with AdminClient(server.address) as admin:
+    with processes.server(folder / "server", "--insecure") as server:
+        with server.admin() as admin:
             process = psutil.Process(admin.status().process_id)
             submit(admin, BAIT)
-        honest = Honest(server.address, folder)
+        honest = Honest(server, folder)
         with honest.at_work():
-            asyncio.run(_storm(server.address, num_messages, seed, process, outcome))
+            asyncio.run(_storm(server, num_messages, seed, process, outcome))
         outcome.num_completed = honest.num_completed
         outcome.seconds = time.monotonic() - started
         outcome.judge(server.log_text(), is_alive=process.is_running())

@@ -14,7 +14,7 @@ from sqlalchemy.engine import make_url
 from fedplat_server import evaluation, runner
 from fedplat_server.faulty_store import Faults
 from fedplat_server.store import schema
-from server import databases, harness, storm
+from server import access, databases, harness, storm
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,9 +45,10 @@ def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with the tables of this version, to be copied."""
+    """A SQLite file with the tables of this version and the operator of the tests, to be copied."""
     path = tmp_path_factory.mktemp("database") / "fedplat.sqlite"
     schema.upgrade(f"sqlite:///{path}")
+    databases.in_thread(access.add_operator_to(f"sqlite:///{path}"))
     return path
 
 
@@ -86,6 +87,7 @@ def postgres_template(postgres_server: str) -> Generator[str]:
     """The name of a PostgreSQL database with the tables of this version, to be copied."""
     with databases.postgres_database(postgres_server, "template1") as url:
         schema.upgrade(url)
+        databases.in_thread(access.add_operator_to(url))
         yield make_url(url).database or ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -30,6 +31,8 @@ from fedplat_server.rpc.errors import Code
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.testing import MemoryStore
+from server import access
+from server.access import ADMIN_TOKEN, add_operator, authorized
 
 PATIENCE_S = 60.0
 """When a wait is given up; a bound, not an expectation of speed."""
@@ -117,6 +120,12 @@ class RawClient:
         self.stub = fleet_pb2_grpc.FleetStub(channel)
         self.client_id = client_id
         self.metadata = (("authorization", f"Bearer {credential}"),)
+
+    def on(self, channel: aio.Channel) -> RawClient:
+        """The same client on another connection."""
+        other = copy.copy(self)
+        other.stub = fleet_pb2_grpc.FleetStub(channel)
+        return other
 
     def check_in(
         self,
@@ -214,8 +223,8 @@ class RawClient:
 class Operator:
     """What an operator says."""
 
-    def __init__(self, channel: aio.Channel) -> None:
-        self.stub = admin_pb2_grpc.AdminStub(channel)
+    def __init__(self, channel: aio.Channel, token: str = ADMIN_TOKEN) -> None:
+        self.stub = authorized(admin_pb2_grpc.AdminStub(channel), token)
 
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
@@ -313,10 +322,19 @@ class Site:
     operator: Operator
     task: asyncio.Task[None]
     folder: Path
+    channels: list[aio.Channel] = dataclasses.field(default_factory=list[aio.Channel])
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.daemon.port}"
+
+    def connect(self, ca: bytes) -> aio.Channel:
+        """A connection of its own, with TLS; it lasts as long as the site."""
+        self.channels.append(access.secure_channel(self.daemon.port, ca))
+        return self.channels[-1]
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        return await self.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
 
     async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
         stub = fleet_pb2_grpc.FleetStub(self.channel)
@@ -384,7 +402,7 @@ async def running(
         listen="127.0.0.1:0",
         data_dir=folder,
         evaluators=evaluators or {},
-        limits=limits or Limits(),
+        limits=limits or Limits(refusal_delay_s=0.0),
         **settings,
     )
     daemon = Daemon(made, open_faulty)
@@ -396,8 +414,12 @@ async def running(
         await task
     store.faults = STORM
     try:
-        async with aio.insecure_channel(f"127.0.0.1:{daemon.port}", options=RETRIES if STORM else ()) as channel:
-            yield Site(daemon, store, channel, Operator(channel), task, folder)
+        async with access.channel(daemon.port, made.tls, RETRIES if STORM else ()) as channel:
+            await add_operator(store.inner)
+            site = Site(daemon, store, channel, Operator(channel), task, folder)
+            yield site
+            for another in site.channels:
+                await another.close()
     finally:
         daemon.stop()
         await asyncio.gather(task, return_exceptions=True)

@@ -21,6 +21,7 @@ from fedplat_server.cluster.hop import Hop
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from server import harness
+from server.access import ADMIN_METADATA
 from server.databases import execute_sql
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 
@@ -134,8 +135,10 @@ async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_pass
     def model(size: int) -> list[bytes]:
         return [admin_pb2.UploadModelRequest(data=bytes(size)).SerializeToString()]
 
-    assert (await code_of(raw(iter(model(wire.MAX_MESSAGE_BYTES)))))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await code_of(raw(iter(model(wire.MAX_MESSAGE_BYTES - 100)))))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    too_large = raw(iter(model(wire.MAX_MESSAGE_BYTES)), metadata=ADMIN_METADATA)
+    assert (await code_of(too_large))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    largest = raw(iter(model(wire.MAX_MESSAGE_BYTES - 100)), metadata=ADMIN_METADATA)
+    assert (await code_of(largest))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_three_hundred_clients_wait_behind_one_gateway(leader: Site, gateway: Site) -> None:
@@ -243,7 +246,7 @@ async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
 
 @pytest.mark.fault("F21")
 async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(leader: Site, gateway: Site) -> None:
-    forged = hop.marked((), "a guess", Hop("d-forged", "c-forged"))
+    forged = hop.marked(ADMIN_METADATA, "a guess", Hop("d-forged", "c-forged"))
     stub = admin_pb2_grpc.AdminStub(leader.channel)
     answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
     assert answer.gateway == ""

@@ -21,6 +21,7 @@ import pytest
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_server import cli
+from server.access import authorized
 from server.harness import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
@@ -76,7 +77,8 @@ class Process:
 
 @contextlib.contextmanager
 def started(folder: Path, *options: str) -> Generator[Process]:
-    arguments = [COMMAND, "run", "--listen", "127.0.0.1:0", "--data-dir", str(folder), "--json-log", *options]
+    where = ["--listen", "127.0.0.1:0", "--data-dir", str(folder)]
+    arguments = [COMMAND, "run", "--insecure", *where, "--json-log", *options]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         try:
             yield Process(process)
@@ -96,7 +98,7 @@ class Caller:
 
     def __init__(self, made: grpc.Channel) -> None:
         self.fleet = fleet_pb2_grpc.FleetStub(made)
-        self.admin = admin_pb2_grpc.AdminStub(made)
+        self.admin = authorized(admin_pb2_grpc.AdminStub(made))
         request = fleet_pb2.EnrollRequest(
             population="demo", idempotency_key=os.urandom(8).hex(), protocol_version=wire.PROTOCOL_VERSION
         )
@@ -157,7 +159,7 @@ def test_sigterm_tells_those_who_wait_and_exits_with_0(folder: Path) -> None:
         assert reason_name(refusal.reason) == "DRAINING"
         assert refusal.retry.max_s > 0
         events = [line["event"] for line in server.lines]
-        assert events[-2:] == ["the server is stopping", "the server has stopped"]
+        assert events[-3:] == ["the server is stopping", "the audit log ends here", "the server has stopped"]
 
 
 @pytest.mark.fault("F36")
@@ -211,11 +213,11 @@ def test_sigterm_while_it_starts(folder: Path) -> None:
 def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path) -> None:
     with started(folder) as server:
         address = server.until_ready()
-        line = only_line(command("run", "--listen", "127.0.0.1:0", "--data-dir", str(folder)), 2)
+        line = only_line(command("run", "--insecure", "--listen", "127.0.0.1:0", "--data-dir", str(folder)), 2)
         assert "another fedplat-server uses" in line
         other = tmp_path / "other"
         shutil.copytree(folder, other)
-        done = command("run", "--listen", address, "--data-dir", str(other), "--log-level", "ERROR")
+        done = command("run", "--insecure", "--listen", address, "--data-dir", str(other), "--log-level", "ERROR")
         assert f"cannot listen on {address}" in only_line(done, 2)
         assert server.stop() == 0
 
@@ -225,6 +227,8 @@ def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path
     [
         (["--listen", "nonsense"], "expected HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "expected HOST:PORT"),
+        (["--listen", "0.0.0.0:7443"], "--insecure on 0.0.0.0: without TLS a server listens on loopback only"),
+        (["--tls-certificate", "x.pem"], "--insecure and --tls-certificate exclude each other"),
         (["--log-level", "LOUD"], "expected DEBUG, INFO"),
         (["--grace-s", "inf"], "--grace-s inf"),
         (["--evaluation-s", "0"], "--evaluation-s 0"),
@@ -244,14 +248,24 @@ def test_mistakes_are_found_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "new"
-    status, out, err = here(monkeypatch, capsys, "run", "--data-dir", str(folder), *arguments)
+    status, out, err = here(monkeypatch, capsys, "run", "--insecure", "--data-dir", str(folder), *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert said in err
     assert not folder.exists()
 
 
 def test_what_only_the_start_finds_is_one_line_too(folder: Path) -> None:
-    done = command("run", "--listen", "256.1.1.1:0", "--data-dir", str(folder), "--log-level", "ERROR")
+    done = command(
+        "run",
+        "--insecure",
+        "--insecure-anywhere",
+        "--listen",
+        "256.1.1.1:0",
+        "--data-dir",
+        str(folder),
+        "--log-level",
+        "ERROR",
+    )
     assert "cannot listen on 256.1.1.1:0" in only_line(done, 2)
 
 
@@ -265,7 +279,7 @@ def test_wrong_usage_is_plain_text(
     assert "╭" not in err
 
 
-@pytest.mark.parametrize("kind", ["run", "db upgrade", "db current"])
+@pytest.mark.parametrize("kind", ["run --insecure", "init", "operator list", "db upgrade", "db current"])
 def test_a_data_folder_that_cannot_be_made(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +291,7 @@ def test_a_data_folder_that_cannot_be_made(
 
 def test_a_data_folder_that_cannot_be_written_to(folder: Path) -> None:
     (folder / "lock").mkdir()  # root may write everywhere, but not to a folder
-    assert "cannot be written to" in only_line(command("run", "--data-dir", str(folder)), 2)
+    assert "cannot be written to" in only_line(command("run", "--insecure", "--data-dir", str(folder)), 2)
 
 
 def test_a_database_that_does_not_answer(
@@ -289,7 +303,7 @@ def test_a_database_that_does_not_answer(
     url = f"postgresql://user:a-secret-word@127.0.0.1:{port}/x"
     status, out, err = here(monkeypatch, capsys, "db", "upgrade", "--data-dir", str(tmp_path), "--database", url)
     assert (status, out, err.count("\n")) == (1, "", 1)
-    line = only_line(command("run", "--data-dir", str(tmp_path), "--database", url), 1)
+    line = only_line(command("run", "--insecure", "--data-dir", str(tmp_path), "--database", url), 1)
     for said in (err, line):
         assert "a-secret-word" not in said
         assert str(port) in said
@@ -299,7 +313,7 @@ def test_a_database_that_does_not_answer(
 def test_a_database_that_was_not_upgraded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = only_line(command("run", "--data-dir", str(tmp_path)), 1)
+    line = only_line(command("run", "--insecure", "--data-dir", str(tmp_path)), 1)
     assert "run fedplat-server db upgrade" in line
     for end in ("\n", "already\n"):
         status, out, err = here(monkeypatch, capsys, "db", "upgrade", "--data-dir", str(tmp_path))

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +25,8 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server import logs
 from fedplat_server.rpc import convert
 from fedplat_server.rpc.errors import CATALOGUE, Code, RefusedError
-from server.harness import Site, initial_model, job_file, update_of
+from server.access import ADMIN_METADATA
+from server.harness import Site, initial_model, job_file, running, update_of
 
 METHODS = [
     *(f"/fedplat.wire.v1.Fleet/{method.name}" for method in fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods),
@@ -52,8 +54,9 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
     client = await site.enrol()
     for method in METHODS:
         for content in (b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"):
-            one = site.channel.unary_unary(method)(content, metadata=client.metadata)
-            many = site.channel.unary_stream(method)(content, metadata=client.metadata)
+            metadata = client.metadata if "Fleet" in method else ADMIN_METADATA
+            one = site.channel.unary_unary(method)(content, metadata=metadata)
+            many = site.channel.unary_stream(method)(content, metadata=metadata)
             for call in (one, anext(aiter(many))):
                 assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT, method
     assert not caplog.records  # else anybody could fill the log
@@ -103,12 +106,17 @@ async def test_health_can_be_watched_and_says_when_the_server_stops(site: Site) 
     watching.cancel()
 
 
-async def test_reflection_names_the_services(site: Site) -> None:
-    def names() -> set[str]:
-        with grpc.insecure_channel(site.address) as channel:
+async def test_reflection_names_the_services_if_the_operator_wants_that(folder: Path) -> None:
+    def names(address: str) -> set[str]:
+        with grpc.insecure_channel(address) as channel:
             return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
-    found = await asyncio.to_thread(names)
+    async with running(folder) as site:
+        with pytest.raises(grpc.RpcError) as caught:
+            await asyncio.to_thread(names, site.address)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    async with running(folder, reflection=True) as site:
+        found = await asyncio.to_thread(names, site.address)
     assert {"fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin", "grpc.health.v1.Health"} <= found
 
 

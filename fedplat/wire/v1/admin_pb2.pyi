@@ -139,6 +139,9 @@ class GetStatusResponse(_message.Message):
     LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
+    INSECURE_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_DAYS_LEFT_FIELD_NUMBER: _builtins.int
     software_version: _builtins.str
     protocol_version: _builtins.int
     uptime_s: _builtins.float
@@ -157,6 +160,11 @@ class GetStatusResponse(_message.Message):
     term: _builtins.int
     gateway: _builtins.str
     """The daemon that passed this call on; empty when the caller talks to the leader itself."""
+    insecure: _builtins.bool
+    """Whether the server was started without TLS."""
+    certificate_expires_unix_s: _builtins.float
+    """When the server's certificate expires; 0 without TLS."""
+    certificate_days_left: _builtins.float
     @_builtins.property
     def num_jobs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Number of jobs by state, e.g. "RUNNING": 2."""
@@ -183,10 +191,13 @@ class GetStatusResponse(_message.Message):
         leader_address: _builtins.str = ...,
         term: _builtins.int = ...,
         gateway: _builtins.str = ...,
+        insecure: _builtins.bool = ...,
+        certificate_expires_unix_s: _builtins.float = ...,
+        certificate_days_left: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "gateway", b"gateway", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -879,3 +890,233 @@ class ExportModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___ExportModelResponse: _TypeAlias = ExportModelResponse  # noqa: Y015
+
+@_typing.final
+class Operator(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    role: _builtins.str
+    """"viewer", "operator" or "admin"."""
+    created_unix_s: _builtins.float
+    expires_unix_s: _builtins.float
+    """0 when it does not expire."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        role: _builtins.str = ...,
+        created_unix_s: _builtins.float = ...,
+        expires_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "expires_unix_s", b"expires_unix_s", "name", b"name", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Operator: _TypeAlias = Operator  # noqa: Y015
+
+@_typing.final
+class AddOperatorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    role: _builtins.str
+    expires_in_s: _builtins.float
+    """How long the token is good; 0 for ever."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        role: _builtins.str = ...,
+        expires_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in_s", b"expires_in_s", "name", b"name", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddOperatorRequest: _TypeAlias = AddOperatorRequest  # noqa: Y015
+
+@_typing.final
+class AddOperatorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATOR_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    @_builtins.property
+    def operator(self) -> Global___Operator: ...
+    def __init__(
+        self,
+        *,
+        operator: Global___Operator | None = ...,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operator", b"operator"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operator", b"operator", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddOperatorResponse: _TypeAlias = AddOperatorResponse  # noqa: Y015
+
+@_typing.final
+class ListOperatorsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperatorsRequest: _TypeAlias = ListOperatorsRequest  # noqa: Y015
+
+@_typing.final
+class ListOperatorsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operator]: ...
+    def __init__(
+        self,
+        *,
+        operators: _abc.Iterable[Global___Operator] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operators", b"operators"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOperatorsResponse: _TypeAlias = ListOperatorsResponse  # noqa: Y015
+
+@_typing.final
+class RemoveOperatorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveOperatorRequest: _TypeAlias = RemoveOperatorRequest  # noqa: Y015
+
+@_typing.final
+class RemoveOperatorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveOperatorResponse: _TypeAlias = RemoveOperatorResponse  # noqa: Y015
+
+@_typing.final
+class ListAuditRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    after_sequence: _builtins.int
+    """Start after this sequence number; 0 for all."""
+    def __init__(
+        self,
+        *,
+        after_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditRequest: _TypeAlias = ListAuditRequest  # noqa: Y015
+
+@_typing.final
+class AuditEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_HASH_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    unix_s: _builtins.float
+    actor: _builtins.str
+    """An operator's name, a client's id, "server", or "host" for commands on the server's machine."""
+    action: _builtins.str
+    subject: _builtins.str
+    details: _builtins.str
+    """JSON."""
+    previous_hash: _builtins.str
+    hash: _builtins.str
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        unix_s: _builtins.float = ...,
+        actor: _builtins.str = ...,
+        action: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        details: _builtins.str = ...,
+        previous_hash: _builtins.str = ...,
+        hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "details", b"details", "hash", b"hash", "previous_hash", b"previous_hash", "sequence", b"sequence", "subject", b"subject", "unix_s", b"unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditEvent: _TypeAlias = AuditEvent  # noqa: Y015
+
+@_typing.final
+class ListAuditResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___AuditEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditResponse: _TypeAlias = ListAuditResponse  # noqa: Y015

@@ -104,6 +104,26 @@ class AdminStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.FromString,
                 _registered_method=True)
+        self.AddOperator = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/AddOperator',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.FromString,
+                _registered_method=True)
+        self.ListOperators = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/ListOperators',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.FromString,
+                _registered_method=True)
+        self.RemoveOperator = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/RemoveOperator',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.FromString,
+                _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/ListAudit',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -197,6 +217,33 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddOperator(self, request, context):
+        """Makes an operator; its token is told once, here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOperators(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveOperator(self, request, context):
+        """The operator's token is refused from the next call on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAudit(self, request, context):
+        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -269,6 +316,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ExportModel,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.SerializeToString,
+            ),
+            'AddOperator': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddOperator,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.SerializeToString,
+            ),
+            'ListOperators': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperators,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.SerializeToString,
+            ),
+            'RemoveOperator': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveOperator,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -649,6 +716,114 @@ class Admin:
             '/fedplat.wire.v1.Admin/ExportModel',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddOperator(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/AddOperator',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOperators(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/ListOperators',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveOperator(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/RemoveOperator',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/ListAudit',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

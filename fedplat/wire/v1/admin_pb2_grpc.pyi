@@ -49,6 +49,13 @@ class AdminStub:
     ListModelVersions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]
     ExportModel: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]
     """Sends the safetensors file of a version."""
+    AddOperator: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AddOperatorRequest, _admin_pb2.AddOperatorResponse]
+    """Makes an operator; its token is told once, here."""
+    ListOperators: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListOperatorsRequest, _admin_pb2.ListOperatorsResponse]
+    RemoveOperator: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]
+    """The operator's token is refused from the next call on."""
+    ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
+    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -71,6 +78,13 @@ class AdminAsyncStub(AdminStub):
     ListModelVersions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]  # type: ignore[assignment]
     ExportModel: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Sends the safetensors file of a version."""
+    AddOperator: _aio.UnaryUnaryMultiCallable[_admin_pb2.AddOperatorRequest, _admin_pb2.AddOperatorResponse]  # type: ignore[assignment]
+    """Makes an operator; its token is told once, here."""
+    ListOperators: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListOperatorsRequest, _admin_pb2.ListOperatorsResponse]  # type: ignore[assignment]
+    RemoveOperator: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]  # type: ignore[assignment]
+    """The operator's token is refused from the next call on."""
+    ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
+    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -174,5 +188,36 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ExportModelResponse], _abc.AsyncIterator[_admin_pb2.ExportModelResponse]]:
         """Sends the safetensors file of a version."""
+
+    @_abc_1.abstractmethod
+    def AddOperator(
+        self,
+        request: _admin_pb2.AddOperatorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AddOperatorResponse, _abc.Awaitable[_admin_pb2.AddOperatorResponse]]:
+        """Makes an operator; its token is told once, here."""
+
+    @_abc_1.abstractmethod
+    def ListOperators(
+        self,
+        request: _admin_pb2.ListOperatorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListOperatorsResponse, _abc.Awaitable[_admin_pb2.ListOperatorsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RemoveOperator(
+        self,
+        request: _admin_pb2.RemoveOperatorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemoveOperatorResponse, _abc.Awaitable[_admin_pb2.RemoveOperatorResponse]]:
+        """The operator's token is refused from the next call on."""
+
+    @_abc_1.abstractmethod
+    def ListAudit(
+        self,
+        request: _admin_pb2.ListAuditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
+        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

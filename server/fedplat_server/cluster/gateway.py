@@ -21,6 +21,7 @@ from fedplat_server.cluster.lease import Lease
 from fedplat_server.cluster.switch import Calls, Handler
 from fedplat_server.rpc.boundary import METADATA_CODE
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.tls import TlsFiles
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
@@ -40,9 +41,13 @@ _BROKEN = frozenset(
 )
 
 
-def connect(address: str) -> aio.Channel:
-    """A channel to the leader; the one place where the credentials of daemons belong."""
-    return aio.insecure_channel(address, options=_OPTIONS, compression=grpc.Compression.NoCompression)
+def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
+    """A channel to the leader, with TLS if this daemon has certificates: the authority of one is that of all."""
+    none = grpc.Compression.NoCompression
+    if tls is None:
+        return aio.insecure_channel(address, options=_OPTIONS, compression=none)
+    trusted = tls.ca.read_bytes() if tls.ca is not None else None
+    return aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=_OPTIONS, compression=none)
 
 
 def nobody(_: Context) -> str:
@@ -53,12 +58,14 @@ def nobody(_: Context) -> str:
 class Gateway:
     """The route to a leader. `client_of` tells which client a call is known to come from ("": none)."""
 
-    def __init__(self, lease: Lease, name: str, client_of: Callable[[Context], str] = nobody) -> None:
+    def __init__(
+        self, lease: Lease, name: str, tls: TlsFiles | None = None, client_of: Callable[[Context], str] = nobody
+    ) -> None:
         self.calls = Calls()
         self.lease = lease
         self._name = name
         self._client_of = client_of
-        self._channel = connect(lease.address)
+        self._channel = connect(lease.address, tls)
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """Passes a call on."""

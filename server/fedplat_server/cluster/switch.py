@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from grpc import aio
 
 from fedplat_server.rpc.errors import Code, RefusedError
 
+Admit = Callable[[str, Any], Awaitable[None]]
 Handler = Any  # grpc.RpcMethodHandler, generic for the type checker only
 
 
@@ -87,17 +89,18 @@ async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerato
 
 
 class Here:
-    """This daemon leads: its own services take the calls."""
+    """This daemon leads: its own services take the calls that `admit` lets pass (a method, and the call's context)."""
 
-    def __init__(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+    def __init__(self, handlers: Sequence[grpc.GenericRpcHandler], admit: Admit) -> None:
         self.calls = Calls()
         self._handlers = handlers
+        self._admit = admit
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """The method of a service."""
         for handlers in self._handlers:
             if (found := handlers.service(details)) is not None:
-                return _counted(found, self.calls)
+                return _counted(found, self.calls, functools.partial(self._admit, details.method))
         return None
 
 
@@ -135,30 +138,35 @@ class Collector:
         """The same handlers once more, for servers that know methods in advance."""
 
 
-def _counted(handler: Handler, calls: Calls) -> Handler:
+def _counted(handler: Handler, calls: Calls, admit: Callable[[Any], Awaitable[None]]) -> Handler:
     codec = {
         "request_deserializer": handler.request_deserializer,
         "response_serializer": handler.response_serializer,
     }
     if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, calls), **codec)
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, calls, admit), **codec)
     if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, calls), **codec)
+        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, calls, admit), **codec)
     if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, calls), **codec)
-    return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, calls), **codec)
+        return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, calls, admit), **codec)
+    return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, calls, admit), **codec)
 
 
-def _unary(inner: Callable[[Any, Any], Awaitable[Any]], calls: Calls) -> Any:
+def _unary(inner: Callable[[Any, Any], Awaitable[Any]], calls: Calls, admit: Callable[[Any], Awaitable[None]]) -> Any:
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         with calls.one():
+            await admit(context)
             return await inner(request, context)
 
     return call
 
 
-def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], calls: Calls) -> Any:
+def _stream(
+    inner: Callable[[Any, Any], AsyncGenerator[Any]], calls: Calls, admit: Callable[[Any], Awaitable[None]]
+) -> Any:
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        with calls.one():
+            await admit(context)
         async with contextlib.aclosing(inner(request, context)) as responses:
             while True:
                 with calls.one():  # not while gRPC sends a response: it must not be cancelled there

@@ -19,18 +19,28 @@ from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import __version__, files, upload_files
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server import __version__, audit, files, upload_files
+from fedplat_server.audit import AuditEntry
 from fedplat_server.cluster import hop
-from fedplat_server.rpc import convert, requests, streams
+from fedplat_server.rpc import convert, gate, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.services import Services
 from fedplat_server.store.port import JobRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
 
-class AdminService(admin_pb2_grpc.AdminServicer):
+_NOTED = {
+    Action.START: audit.Action.JOB_STARTED,
+    Action.PAUSE: audit.Action.JOB_PAUSED,
+    Action.RESUME: audit.Action.JOB_RESUMED,
+    Action.CANCEL: audit.Action.JOB_CANCELLED,
+}
+
+
+class AdminService(OperatorMethods):
     """Every method: find the job, ask or tell, encode."""
 
     def __init__(self, services: Services) -> None:
@@ -39,7 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         """How the daemon is."""
         services = self._services
-        coordinator = services.runner.coordinator
+        coordinator, certificates = services.runner.coordinator, services.certificates
         jobs = Counter(record.state.status.value for record in services.jobs.all())
         return admin_pb2.GetStatusResponse(
             software_version=__version__,
@@ -57,6 +67,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             leader_address=services.lease.address,
             term=services.lease.term,
             gateway=hop.of(context, services.lease.secret).gateway,
+            insecure=services.certificates is None,
+            certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
+            certificate_days_left=certificates.days_left if certificates else 0.0,
         )
 
     async def UploadModel(
@@ -81,7 +94,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             spec=spec,
             latest=ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes),
         )
-        record = await services.store.create_job(state, request.job_file, requests.key(request.idempotency_key))
+        entry = AuditEntry(gate.caller(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
+        key = requests.key(request.idempotency_key)
+        record = await services.store.create_job(state, request.job_file, key, [entry])
         services.jobs.add(record)
         return await self._job(services.jobs.find(record.state.job_id))
 
@@ -189,7 +204,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def _act(self, name: str, action: Action) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id
-        verdict = await self._services.runner.submit(OperatorCommand(job_id, action))
+        entry = AuditEntry(gate.caller(), _NOTED[action], job_id, {"name": name})
+        verdict = await self._services.runner.submit(OperatorCommand(job_id, action), audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
         return await self._job(self._services.jobs.find(job_id))

@@ -15,6 +15,12 @@ class Code(StrEnum):
     """A machine-readable refusal; sent as trailing metadata `fedplat-code`."""
 
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    NO_OPERATOR = "NO_OPERATOR"
+    ROLE_TOO_LOW = "ROLE_TOO_LOW"
+    TOO_MANY_LOGINS = "TOO_MANY_LOGINS"
+    NAME_TAKEN = "NAME_TAKEN"
+    NO_SUCH_OPERATOR = "NO_SUCH_OPERATOR"
+    LAST_ADMIN = "LAST_ADMIN"
     UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
     INVALID_REQUEST = "INVALID_REQUEST"
     INVALID_JOB_FILE = "INVALID_JOB_FILE"
@@ -44,6 +50,19 @@ class Code(StrEnum):
 _S = grpc.StatusCode
 CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.UNAUTHENTICATED: (_S.UNAUTHENTICATED, "the credential is missing or unknown; enrol first"),
+    Code.NO_OPERATOR: (
+        _S.UNAUTHENTICATED,
+        "this needs an operator's token, which is in an operator's profile (an admin makes one: fedplat operator add "
+        "NAME --out FILE; on the server's machine: fedplat-server operator add NAME --out FILE)",
+    ),
+    Code.ROLE_TOO_LOW: (_S.PERMISSION_DENIED, "the operator may not do this"),
+    Code.TOO_MANY_LOGINS: (_S.RESOURCE_EXHAUSTED, "too many calls from this address were refused; wait a moment"),
+    Code.NAME_TAKEN: (_S.ALREADY_EXISTS, "the name is taken"),
+    Code.NO_SUCH_OPERATOR: (_S.NOT_FOUND, "there is no such operator"),
+    Code.LAST_ADMIN: (
+        _S.FAILED_PRECONDITION,
+        "this is the last operator with the role admin; add another one before you remove it",
+    ),
     Code.UNSUPPORTED_VERSION: (_S.FAILED_PRECONDITION, "this server speaks other protocol versions"),
     Code.INVALID_REQUEST: (_S.INVALID_ARGUMENT, "the request cannot be used"),
     Code.INVALID_JOB_FILE: (_S.INVALID_ARGUMENT, "the job file cannot be used"),
@@ -78,6 +97,7 @@ RETRY: Mapping[Code, RetryWindow] = {
     Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),
     Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
+    Code.TOO_MANY_LOGINS: RetryWindow(1.0, 10.0),
     Code.DRAINING: RetryWindow(1.0, 5.0),
     Code.NO_LEADER: RetryWindow(0.5, 3.0),
     Code.STORE_UNAVAILABLE: RetryWindow(1.0, 5.0),

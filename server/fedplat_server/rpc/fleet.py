@@ -156,6 +156,8 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             verdict = await self._take_report(key, client, request)
         else:
             verdict = rounds.verdict_on_report(assignment, request.digest)
+        if verdict.reason is Reason.REJECTED_CONFLICT:
+            await self._services.conflicts.note(key, client.client_id, assignment.digest, request.digest)
         if verdict.accepted:
             receipt = fleet_pb2.Receipt(job_id=key.job_id, round=key.round, attempt=key.number, digest=request.digest)
             return fleet_pb2.ReportResponse(receipt=receipt)

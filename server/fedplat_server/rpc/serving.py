@@ -11,14 +11,16 @@ from grpc_reflection.v1alpha import reflection
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
-from fedplat_server.cluster.switch import Collector, Switch
+from fedplat_server.cluster.switch import Collector, Here, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.rpc.admin import AdminService
 from fedplat_server.rpc.boundary import Boundary
 from fedplat_server.rpc.fleet import FleetService
+from fedplat_server.rpc.gate import Gate
 from fedplat_server.rpc.health import Health
 from fedplat_server.services import Services
+from fedplat_server.tls import Certificates
 
 _SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
@@ -40,12 +42,13 @@ _OPTIONS = (
 )
 
 
-def handlers(services: Services) -> list[grpc.GenericRpcHandler]:
-    """The methods of the services, for a daemon that leads."""
+def route(services: Services) -> Here:
+    """Where calls go in a daemon that leads: to its own services, past the gate."""
+    gate = Gate(services.store, services.config.limits.refusal_delay_s, services.lease.secret)
     collector = cast(Any, Collector())  # what the generated code takes for a server
     fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), collector)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
-    return collector.handlers
+    return Here(collector.handlers, gate.admit)
 
 
 class Endpoint:
@@ -54,15 +57,21 @@ class Endpoint:
     def __init__(self, config: ServerConfig) -> None:
         """Takes the port. Callers wait until `start`. Raises `ConfigError` if the port cannot be had."""
         self.switch = Switch(_SERVICES)
+        self.certificates = Certificates(config.tls) if config.tls is not None else None
         self._server = aio.server(
             interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression
         )
         self._server.add_generic_rpc_handlers((self.switch,))
         self.health = Health(_SERVICES)
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        if config.reflection:
+            names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         try:
-            self.port = self._server.add_insecure_port(config.listen)
+            if self.certificates is None:
+                self.port = self._server.add_insecure_port(config.listen)
+            else:
+                self.port = self._server.add_secure_port(config.listen, self.certificates.credentials())
         except RuntimeError as exc:
             raise ConfigError(
                 f"cannot listen on {config.listen}: the port is taken or the address is not this machine's; "

@@ -11,8 +11,10 @@ from typer.testing import CliRunner, Result
 from core.cli.fake_admin import FakeServer, State
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.app import app
+from fedplat.cli.profile import Profile
 
 Run = Callable[..., Result]
+TOKEN = "fedplat_op_" + "t" * 43
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def server(state: State) -> Iterator[FakeServer]:
 
 @pytest.fixture
 def client(server: FakeServer) -> Iterator[AdminClient]:
-    with AdminClient(server.address) as connected:
+    with AdminClient(Profile(server.address, insecure=True)) as connected:
         yield connected
 
 
@@ -40,13 +42,17 @@ def closed_port() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def environment(server: FakeServer) -> dict[str, str]:
+    return {"FEDPLAT_SERVER": server.address, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+
+
 @pytest.fixture
 def run(server: FakeServer) -> Run:
-    """Runs the command in this process; FEDPLAT_SERVER names the fake server."""
+    """Runs the command in this process; the environment names the fake server, which has no TLS."""
     runner = CliRunner()
 
     def invoke(*args: str) -> Result:
-        result = runner.invoke(app, list(args), env={"FEDPLAT_SERVER": server.address})
+        result = runner.invoke(app, list(args), env=environment(server))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -34,12 +34,17 @@ class State:
     by_key: dict[str, str] = field(default_factory=dict[str, str])
     leader: dict[str, Any] = field(default_factory=dict[str, Any])
     watched_after: list[int] = field(default_factory=list[int])
+    operators: list[admin_pb2.Operator] = field(default_factory=list[admin_pb2.Operator])
+    audit: list[admin_pb2.AuditEvent] = field(default_factory=list[admin_pb2.AuditEvent])
+    tokens: list[str] = field(default_factory=list[str])
+    """What each call had as its authorization."""
     refusal: tuple[grpc.StatusCode, str] | None = None
     refusal_code: str = ""
     """Sent along with a refusal, as the real server does."""
     damage: str = ""
     """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
     refuses_start: bool = False
+    insecure: bool = False
     ends_started_jobs: bool = False
     """A started job is COMPLETED as soon as somebody watches it."""
     stop_watch_after: int = 0
@@ -106,6 +111,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
             process_id=4711,
             evaluators=["digits"],
             **self.state.leader,
+            insecure=self.state.insecure,
+            certificate_expires_unix_s=T0,
+            certificate_days_left=30.4,
         )
 
     def UploadModel(self, request_iterator: Iterator[admin_pb2.UploadModelRequest], context: grpc.ServicerContext):
@@ -219,7 +227,30 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         for start in range(0, len(data), 2**20):
             yield admin_pb2.ExportModelResponse(data=data[start : start + 2**20])
 
+    def AddOperator(self, request: admin_pb2.AddOperatorRequest, context: grpc.ServicerContext):
+        self._check(context)
+        made = admin_pb2.Operator(
+            name=request.name, role=request.role, created_unix_s=T0, expires_unix_s=request.expires_in_s
+        )
+        self.state.operators.append(made)
+        return admin_pb2.AddOperatorResponse(operator=made, token=f"token of {request.name}")
+
+    def ListOperators(self, request: admin_pb2.ListOperatorsRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.ListOperatorsResponse(operators=self.state.operators)
+
+    def RemoveOperator(self, request: admin_pb2.RemoveOperatorRequest, context: grpc.ServicerContext):
+        self._check(context)
+        self.state.operators = [one for one in self.state.operators if one.name != request.name]
+        return admin_pb2.RemoveOperatorResponse()
+
+    def ListAudit(self, request: admin_pb2.ListAuditRequest, context: grpc.ServicerContext):
+        self._check(context)
+        later = [event for event in self.state.audit if event.sequence > request.after_sequence]
+        return admin_pb2.ListAuditResponse(events=later[:2])
+
     def _check(self, context: grpc.ServicerContext) -> None:
+        self.state.tokens.append(str(dict(context.invocation_metadata()).get("authorization")))
         if self.state.refusal is not None:
             if self.state.refusal_code:
                 context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
@@ -247,10 +278,11 @@ def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> 
 
 
 class FakeServer:
-    """A server of a state; `restart` kills it and starts another on the same port."""
+    """A server of a state; `restart` kills it and starts another on the same port. `tls`: its key and certificate."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, tls: tuple[bytes, bytes] | None = None) -> None:
         self.state = state
+        self._tls = tls
         self.port = 0
         self._start()
 
@@ -261,7 +293,11 @@ class FakeServer:
     def _start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         admin_pb2_grpc.add_AdminServicer_to_server(FakeAdmin(self.state), self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self._tls is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([self._tls]))
         self._server.start()
 
     def stop(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from core.cli.fake_admin import FakeServer, S, State, ending, script
 from faults import proxy
 from fedplat.cli.admin import AdminClient
+from fedplat.cli.profile import Profile
 from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
 
 JOB = 'name = "a"\npopulation = "p"\ntrainer = "t"\nrounds = 2\nmodel.initial = "m:f"\nselection.goal = 4\n'
@@ -36,7 +37,7 @@ CALLS: dict[str, Callable[[AdminClient], object]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_without_a_server_every_call_says_so_in_one_line(call: Callable[[AdminClient], object], closed_port: str):
-    with AdminClient(closed_port) as client, pytest.raises(ServerUnreachableError) as caught:
+    with AdminClient(Profile(closed_port, insecure=True)) as client, pytest.raises(ServerUnreachableError) as caught:
         call(client)
     assert str(caught.value) == (
         f"no fedplat server answers at {closed_port} (Connection refused); "
@@ -88,7 +89,7 @@ def test_a_silent_server_counts_as_missing():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (
-            AdminClient(address, timeout_s=0.2) as client,
+            AdminClient(Profile(address, insecure=True), timeout_s=0.2) as client,
             pytest.raises(ServerUnreachableError, match=r"within 0.2 s"),
         ):
             client.status()
@@ -99,7 +100,10 @@ def test_another_grpc_server_is_named_as_such():
     address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
     other.start()
     try:
-        with AdminClient(address) as client, pytest.raises(ServerRefusedError, match="is it a fedplat server"):
+        with (
+            AdminClient(Profile(address, insecure=True)) as client,
+            pytest.raises(ServerRefusedError, match="is it a fedplat server"),
+        ):
             client.status()
     finally:
         other.stop(None).wait()
@@ -107,7 +111,7 @@ def test_another_grpc_server_is_named_as_such():
 
 @pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:65535", "[::1]:7443", "fed.example.org:80"])
 def test_addresses(address: str):
-    with AdminClient(address) as client:
+    with AdminClient(Profile(address, insecure=True)) as client:
         assert client.server == address
 
 
@@ -116,11 +120,11 @@ def test_addresses(address: str):
 )
 def test_wrong_addresses(address: str):
     with pytest.raises(ValueError, match="expected host:port, for instance "):
-        AdminClient(address)
+        AdminClient(Profile(address, insecure=True))
 
 
 def test_waits_for_a_server(server: FakeServer):
-    with AdminClient(server.address) as client:
+    with AdminClient(Profile(server.address, insecure=True)) as client:
         server.stop()
         with pytest.raises(ServerUnreachableError):
             client.status()
@@ -234,7 +238,7 @@ def test_an_export_to_nowhere_is_an_os_error(state: State, client: AdminClient, 
 
 def test_a_connection_that_breaks_at_once_is_not_taken_for_an_answer(server: FakeServer) -> None:
     """What a server that is started again may look like."""
-    with proxy.in_thread(server.address) as network, AdminClient(network.address) as admin:
+    with proxy.in_thread(server.address) as network, AdminClient(Profile(network.address, insecure=True)) as admin:
         network.set(proxy.Weather(to_client=proxy.Way(cut_after=60)))
         mending = threading.Timer(0.3, network.set, [proxy.CLEAR])
         mending.start()

@@ -9,6 +9,7 @@ import pytest
 import fedplat
 from core.cli.conftest import Run, parsed
 from core.cli.fake_admin import T0, FakeServer, S, State, ending, script
+from fedplat.cli import formats
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 
@@ -62,6 +63,7 @@ def test_status(run: Run, server: FakeServer):
     assert result.exit_code == 0
     assert result.stdout == (
         f"server       {server.address}\n"
+        f"connection   TLS, the server's certificate expires in 30 days ({formats.moment(T0)})\n"
         "version      0.1.0 (protocol 1)\n"
         "role         leader, the only daemon of its database\n"
         "process      4711\n"

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 import pytest
 
+from core.cli import conftest
 from core.cli.fake_admin import FakeServer, State, ending, script
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
 
 
 def environment(server: FakeServer, **more: str) -> Mapping[str, str]:
-    return {**os.environ, "FEDPLAT_SERVER": server.address, **more}
+    return {**os.environ, **conftest.environment(server), **more}
 
 
 def start(server: FakeServer, *arguments: str) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ from fedplat.cli import watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.cli.output import Output
+from fedplat.cli.profile import Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 
@@ -57,7 +58,7 @@ class Flaky(AdminClient):
     """Breaks each of the first watches before its first event."""
 
     def __init__(self, server: str, num_breaks: int) -> None:
-        super().__init__(server)
+        super().__init__(Profile(server, insecure=True))
         self.breaks_left = num_breaks
 
     def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:

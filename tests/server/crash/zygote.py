@@ -23,6 +23,7 @@ from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.store import schema
 from fedplat_server.store.sql_leases import open_leases
+from server import access
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def _child(order: dict[str, Any]) -> None:
             crash.arm(order["crash_at"])
         if order["upgrade"]:
             schema.upgrade(order["database"])
+            asyncio.run(access.add_operator_to(order["database"]))
         else:
             asyncio.run(_serve(order))
         status = 0

@@ -13,6 +13,7 @@ from fedplat_server.errors import OperatorError, StaleRevisionError
 from fedplat_server.operators import OperatorRecord, Role
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
+from server.access import ADMIN_NAME
 from server.store.driver import JOB_FILE, NOW, Driver, draft
 
 ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
@@ -23,6 +24,11 @@ def note(actor: str, **details: str | int) -> AuditEntry:
     return AuditEntry(actor, Noted.JOB_STARTED, "j-1", details)
 
 
+async def operators(store: Store) -> list[OperatorRecord]:
+    """Those that a test has made: the database may be a copy of one that has its own."""
+    return [one for one in await store.list_operators() if one.name != ADMIN_NAME]
+
+
 async def problems(store: Store) -> list[str]:
     return check_chain(await store.list_audit(limit=10_000), await store.audit_head())
 
@@ -30,11 +36,11 @@ async def problems(store: Store) -> list[str]:
 async def test_operators_come_and_go(store: Store) -> None:
     await store.add_operator(BEN, b"b")
     await store.add_operator(ANNA, b"a")
-    assert await store.list_operators() == [ANNA, BEN]
+    assert await operators(store) == [ANNA, BEN]
     assert await store.operator_by_token(b"b") == BEN
     await store.remove_operator("ben")
     assert await store.operator_by_token(b"b") is None
-    assert await store.list_operators() == [ANNA]
+    assert await operators(store) == [ANNA]
 
 
 async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:

@@ -1,0 +1,97 @@
+"""The operator's profile: how a server is reached and who asks, in one file for its owner only.
+
+```toml
+server = "fed.example.org:7443"
+token = "fedplat_op_..."
+ca = '''
+-----BEGIN CERTIFICATE-----
+...
+'''
+```
+`fedplat-server init` and `operator add` write it. Without `ca` the certificate authorities of this machine are trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+from fedplat.errors import ProfileError
+
+DEFAULT_SERVER = "127.0.0.1:7443"
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a server is reached. `ca`: the trusted certificates as PEM. `insecure`: plaintext, without TLS."""
+
+    server: str = DEFAULT_SERVER
+    token: str = ""
+    ca: str = ""
+    insecure: bool = False
+
+    def __repr__(self) -> str:
+        return f"Profile(server={self.server!r}, insecure={self.insecure})"
+
+
+def default_path() -> Path:
+    """Where a profile is looked for when none is named."""
+    import platformdirs  # programs that name their profile do without
+
+    return platformdirs.user_config_path("fedplat") / "profile.toml"
+
+
+def load(path: Path) -> Profile:
+    """Reads a profile. Raises `ProfileError`."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Profile)
+    except OSError as exc:
+        raise ProfileError(f"the profile {path} cannot be read: {exc.strerror}") from exc
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ProfileError(f"the profile {path} is no profile: {exc}") from exc
+
+
+def load_ca(path: Path) -> str:
+    """Reads a file of trusted certificates. Raises `ProfileError`."""
+    try:
+        text = path.read_text()
+    except OSError as exc:
+        raise ProfileError(f"the certificates {path} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError:
+        text = ""
+    if "-----BEGIN CERTIFICATE-----" not in text:
+        raise ProfileError(f"{path} holds no certificates in PEM; expected the server's ca.pem")
+    return text
+
+
+def dump(profile: Profile) -> str:
+    """The text of a profile's file."""
+    lines = [f"server = {json.dumps(profile.server)}"]
+    if profile.token:
+        lines.append(f"token = {json.dumps(profile.token)}")
+    if profile.insecure:
+        lines.append("insecure = true")
+    if profile.ca:
+        lines.append(f"ca = '''\n{profile.ca.strip()}\n'''")
+    return "\n".join(lines) + "\n"
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Writes a new file that only its owner may read, whole or not at all. Raises `ProfileError`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.unlink(missing_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(dump(profile))
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # refuses to replace a file
+    except FileExistsError as exc:
+        raise ProfileError(f"{path} is there already; it is not replaced") from exc
+    except OSError as exc:
+        raise ProfileError(f"the profile {path} cannot be written: {exc.strerror}") from exc
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""Why two ends do not understand each other: TLS against plaintext, or a certificate that cannot be trusted.
+
+gRPC tries again for ever and says little of it. `problem` makes one connection of its own and names the mistake.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+_EXPIRED = frozenset({9, 10})
+_WRONG_NAME = frozenset({62, 64})
+
+
+def problem(server: str, *, ca: str = "", insecure: bool = False, timeout_s: float = 3.0) -> str:
+    """What is wrong with how `host:port` is spoken to, as a sentence; empty when that is not the trouble.
+
+    `ca` has the trusted certificates as PEM; when it is empty, those of this machine are trusted.
+    """
+    host, _, port = server.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.create_connection((host, int(port)), timeout_s) as connection:
+            if insecure:
+                return _speaks_tls(connection)
+            context = ssl.create_default_context(cadata=ca or None)
+            context.set_alpn_protocols(["h2"])
+            with context.wrap_socket(connection, server_hostname=host):
+                return ""
+    except ssl.SSLCertVerificationError as exc:
+        return _of_certificate(exc, host)
+    except (ssl.SSLError, ConnectionResetError):
+        return "it speaks plaintext, and TLS was expected (is it run with --insecure?)"
+    except (OSError, ValueError):
+        return ""  # nobody is there, which others say better
+
+
+def _speaks_tls(connection: socket.socket) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with context.wrap_socket(connection):
+            return "it speaks TLS, and plaintext was expected; leave insecure out"
+    except OSError:  # ssl.SSLError is one
+        return ""
+
+
+def _of_certificate(exc: ssl.SSLCertVerificationError, host: str) -> str:
+    if exc.verify_code in _EXPIRED:
+        return (
+            "its certificate has expired or is not valid yet (is this machine's clock right?); on the server's "
+            "machine: fedplat-server certificates renew"
+        )
+    if exc.verify_code in _WRONG_NAME:
+        return (
+            f"its certificate is not for {host}; use a name that it has, or on the server's machine: "
+            f"fedplat-server certificates renew --host {host}"
+        )
+    return (
+        f"its certificate was not made by an authority that is trusted here ({exc.verify_message}); "
+        "give the ca.pem of this very server"
+    )

@@ -1,0 +1,35 @@
+"""Reports that contradict a finished one: the first stands, and the audit log says who sent another."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from fedplat.rounds import AttemptKey
+from fedplat_server import logs
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.store.port import Store
+
+MAX_REMEMBERED = 10_000
+
+
+class Conflicts:
+    """Notes each assignment's contradiction once, so that no client can fill the log with its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._noted: OrderedDict[tuple[AttemptKey, str], None] = OrderedDict()
+
+    async def note(self, key: AttemptKey, client_id: str, first: str, other: str) -> None:
+        """Notes that a client reported `other` after its report `first` was accepted (digests)."""
+        if (key, client_id) in self._noted:
+            return
+        subject = f"{key.job_id} round {key.round} attempt {key.number}"
+        # The digests are whatever a client sent: shortened, they are still told apart.
+        entry = AuditEntry(client_id, Action.REPORT_CONFLICT, subject, {"first": first[:16], "other": other[:16]})
+        await self._store.append_audit([entry])
+        self._noted[key, client_id] = None
+        while len(self._noted) > MAX_REMEMBERED:
+            self._noted.popitem(last=False)
+        logs.get().warning(
+            "a client reported other content for a finished assignment", client=client_id, job=key.job_id
+        )

@@ -1,0 +1,98 @@
+"""The methods of `admin.proto` about operators and the audit log."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server import operators
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.errors import ConfigError, OperatorError
+from fedplat_server.operators import OperatorRecord, Role
+from fedplat_server.rpc import gate
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.services import Services
+
+Context = aio.ServicerContext
+MAX_ROWS = 1000
+
+
+class OperatorMethods(admin_pb2_grpc.AdminServicer):
+    """What `AdminService` answers about operators and the audit log."""
+
+    _services: Services
+
+    async def AddOperator(
+        self, request: admin_pb2.AddOperatorRequest, context: Context[Any, Any]
+    ) -> admin_pb2.AddOperatorResponse:
+        """Makes an operator and tells its token."""
+        try:
+            name, role = operators.checked_name(request.name), operators.parse_role(request.role)
+        except ConfigError as exc:
+            raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
+        if not (math.isfinite(request.expires_in_s) and request.expires_in_s >= 0):
+            raise RefusedError(Code.INVALID_REQUEST, f"expires_in_s is {request.expires_in_s}; expected 0 or more")
+        now = time.time()
+        record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
+        token, token_hash = operators.new_operator_token()
+        entry = AuditEntry(gate.caller(), Action.OPERATOR_ADDED, name, {"role": role})
+        try:
+            await self._services.store.add_operator(record, token_hash, [entry])
+        except OperatorError as exc:
+            raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
+        return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
+
+    async def ListOperators(
+        self, request: admin_pb2.ListOperatorsRequest, context: Context[Any, Any]
+    ) -> admin_pb2.ListOperatorsResponse:
+        """All operators."""
+        found = await self._services.store.list_operators()
+        return admin_pb2.ListOperatorsResponse(operators=[_operator(record) for record in found])
+
+    async def RemoveOperator(
+        self, request: admin_pb2.RemoveOperatorRequest, context: Context[Any, Any]
+    ) -> admin_pb2.RemoveOperatorResponse:
+        """Removes an operator, unless nobody would be left who can make one."""
+        found = await self._services.store.list_operators()
+        admins = {one.name for one in found if one.role is Role.ADMIN and one.is_valid(time.time())}
+        if admins == {request.name}:
+            raise RefusedError(Code.LAST_ADMIN)
+        try:
+            entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
+            await self._services.store.remove_operator(request.name, [entry])
+        except OperatorError as exc:
+            raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80])) from exc
+        return admin_pb2.RemoveOperatorResponse()
+
+    async def ListAudit(
+        self, request: admin_pb2.ListAuditRequest, context: Context[Any, Any]
+    ) -> admin_pb2.ListAuditResponse:
+        """Rows of the audit log."""
+        rows = await self._services.store.list_audit(min(request.after_sequence, 2**62), MAX_ROWS)
+        events = [
+            admin_pb2.AuditEvent(
+                sequence=row.sequence,
+                unix_s=row.unix_s,
+                actor=row.actor,
+                action=row.action,
+                subject=row.subject,
+                details=row.details,
+                previous_hash=row.previous_hash,
+                hash=row.hash,
+            )
+            for row in rows
+        ]
+        return admin_pb2.ListAuditResponse(events=events)
+
+
+def _operator(record: OperatorRecord) -> admin_pb2.Operator:
+    return admin_pb2.Operator(
+        name=record.name,
+        role=record.role,
+        created_unix_s=record.created_unix_s,
+        expires_unix_s=record.expires_unix_s or 0.0,
+    )

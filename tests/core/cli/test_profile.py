@@ -1,0 +1,137 @@
+"""Profiles, what stands in for them, and the commands about operators."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from core.cli import conftest
+from core.cli.fake_admin import FakeServer, State
+from fedplat.cli import profile
+from fedplat.cli.app import app
+from fedplat.cli.profile import Profile
+from fedplat.errors import ProfileError
+from fedplat.wire.v1 import admin_pb2
+
+PEM = "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----"
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command with nothing but the environment that is given."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+    def run(*arguments: str, **environment: str) -> Result:
+        return CliRunner().invoke(app, list(arguments), env=environment)
+
+    return run
+
+
+def test_a_profile_comes_back_and_is_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.toml"
+    written = Profile('h"o\\st:1', "fedplat_op_x", PEM, insecure=True)
+    profile.save(written, path)
+    assert profile.load(path) == Profile('h"o\\st:1', "fedplat_op_x", PEM + "\n", insecure=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(ProfileError, match="is there already"):
+        profile.save(written, path)
+    assert [one.name for one in path.parent.iterdir()] == ["profile.toml"]
+    assert "fedplat_op_x" not in repr(written)
+
+
+@pytest.mark.parametrize("text", ["token = 1", "what = 'x'", "server = ", b"\xff"])
+def test_what_is_no_profile(text: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ProfileError, match="is no profile"):
+        profile.load(path)
+
+
+def test_without_a_profile_a_command_says_where_one_comes_from(bare: Run, tmp_path: Path) -> None:
+    result = bare("status")
+    assert result.exit_code == 2
+    assert str(tmp_path / "config" / "fedplat" / "profile.toml") in result.stderr
+    assert "fedplat-server init" in result.stderr
+    assert result.stderr.count("\n") == 1
+    missing = bare("--profile", str(tmp_path / "none.toml"), "status")
+    assert (missing.exit_code, missing.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("content", [None, "no certificate", b"\xff\xfe"])
+def test_certificates_that_cannot_be_used(bare: Run, content: str | bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = bare("--ca", str(path), "status", FEDPLAT_TOKEN="t")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert str(path) in result.stderr
+
+
+def test_the_default_profile_is_used_and_the_environment_stands_above_it(
+    bare: Run, server: FakeServer, state: State, tmp_path: Path
+) -> None:
+    profile.save(Profile(server.address, "from the profile", insecure=True), tmp_path / "config/fedplat/profile.toml")
+    assert bare("status").exit_code == 0
+    assert bare("status", FEDPLAT_TOKEN="from the environment").exit_code == 0
+    assert state.tokens == ["Bearer from the profile", "Bearer from the environment"]
+    other = tmp_path / "other.toml"
+    profile.save(Profile("localhost:1", "from another", insecure=True), other)
+    assert bare("job", "list", "--server", server.address, FEDPLAT_PROFILE=str(other)).exit_code == 0
+    assert state.tokens[-1] == "Bearer from another"
+
+
+def test_no_option_takes_a_token(bare: Run) -> None:
+    for command in (("--help",), ("status", "--help"), ("operator", "add", "--help")):
+        assert "--token" not in bare(*command).stdout
+
+
+def test_an_operator_is_added_with_a_profile_of_its_own(run: Run, server: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "ben.toml"
+    result = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--out", str(path))
+    assert result.exit_code == 0
+    assert conftest.TOKEN not in result.output
+    assert profile.load(path) == Profile(server.address, "token of ben", insecure=True)
+    assert run("operator", "add", "eve", "--role", "viewer").stdout == (
+        f'server = "{server.address}"\ntoken = "token of eve"\ninsecure = true\n'
+    )
+    listed = conftest.parsed(run("operator", "list", "--json"))
+    assert [(one["name"], one["role"], one["expires_unix_s"]) for one in listed] == [
+        ("ben", "viewer", 90 * 86_400.0),
+        ("eve", "viewer", 0.0),
+    ]
+    assert run("operator", "remove", "ben").exit_code == 0
+    assert "ben" not in run("operator", "list").stdout
+    again = run("operator", "add", "x", "--role", "viewer", "--out", str(path))
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["90", "d", "0d", "-1d", "1y", "9999999d"])
+def test_times_that_cannot_be_read(run: Run, text: str) -> None:
+    assert "such as 90d" in run("operator", "add", "x", "--role", "viewer", "--expires", text).stderr
+
+
+def test_the_audit_log_is_shown_to_its_end(run: Run, state: State) -> None:
+    state.audit = [
+        admin_pb2.AuditEvent(
+            sequence=n, unix_s=1.7e9, actor="anna", action="job paused", subject=f"j-{n}", details="{}"
+        )
+        for n in range(1, 6)
+    ]
+    state.audit[4].details = '{"a":"\\u001b[31m"}'
+    lines = run("audit").stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1", "2", "3", "4", "5"]
+    assert lines[0].endswith("anna: job paused j-1")
+    rows = [json.loads(line) for line in run("audit", "--after", "3", "--json").stdout.splitlines()]
+    assert [row["sequence"] for row in rows] == [4, 5]
+
+
+def test_status_says_how_the_connection_is(run: Run, state: State) -> None:
+    assert "TLS, the server's certificate expires in 30 days" in run("status").stdout
+    state.insecure = True
+    assert "WITHOUT TLS" in run("status").stdout

@@ -1,0 +1,233 @@
+"""Who may call what: every method, every role, every way to be nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server import audit
+from fedplat_server.config import Limits
+from fedplat_server.operators import Role, new_operator_token
+from fedplat_server.rpc import gate
+from server import access, harness
+from server.access import ADMIN_NAME, ADMIN_TOKEN
+from server.harness import Operator, Site, digest_of, job_file, update_of
+
+pytestmark = pytest.mark.calm  # they look at single answers
+SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+METHODS = [method.name for method in SERVICE.methods]
+
+
+def call(site: Site, method: str, *metadata: tuple[str, str]) -> Any:
+    """A call of any method, as bytes; what comes back is its first response."""
+    made = site.channel.stream_stream(f"/{SERVICE.full_name}/{method}")(iter([b""]), metadata=metadata)
+    return anext(aiter(made))
+
+
+def bearer(token: str) -> tuple[str, str]:
+    return ("authorization", f"Bearer {token}")
+
+
+async def refusal(awaitable: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await awaitable
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def token_of(site: Site, role: Role, **options: Any) -> str:
+    token, _ = new_operator_token()
+    await access.add_operator(site.store.inner, token, role, **options)
+    return token
+
+
+async def noted(site: Site) -> list[tuple[str, str, str]]:
+    return [(row.actor, row.action, row.subject) for row in await site.store.inner.list_audit()]
+
+
+def test_every_method_has_a_least_role() -> None:
+    assert set(gate.NEEDED_ROLES) == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_nobody_gets_in_without_a_token(site: Site, method: str) -> None:
+    code, text = await refusal(call(site, method))
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert "fedplat-server operator add NAME --out FILE" in text
+    assert text.endswith("no token was sent")
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, role: Role) -> None:
+    token = await token_of(site, role)
+    for method in METHODS:
+        needed = gate.NEEDED_ROLES[method]
+        made = site.channel.stream_stream(f"/{SERVICE.full_name}/{method}")(iter([b""]), metadata=(bearer(token),))
+        if role.includes(needed):
+            # It passes the gate: what comes then is the handler's business.
+            result = (await asyncio.gather(anext(aiter(made), None), return_exceptions=True))[0]
+            code = result.code() if isinstance(result, aio.AioRpcError) else None
+            assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), method
+            made.cancel()
+        else:
+            code, text = await refusal(anext(aiter(made)))
+            assert code is grpc.StatusCode.PERMISSION_DENIED, method
+            assert f"needs the role {needed}" in text
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [("authorization", "Basic abc")],
+        [("authorization", "Bearer")],
+        [bearer("")],
+        [bearer("fedplat_op_short")],
+        [bearer("x" * 6000)],
+        [bearer(ADMIN_TOKEN), bearer(ADMIN_TOKEN)],
+        [bearer(ADMIN_TOKEN.replace("fedplat_op_", ""))],
+        [bearer(new_operator_token()[0])],
+    ],
+)
+async def test_what_is_no_known_token_is_refused(site: Site, metadata: list[tuple[str, str]]) -> None:
+    code, _ = await refusal(call(site, "ListJobs", *metadata))
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_client_is_no_operator(site: Site) -> None:
+    client = await site.enrol()
+    code, _ = await refusal(site.channel.unary_unary(f"/{SERVICE.full_name}/ListJobs")(b"", metadata=client.metadata))
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_token_expires(site: Site) -> None:
+    good = await token_of(site, Role.VIEWER, expires_unix_s=time.time() + 3600)
+    over = await token_of(site, Role.ADMIN, expires_unix_s=1.6e9)
+    await call(site, "GetStatus", bearer(good))
+    code, text = await refusal(call(site, "GetStatus", bearer(over)))
+    assert code is grpc.StatusCode.UNAUTHENTICATED
+    assert text.endswith("expired 2020-09-13 12:26 UTC")
+
+
+async def test_an_operator_is_added_works_and_is_removed(site: Site) -> None:
+    admin = site.operator.stub
+    made = await admin.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="operator", expires_in_s=3600))
+    assert made.token.startswith("fedplat_op_")
+    ben = Operator(site.channel, made.token)
+    job = await ben.start(job_file())
+    names = [one.name for one in (await admin.ListOperators(admin_pb2.ListOperatorsRequest())).operators]
+    assert "ben" in names
+    await admin.RemoveOperator(admin_pb2.RemoveOperatorRequest(name="ben"))
+    code, text = await refusal(ben.show(job))
+    assert (code, text.endswith("the token is unknown, or its operator was removed")) == (
+        grpc.StatusCode.UNAUTHENTICATED,
+        True,
+    )
+    assert [entry for entry in await noted(site) if entry[0] != "server"][:4] == [
+        (ADMIN_NAME, "operator added", "ben"),
+        ("ben", "job created", job),
+        ("ben", "job started", job),
+        (ADMIN_NAME, "operator removed", "ben"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (admin_pb2.AddOperatorRequest(name="", role="viewer"), grpc.StatusCode.INVALID_ARGUMENT),
+        (admin_pb2.AddOperatorRequest(name="a\nb", role="viewer"), grpc.StatusCode.INVALID_ARGUMENT),
+        (admin_pb2.AddOperatorRequest(name="a", role="root"), grpc.StatusCode.INVALID_ARGUMENT),
+        (admin_pb2.AddOperatorRequest(name="a", role="viewer", expires_in_s=-1), grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            admin_pb2.AddOperatorRequest(name="a", role="viewer", expires_in_s=float("nan")),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
+            admin_pb2.AddOperatorRequest(name=ADMIN_NAME, role="viewer"),
+            grpc.StatusCode.ALREADY_EXISTS,
+        ),
+    ],
+)
+async def test_operators_that_cannot_be_made(
+    site: Site, request_: admin_pb2.AddOperatorRequest, code: grpc.StatusCode
+) -> None:
+    assert (await refusal(site.operator.stub.AddOperator(request_)))[0] is code
+
+
+async def test_the_last_admin_stays(site: Site) -> None:
+    request = admin_pb2.RemoveOperatorRequest(name=ADMIN_NAME)
+    await token_of(site, Role.ADMIN, expires_unix_s=1.0)  # one whose token is not good any more does not count
+    assert (await refusal(site.operator.stub.RemoveOperator(request)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    other = await token_of(site, Role.ADMIN)
+    await site.operator.stub.RemoveOperator(request)
+    assert (await refusal(call(site, "ListJobs", bearer(ADMIN_TOKEN))))[0] is grpc.StatusCode.UNAUTHENTICATED
+    await call(site, "ListJobs", bearer(other))
+    unknown = Operator(site.channel, other).stub.RemoveOperator(admin_pb2.RemoveOperatorRequest(name="nobody"))
+    assert (await refusal(unknown))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
+    """The delay is longer than the test: those who are over the limit are refused at once, the others wait."""
+    async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
+        stub = admin_pb2_grpc.AdminStub(site.channel)
+        guesses = [stub.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(gate.MAX_PENDING + 1)]
+        done, waiting = await asyncio.wait(
+            [asyncio.ensure_future(refusal(guess)) for guess in guesses], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert [task.result()[0] for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        await site.operator.stub.ListJobs(admin_pb2.ListJobsRequest())  # from the same address, with a good token
+
+        async def refused() -> list[tuple[str, str, str]]:
+            return [entry for entry in await noted(site) if entry[1] == audit.Action.LOGIN_REFUSED]
+
+        async def is_noted() -> bool:
+            return bool(await refused())
+
+        await harness.until(is_noted, "the note of a refused call")
+        assert await refused() == [("ipv4:127.0.0.1", "login refused", f"/{SERVICE.full_name}/ListJobs")]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_nothing_works_while_operators_cannot_be_looked_up(site: Site) -> None:
+    site.store.outage = True
+    assert (await refusal(site.operator.show("x")))[0] is grpc.StatusCode.UNAVAILABLE
+    site.store.outage = False
+
+
+@pytest.mark.fault("F13")
+async def test_a_report_with_other_content_is_refused_and_noted_once(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=2))
+    client, other = await site.fleet(2)
+    mine, _ = await site.assign([client, other])
+    first = update_of(harness.initial_model(), 1).to_bytes()
+    again = update_of(harness.initial_model(), 2).to_bytes()
+    assert (await client.deliver(mine.token, first)).HasField("receipt")
+    for _ in range(2):
+        answer = await client.report(mine.token, digest_of(again))
+        assert harness.reason_name(answer.refusal.reason) == "REJECTED_CONFLICT"
+    assert (await client.report(mine.token, digest_of(first))).HasField("receipt")
+    rows = [row for row in await site.store.inner.list_audit() if row.action == audit.Action.REPORT_CONFLICT]
+    assert [(row.actor, row.subject) for row in rows] == [(client.client_id, f"{job} round 1 attempt 1")]
+    assert json.loads(rows[0].details) == {"first": digest_of(first)[:16], "other": digest_of(again)[:16]}
+
+
+async def test_the_audit_log_is_read_in_pages(site: Site) -> None:
+    await site.store.inner.append_audit([audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n)) for n in range(1500)])
+    seen: list[admin_pb2.AuditEvent] = []
+    while True:
+        after = seen[-1].sequence if seen else 0
+        page = await site.operator.stub.ListAudit(admin_pb2.ListAuditRequest(after_sequence=after))
+        if not page.events:
+            break
+        seen += page.events
+    rows = await site.store.inner.list_audit(limit=10_000)
+    assert [event.hash for event in seen] == [row.hash for row in rows]
+    assert audit.check_chain(rows, await site.store.inner.audit_head()) == []
