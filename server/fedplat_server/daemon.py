@@ -69,7 +69,7 @@ class Daemon:
                 endpoint = serving.Endpoint(config)
                 self.port = endpoint.port
                 stack.push_async_callback(endpoint.stop, 0)
-                watching = asyncio.create_task(tls.watch(endpoint.certificates, config.listen), name="certificates")
+                watching = asyncio.create_task(self._watch(endpoint.certificates), name="certificates")
                 stack.push_async_callback(_cancel, watching)
                 candidate = Candidate(f"d-{uuid4().hex[:12]}", config.address(self.port))
                 election = await self._unless_stopped(open_election(config, candidate))
@@ -81,6 +81,11 @@ class Daemon:
                     if tenure is not None:
                         await self._lead(endpoint, election, tenure)
                 await endpoint.stop(FAREWELL_S)
+
+    async def _watch(self, certificates: tls.Certificates | None) -> None:
+        """Warns of what is insecure, once the daemon serves: one that cannot start says only why."""
+        await self.started.wait()
+        await tls.watch(certificates, self._config.listen)
 
     async def _follow(self, endpoint: serving.Endpoint, election: Election, candidate: Candidate) -> Tenure | None:
         """Passes calls on to the leader until this daemon is elected, or shall stop."""
