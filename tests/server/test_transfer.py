@@ -44,6 +44,7 @@ async def test_an_upload_resumes_where_it_stopped(site: Site) -> None:
     assert (await client.report(token, DIGEST)).HasField("receipt")
 
 
+@pytest.mark.calm
 @pytest.mark.fault("F14")
 async def test_a_stream_that_is_cut_keeps_what_had_arrived(site: Site) -> None:
     client, token = await working(site)

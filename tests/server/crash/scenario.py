@@ -112,7 +112,7 @@ class World:
             try:
                 return await question(life.site)
             except aio.AioRpcError as exc:
-                if exc.code() not in _GONE:
+                if not _is_gone(exc):
                     raise
             except asyncio.CancelledError:  # how grpc.aio tells that a stream to the server broke
                 task = asyncio.current_task()
@@ -125,6 +125,12 @@ class World:
         life = await asyncio.shield(self._life)
         await life.process.signal(number)
         await life.over.wait()
+
+
+def _is_gone(exc: aio.AioRpcError) -> bool:
+    """Whether a call failed because the server died. Of a stream that it was writing to, grpc.aio says INTERNAL."""
+    broken = exc.code() is grpc.StatusCode.INTERNAL and "execute_batch" in (exc.debug_error_string() or "")
+    return broken or exc.code() in _GONE
 
 
 def _site(channel: aio.Channel, order: Order) -> Site:
