@@ -54,15 +54,10 @@ def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
         start([server, "run", "--listen", address, "--data-dir", str(folder), "--log-level", "warning"])
         with deployment.admin() as admin:
             admin.wait_until_ready(30.0)
+            ticket = folder / "ticket"
+            ticket.write_text(admin.create_enrolment(deployment.population, num_clients, 600.0, address).ticket)
             for index in range(num_clients):
-                client = [
-                    str(BIN / "fedplat-client"),
-                    "run",
-                    "--server",
-                    address,
-                    "--population",
-                    deployment.population,
-                ]
+                client = [str(BIN / "fedplat-client"), "run", "--ticket-file", str(ticket)]
                 client += ["--trainer", "noop=noop:train", "--data-dir", str(folder / f"client-{index}")]
                 start([*client, "--log-level", "warning"])
             while admin.status().num_waiting < num_clients:

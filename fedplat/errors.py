@@ -5,6 +5,7 @@ FedplatError
 ├── JobFileError      a job file that cannot be used: names the key, the value and what was expected
 ├── ModelError        bytes that are no model, or a model that does not fit its schema
 ├── LabelError        an expression over client labels that cannot be read
+├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
 └── ServerUnreachableError, ServerRefusedError   what an operator's command may meet (fedplat.cli)
@@ -30,6 +31,10 @@ class ModelError(FedplatError):
 
 class LabelError(FedplatError):
     """An expression over client labels that cannot be read."""
+
+
+class TicketError(FedplatError):
+    """A line that is no ticket of an operator; the message does not show it."""
 
 
 class MissingExtraError(FedplatError):

@@ -3,7 +3,7 @@
 ```python
 from fedplat_client import Client, TrainResult
 
-client = Client("fed.example.org:7443", population="demo", labels={"region": "eu"}, data_dir="~/.fedplat")
+client = Client.from_ticket(labels={"region": "eu"}, data_dir="~/.fedplat")  # FEDPLAT_TICKET, at the first start
 
 @client.trainer("digits")
 def train(task):
@@ -16,7 +16,7 @@ client.run()
 ```
 """
 
-from fedplat.errors import MissingExtraError
+from fedplat.errors import MissingExtraError, TicketError
 from fedplat.model import Parameters
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -24,13 +24,16 @@ from fedplat_client.errors import (
     CallRefusedError,
     Cancelled,
     ClientError,
-    CredentialError,
     DataDirectoryError,
     EnrolmentError,
+    FencedError,
+    IdentityError,
     IncompatibleServerError,
+    RevokedError,
     ServerError,
     ServerUnavailableError,
     TransferError,
+    UnknownClientError,
 )
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateResult, Task, TrainResult
@@ -41,17 +44,21 @@ __all__ = [
     "Client",
     "ClientError",
     "ClientOptions",
-    "CredentialError",
     "DataDirectoryError",
     "EnrolmentError",
     "EvaluateResult",
+    "FencedError",
+    "IdentityError",
     "IncompatibleServerError",
     "MissingExtraError",
     "Parameters",
+    "RevokedError",
     "ServerError",
     "ServerUnavailableError",
     "Task",
+    "TicketError",
     "TrainResult",
     "TransferError",
+    "UnknownClientError",
     "__version__",
 ]

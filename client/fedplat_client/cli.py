@@ -12,10 +12,11 @@ from typing import Any, TypedDict, Unpack
 
 import click
 
-from fedplat.errors import MissingExtraError
+from fedplat.errors import FedplatError, MissingExtraError, TicketError
+from fedplat_client import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
-from fedplat_client.errors import ClientError
+from fedplat_client.errors import DataDirectoryError
 from fedplat_client.task import Task
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -38,14 +39,14 @@ class _FieldFormatter(logging.Formatter):
 
 
 class _RunOptions(TypedDict):
-    server: str
-    population: str
+    ticket: str | None
+    ticket_file: Path | None
+    server: str | None
+    population: str | None
     trainers: tuple[str, ...]
     evaluators: tuple[str, ...]
     labels: tuple[str, ...]
     data_dir: Path | None
-    ca: Path | None
-    insecure: bool
     max_tasks: int | None
     log_level: str
 
@@ -57,16 +58,24 @@ def main() -> None:
 
 
 @main.command(help="Work for a server until stopped.")
+@click.option("--ticket", metavar="TICKET", help="The line that an operator gave; else FEDPLAT_TICKET.")
+@click.option(
+    "--ticket-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A file that holds the ticket; else FEDPLAT_TICKET_FILE. Once enrolled, a client needs no ticket.",
+)
 @click.option(
     "--server",
     envvar="FEDPLAT_SERVER",
     show_envvar=True,
-    required=True,
     metavar="HOST:PORT",
-    help="The server's address.",
+    help="Which server, if the data directory has identities for several.",
 )
 @click.option(
-    "--population", envvar="FEDPLAT_POPULATION", show_envvar=True, required=True, help="The group of clients to join."
+    "--population",
+    envvar="FEDPLAT_POPULATION",
+    show_envvar=True,
+    help="Which population, if the data directory has identities for several.",
 )
 @click.option("--trainer", "trainers", multiple=True, metavar="[NAME=]MODULE:FUNCTION", help="A trainer; repeatable.")
 @click.option(
@@ -76,14 +85,6 @@ def main() -> None:
 @click.option(
     "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where identity and models are kept."
 )
-@click.option(
-    "--ca",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar="FEDPLAT_CA",
-    show_envvar=True,
-    help="Certificates (PEM) that the server's must come from; else those of this machine.",
-)
-@click.option("--insecure", is_flag=True, help="Plaintext, for a server without TLS.")
 @click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
 def run(**options: Unpack[_RunOptions]) -> None:
@@ -92,7 +93,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
     client = _client(options)
     try:
         client.run(options["max_tasks"])
-    except ClientError as exc:
+    except FedplatError as exc:
         raise click.ClickException(str(exc)) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
@@ -103,25 +104,35 @@ def run(**options: Unpack[_RunOptions]) -> None:
 def _client(options: _RunOptions) -> Client:
     if not (options["trainers"] or options["evaluators"]):
         raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
-    labels = dict(_label(text) for text in options["labels"])
     try:
-        client = Client(
-            options["server"],
-            population=options["population"],
-            labels=labels,
-            data_dir=options["data_dir"],
-            ca=options["ca"],
-            insecure=options["insecure"],
-        )
+        client = _connected(options, dict(_label(text) for text in options["labels"]))
         for spec in options["trainers"]:
             client.add_trainer(*_load("--trainer", spec))
         for spec in options["evaluators"]:
             name, function = _load("--evaluator", spec)
             # A trainer object such as TorchTrainer brings its evaluator along.
             client.add_evaluator(name, getattr(function, "evaluate", function))
-    except ValueError as exc:
+    except (ValueError, TicketError, DataDirectoryError) as exc:
         raise _UsageError(str(exc)) from exc
     return client
+
+
+def _connected(options: _RunOptions, labels: dict[str, str]) -> Client:
+    """The client that a ticket names; else the one that the data directory knows."""
+    server, population = options["server"], options["population"]
+    ticket = tickets.find(options["ticket"], options["ticket_file"])
+    if ticket is not None:
+        if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
+            raise _UsageError(
+                f"the ticket is for {ticket.population!r} at {ticket.server}, --server and --population say otherwise; "
+                "give one or the other"
+            )
+        return Client.from_ticket(ticket.to_text(), labels=labels, data_dir=options["data_dir"])
+    if server and population:
+        return Client(server, population=population, labels=labels, data_dir=options["data_dir"])
+    if server or population:
+        raise _UsageError("--server and --population belong together; a ticket says both")
+    return Client.from_ticket(labels=labels, data_dir=options["data_dir"])
 
 
 def _label(text: str) -> tuple[str, str]:

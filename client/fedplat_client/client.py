@@ -9,20 +9,22 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-import grpc
-
+from fedplat.identity import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import connection, identity, stopping, worker
+from fedplat_client import identity, stopping, tickets, transport, worker
+from fedplat_client.access import SignedAccess
 from fedplat_client.cache import ModelCache
+from fedplat_client.connection import Connection
 from fedplat_client.errors import (
     Cancelled,
-    CredentialError,
     DataDirectoryError,
+    IdentityError,
     IncompatibleServerError,
     ServerError,
+    UnknownClientError,
 )
 from fedplat_client.options import Backoff, ClientOptions, draw_s
-from fedplat_client.session import Profile, Session
+from fedplat_client.session import Door, Profile, Session
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
@@ -34,7 +36,7 @@ class Client:
     """A participant of one population on one server.
 
     ```python
-    client = Client("fed.example.org:7443", population="demo", labels={"region": "eu"})
+    client = Client.from_ticket(labels={"region": "eu"})
 
     @client.trainer("digits")
     def train(task):
@@ -50,34 +52,51 @@ class Client:
         labels: what jobs may select by, such as `{"region": "eu"}`.
         data_dir: where identity and models are kept; by default the platform's folder for user data. Two clients
             on one machine need two of them.
-        ca: a file of the certificates (PEM) that the server's must come from; else FEDPLAT_CA names it, else the
-            authorities of this machine are trusted.
-        insecure: plaintext, for a server that is run with --insecure; also if FEDPLAT_INSECURE is 1.
         options: times and sizes.
+        ticket: what an operator gave; needed until the client has enrolled.
     """
 
-    def __init__(  # noqa: PLR0913 - all but two are optional and have names
+    def __init__(
         self,
         server: str,
         *,
         population: str,
         labels: Mapping[str, str] | None = None,
         data_dir: str | os.PathLike[str] | None = None,
-        ca: str | os.PathLike[str] | None = None,
-        insecure: bool = False,
         options: ClientOptions | None = None,
+        ticket: Ticket | None = None,
     ) -> None:
         self._server = server
+        self._ticket = ticket
         self._population = population
         self._labels = _checked_labels(labels or {})
-        folder = Path(data_dir).expanduser() if data_dir is not None else identity.default_data_dir()
-        self._directory = identity.DataDirectory(folder, server, population)
-        self._ca = ca if ca is not None else os.environ.get("FEDPLAT_CA")
-        self._insecure = insecure or os.environ.get("FEDPLAT_INSECURE") == "1"
+        self._directory = identity.DataDirectory(_folder(data_dir), server, population)
         self._options = options or ClientOptions()
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
         self._stop = stopping.StopSignal()
+
+    @classmethod
+    def from_ticket(
+        cls,
+        ticket: str | None = None,
+        *,
+        labels: Mapping[str, str] | None = None,
+        data_dir: str | os.PathLike[str] | None = None,
+        options: ClientOptions | None = None,
+    ) -> Client:
+        """A client of the server and the population that a ticket names.
+
+        Without `ticket` the environment is asked (FEDPLAT_TICKET, or a file named by FEDPLAT_TICKET_FILE), and then
+        the data directory: a client that has enrolled needs no ticket. Raises `TicketError` or `DataDirectoryError`.
+        """
+        read = tickets.find(ticket)
+        if read is None:
+            known = identity.enrolled(_folder(data_dir))
+            server, population = known.server, known.population
+        else:
+            server, population = read.server, read.population
+        return cls(server, population=population, labels=labels, data_dir=data_dir, options=options, ticket=read)
 
     def trainer(self, name: str) -> Callable[[TrainFunction], TrainFunction]:
         """Decorates the function that trains for jobs whose trainer is `name`."""
@@ -105,8 +124,9 @@ class Client:
     def run(self, max_tasks: int | None = None) -> None:
         """Works until `stop`, SIGINT or SIGTERM, or until `max_tasks` assignments have ended, well or badly.
 
-        Unreachable servers are waited for, however long. Raises `IncompatibleServerError`, `EnrolmentError` and
-        `DataDirectoryError`, which waiting does not mend.
+        Unreachable servers are waited for, however long. Raises `IncompatibleServerError`, `EnrolmentError`,
+        `IdentityError` (the client was revoked, or its identity runs elsewhere too) and `DataDirectoryError`, which
+        waiting does not mend.
         """
         if not (self._trainers or self._evaluators):
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
@@ -116,7 +136,7 @@ class Client:
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
-            renewed = False  # whether the credential was replaced since something last went well
+            again = False  # whether the client has enrolled again since something last went well
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
                     session.enrol()
@@ -126,17 +146,17 @@ class Client:
                         outcome = work(reply.assignment)
                     else:
                         outcome = _refused(reply)
-                    renewed = renewed and outcome.failed
+                    again = again and outcome.failed
                     delay_s = self._delay_s(outcome, backoff)
                 except Cancelled:
                     return
-                except IncompatibleServerError:
-                    raise
-                except CredentialError as exc:
-                    session.forget_credential()
-                    delay_s = backoff.next_s() if renewed else 0.0
-                    renewed = True
+                except UnknownClientError as exc:
+                    session.forget_enrolment()
+                    delay_s = backoff.next_s() if again else 0.0
+                    again = True
                     _logger.warning("The server does not know this client any more: %s", exc, extra=self._fields)
+                except (IncompatibleServerError, IdentityError):
+                    raise
                 except ServerError as exc:
                     delay_s = backoff.next_s(exc.retry)
                     _logger.warning(
@@ -145,9 +165,14 @@ class Client:
 
     @contextlib.contextmanager
     def _started(self) -> Generator[tuple[Session, Work]]:
-        with self._directory.locked(), stopping.on_signals(self.stop), self._channel() as channel:
-            calls = connection.Connection(channel, self._options.call_timeout_s)
+        with self._directory.locked(), stopping.on_signals(self.stop), contextlib.ExitStack() as stack:
+            known = self._directory.identity(self._ticket)
+            key = self._directory.signing_key(known)
+            channel = stack.enter_context(transport.connect(self._server, tls=known.tls, ca=known.ca))
+            access = SignedAccess(channel, key, self._options.call_timeout_s)
+            calls = Connection(access, self._options.call_timeout_s)
             profile = Profile(
+                ticket=self._ticket,
                 population=self._population,
                 labels=self._labels,
                 trainers=sorted(self._trainers),
@@ -167,10 +192,7 @@ class Client:
                 options=self._options,
                 stop=self._stop,
             )
-            yield Session(calls, self._directory, profile, self._stop), hand.work
-
-    def _channel(self) -> grpc.Channel:
-        return connection.connect(self._server, ca=self._ca, insecure=self._insecure)
+            yield Session(Door(access, calls), self._directory, known, profile, self._stop), hand.work
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
@@ -185,6 +207,10 @@ class Client:
     @property
     def _fields(self) -> dict[str, object]:
         return {"server": self._server, "population": self._population}
+
+
+def _folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    return Path(data_dir).expanduser() if data_dir is not None else identity.default_data_dir()
 
 
 def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:

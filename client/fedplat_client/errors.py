@@ -9,11 +9,15 @@ FedplatError
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
     └── ServerError                a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
-        ├── CredentialError            the server does not know the credential
+        │   └── SessionLostError           the session is gone; the same call works in another one
+        ├── IdentityError              the server does not accept who this client says it is
+        │   ├── UnknownClientError         it knows no such client
+        │   ├── FencedError                another process runs with the same identity
+        │   └── RevokedError               an operator has revoked the client
         ├── IncompatibleServerError    the server speaks another version of the protocol
         └── CallRefusedError           the server understood the call and said no
 ```
-`fedplat_client.connection` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
+`fedplat_client.transport` translates gRPC's errors into these; no other module sees `grpc.RpcError`.
 """
 
 from __future__ import annotations
@@ -64,8 +68,24 @@ class ServerUnavailableError(ServerError):
     """There was no usable answer; the same call may work later."""
 
 
-class CredentialError(ServerError):
-    """The server does not know the credential of this client."""
+class SessionLostError(ServerUnavailableError):
+    """The server does not know the session, for instance because it was restarted; the client opens another one."""
+
+
+class IdentityError(ServerError):
+    """The server does not accept who this client says it is; trying again does not help."""
+
+
+class UnknownClientError(IdentityError):
+    """The server knows no such client: its database is another one than when the client enrolled."""
+
+
+class FencedError(IdentityError):
+    """Another process runs with the same identity, and came later: this one has to stop."""
+
+
+class RevokedError(IdentityError):
+    """An operator has revoked this client."""
 
 
 class IncompatibleServerError(ServerError):

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.connection import Connection
-from fedplat_client.errors import Cancelled, ServerError
+from fedplat_client.errors import Cancelled, IdentityError, ServerError
 from fedplat_client.options import Backoff
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 from fedplat_client.task import Control
@@ -57,6 +57,10 @@ class Heartbeat:
                     self._beat(min(self._heartbeat_s, remaining_s))
                     backoff.reset()
                 except Cancelled:
+                    return
+                except IdentityError as exc:
+                    # The next check-in hears the same, and ends the client with it.
+                    self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
                     return
                 except ServerError as exc:
                     _logger.debug("A heartbeat failed: %s", exc)

@@ -2,9 +2,11 @@
 
 ```
 <data_dir>/<server>/<population>/lock            held while a process runs as this client
-                                 identity.json   who the client is; readable by its owner only
+                                 identity.json   who the client is, and how it knows its server
+                                 identity.key    its private key, which never leaves this folder
                                  models/         the model cache (fedplat_client.cache)
 ```
+Files are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -20,20 +22,37 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
+from fedplat.identity import Ticket
 from fedplat_client.errors import DataDirectoryError
+from fedplat_client.keys import SigningKey, new_signing_key
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a client is. `credential` is secret, and empty before the enrolment."""
+    """Who a client is: `client_id` is empty before the enrolment. `tls` and `ca` are those of the ticket."""
 
     idempotency_key: str
+    server: str
+    population: str
     client_id: str = ""
-    credential: str = ""
+    tls: bool = False
+    ca: str = ""
 
 
 def default_data_dir() -> Path:
     """Where data goes unless the caller says otherwise, by the customs of the platform."""
     return platformdirs.user_data_path("fedplat")
+
+
+def enrolled(data_dir: Path) -> Identity:
+    """The only identity of a data directory. Raises `DataDirectoryError` if there are none or several."""
+    found = sorted(data_dir.glob("*/*/identity.json"))
+    if len(found) != 1:
+        have = f"{len(found)} identities" if found else "no identity"
+        raise DataDirectoryError(
+            f"the data directory {data_dir} has {have}; expected one. "
+            "Give a ticket (FEDPLAT_TICKET, --ticket or --ticket-file), or name server and population"
+        )
+    return _read(found[0])
 
 
 class DataDirectory:
@@ -42,7 +61,10 @@ class DataDirectory:
     def __init__(self, data_dir: Path, server: str, population: str) -> None:
         self.path = data_dir / _folder_name(server) / _folder_name(population)
         self.models = self.path / "models"
+        self._server = server
+        self._population = population
         self._identity = self.path / "identity.json"
+        self._key = self.path / "identity.key"
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
@@ -68,47 +90,86 @@ class DataDirectory:
         finally:
             os.close(lock)  # also frees the lock
 
-    def identity(self, new_key: Callable[[], str] = lambda: uuid.uuid4().hex) -> Identity:
+    def identity(self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex) -> Identity:
         """The stored identity; when there is none, a new one that is stored before it is returned.
 
-        So a crash between the first Enroll call and its reply does not enrol twice.
+        So a crash between the first Enroll call and its reply does not enrol twice. A ticket says how the server is
+        known from now on.
         """
         try:
-            content = self._identity.read_bytes()
+            identity = _read(self._identity)
         except FileNotFoundError:
-            identity = Identity(new_key())
-            self.save(identity)
-            return identity
-        except OSError as exc:
-            raise DataDirectoryError(f"{self._identity} cannot be read: {exc}; make it readable") from exc
-        try:
-            identity = msgspec.json.decode(content, type=Identity)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise DataDirectoryError(
-                f"{self._identity} is damaged ({exc}); expected the JSON that fedplat-client writes. "
-                "Restore it from a backup, or delete it to enrol as a new client"
-            ) from exc
-        if not identity.idempotency_key:
-            raise DataDirectoryError(
-                f"{self._identity} is damaged (its idempotency_key is empty); delete it to enrol as a new client"
-            )
+            self._key.unlink(missing_ok=True)  # of an identity that is gone: nobody knows it
+            identity = Identity(new_key(), self._server, self._population)
+            self._save_with(identity, ticket)
+            return self.identity()
+        if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
+            self._save_with(identity, ticket)
+            return self.identity()
         return identity
+
+    def signing_key(self, identity: Identity) -> SigningKey:
+        """The private key; before the enrolment a new one, if there is none, which is stored before it is returned."""
+        try:
+            if not identity.client_id and not self._key.exists():
+                self._write(self._key, new_signing_key())
+            return SigningKey(self._key.read_bytes())
+        except OSError as exc:
+            raise DataDirectoryError(
+                f"{self._key} cannot be read: {exc}. Restore it from a backup, "
+                f"or delete {self._identity} to enrol as a new client"
+            ) from exc
+        except ValueError as exc:
+            raise DataDirectoryError(
+                f"{self._key} is damaged ({exc}). Restore it from a backup, "
+                f"or delete {self._identity} to enrol as a new client"
+            ) from exc
 
     def save(self, identity: Identity) -> None:
         """Stores the identity; after a crash the file is the old one or the new one, whole."""
-        temporary = self._identity.with_suffix(".tmp")
+        self._write(self._identity, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+
+    def _save_with(self, identity: Identity, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            identity = msgspec.structs.replace(identity, tls=ticket.tls, ca=ticket.ca)
+        self.save(identity)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        temporary = path.with_suffix(".tmp")
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 os.fchmod(file.fileno(), 0o600)  # a leftover may be more open
-                file.write(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(self._identity)
+            temporary.replace(path)
             sync_folder(self.path)
         except OSError as exc:
             raise DataDirectoryError(
-                f"{self._identity} cannot be written: {exc}; free space or make the folder writable"
+                f"{path} cannot be written: {exc}; free space or make the folder writable"
             ) from exc
+
+
+def _read(path: Path) -> Identity:
+    """Raises `FileNotFoundError` when there is none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        raise DataDirectoryError(f"{path} cannot be read: {exc}; make it readable") from exc
+    try:
+        identity = msgspec.json.decode(content, type=Identity)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise DataDirectoryError(
+            f"{path} is damaged ({exc}); expected the JSON that fedplat-client writes. "
+            "Restore it from a backup, or delete it to enrol as a new client"
+        ) from exc
+    if not identity.idempotency_key:
+        raise DataDirectoryError(
+            f"{path} is damaged (its idempotency_key is empty); delete it to enrol as a new client"
+        )
+    return identity
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A client's standing with its server: enrolment, the credential, and the check-in."""
+"""A client's standing with its server: enrolment, and the check-in."""
 
 from __future__ import annotations
 
@@ -9,60 +9,83 @@ from dataclasses import dataclass
 import msgspec
 
 from fedplat import wire
+from fedplat.identity import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._version import __version__
-from fedplat_client.connection import Connection
-from fedplat_client.errors import CallRefusedError, CredentialError, EnrolmentError
-from fedplat_client.identity import DataDirectory
+from fedplat_client.access import SignedAccess
+from fedplat_client.connection import Connection, version_check
+from fedplat_client.errors import CallRefusedError, EnrolmentError, IdentityError, RevokedError
+from fedplat_client.identity import DataDirectory, Identity
 from fedplat_client.stopping import StopSignal
+from fedplat_client.transport import Method
 
+_ENROLL = Method("Enroll", fleet_pb2.EnrollResponse)
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a client tells the server about itself."""
+    """What a client tells the server about itself; the ticket is needed to enrol, and not afterwards."""
 
     population: str
     labels: Mapping[str, str]
     trainers: Sequence[str]
     evaluators: Sequence[str]
+    ticket: Ticket | None = None
+
+
+@dataclass(frozen=True)
+class Door:
+    """The ways to the server: `access` proves who the client is, `connection` makes the calls of one that is known."""
+
+    access: SignedAccess
+    connection: Connection
 
 
 class Session:
     """Calls are cancelled when `stop` is set; they raise `Cancelled` then."""
 
-    def __init__(self, connection: Connection, directory: DataDirectory, profile: Profile, stop: StopSignal) -> None:
-        self._connection = connection
+    def __init__(
+        self, door: Door, directory: DataDirectory, identity: Identity, profile: Profile, stop: StopSignal
+    ) -> None:
+        self._door = door
         self._directory = directory
         self._profile = profile
         self._stop = stop
-        self._identity = directory.identity()
-        connection.credential = self._identity.credential
+        self._identity = identity
+        door.access.client_id = identity.client_id
 
     def enrol(self) -> None:
         """Enrols unless that was done before. Raises `EnrolmentError` or `ServerError`."""
-        if self._identity.credential:
+        if self._identity.client_id:
             return
+        population, ticket = self._profile.population, self._profile.ticket
+        if ticket is None:
+            raise EnrolmentError(
+                f"this client is not enrolled in the population {population!r}, and has no ticket; "
+                "ask the server's operator for one (fedplat enrolment create) and give it as FEDPLAT_TICKET"
+            )
         request = fleet_pb2.EnrollRequest(
-            population=self._profile.population,
+            population=population,
             labels=self._profile.labels,
             idempotency_key=self._identity.idempotency_key,
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,
+            token=ticket.secret,
+            public_key=self._door.access.public_key,
         )
         try:
-            response = self._connection.enroll(request, self._stop)
-        except (CallRefusedError, CredentialError) as exc:
+            with version_check():
+                response = self._door.access.prove(_ENROLL, request.SerializeToString(), self._stop)
+        except RevokedError:
+            raise
+        except (CallRefusedError, IdentityError) as exc:
             raise EnrolmentError(
-                f"the server does not accept this client in the population {self._profile.population!r}: {exc}; "
-                "check the population and the labels with the server's operator"
+                f"the server does not accept this client in the population {population!r}: {exc}; "
+                "check the ticket and the labels with the server's operator"
             ) from exc
-        self._remember(response.client_id, response.credential)
-        _logger.info(
-            "The client is enrolled.",
-            extra={"client_id": response.client_id, "population": self._profile.population},
-        )
+        self._remember(response.client_id)
+        _logger.info("The client is enrolled.", extra={"client_id": response.client_id, "population": population})
 
     def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
         """Waits for work. Raises `ServerError`."""
@@ -74,17 +97,21 @@ class Session:
             evaluators=self._profile.evaluators,
             wait_s=wait_s,
         )
-        return self._connection.check_in(request, self._stop)
+        return self._door.connection.check_in(request, self._stop)
 
-    def forget_credential(self) -> None:
-        """Makes the next `enrol` ask for a new credential.
+    def forget_enrolment(self) -> None:
+        """Makes the next `enrol` ask anew, of a server that does not know this client. Raises `EnrolmentError`.
 
-        The idempotency key stays: a server that knows it returns the same client, and a server whose database is
-        new makes a new one.
+        The keys stay: a server whose database was restored knows them again. So does the enrolment, without a ticket.
         """
-        self._remember(self._identity.client_id, "")
+        if self._profile.ticket is None:
+            raise EnrolmentError(
+                f"the server does not know the client {self._identity.client_id} any more; "
+                "ask its operator for a ticket and give it as FEDPLAT_TICKET to enrol again"
+            )
+        self._remember("")
 
-    def _remember(self, client_id: str, credential: str) -> None:
-        self._identity = msgspec.structs.replace(self._identity, client_id=client_id, credential=credential)
+    def _remember(self, client_id: str) -> None:
+        self._identity = msgspec.structs.replace(self._identity, client_id=client_id)
         self._directory.save(self._identity)
-        self._connection.credential = credential
+        self._door.access.client_id = client_id

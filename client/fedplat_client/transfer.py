@@ -22,7 +22,7 @@ _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXI
 def download(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
     """Completes the file `part`, which holds the beginning of a model or does not exist yet.
 
-    Raises `TransferError`, `CredentialError`, or `Cancelled` when the task is stopped.
+    Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
     """
     patience = _Patience(control, "the download of the model")
     while (have := _size_of(part, model)) < model.size_bytes:
@@ -42,7 +42,7 @@ def download(connection: Connection, model: model_pb2.ModelRef, part: Path, cont
 def upload(connection: Connection, token: str, update: Parameters, control: Control) -> str:
     """Sends an update and returns its digest.
 
-    Raises `TransferError`, `CredentialError`, or `Cancelled` when the task is stopped.
+    Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
     """
     digest, size_bytes = digest_of(update), update.schema.file_size_bytes
     patience = _Patience(control, "the upload of the update")
@@ -51,7 +51,7 @@ def upload(connection: Connection, token: str, update: Parameters, control: Cont
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
         retry = None
         try:
-            have = connection.upload(_requests(header, update), _positive(control.remaining_s), control.signal)
+            have = connection.upload(header, _parts(offset, update), _positive(control.remaining_s), control.signal)
             broken = "the server took a part only"
         except ServerUnavailableError as exc:
             have, broken, retry = None, str(exc), exc.retry
@@ -126,12 +126,10 @@ def _query(connection: Connection, token: str, digest: str, control: Control, br
         raise TransferError(f"the server does not take the update: {exc}") from exc
 
 
-def _requests(header: fleet_pb2.UploadHeader, update: Parameters) -> Iterator[fleet_pb2.UploadRequest]:
-    yield fleet_pb2.UploadRequest(header=header)
-    start = header.offset
+def _parts(start: int, update: Parameters) -> Iterator[bytes]:
     for part in (memoryview(update.schema.header), update.buffer.data):
         for begin in range(start, len(part), wire.UPLOAD_CHUNK_BYTES):
-            yield fleet_pb2.UploadRequest(data=bytes(part[begin : begin + wire.UPLOAD_CHUNK_BYTES]))
+            yield bytes(part[begin : begin + wire.UPLOAD_CHUNK_BYTES])
         start = max(0, start - len(part))
 
 

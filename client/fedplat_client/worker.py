@@ -18,7 +18,7 @@ from fedplat_client.errors import (
     CallRefusedError,
     Cancelled,
     ClientError,
-    CredentialError,
+    IdentityError,
     ServerError,
     ServerUnavailableError,
     TransferError,
@@ -68,7 +68,7 @@ class Worker:
     stop: StopSignal
 
     def work(self, assignment: fleet_pb2.Assignment) -> Outcome:
-        """Works on an assignment to its end, good or bad. Raises `CredentialError` only."""
+        """Works on an assignment to its end, good or bad. Raises `IdentityError` only."""
         control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
         fields = _fields(assignment)
         _logger.info("Work on a task begins.", extra=fields)
@@ -197,7 +197,7 @@ class Worker:
                 _logger.debug("The failure could not be reported: %s", exc)
                 if self.options.wait(self.stop, backoff.next_s(exc.retry)):
                     return
-            except CredentialError:
+            except IdentityError:
                 raise
             except ServerError as exc:
                 _logger.warning("The server refused the report of a failure: %s", exc)

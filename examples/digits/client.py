@@ -1,6 +1,7 @@
 """One client of the digits job: it holds its share of the digits and trains where they are.
 
-    python examples/digits/client.py --server 127.0.0.1:7443 --index 0
+    fedplat enrolment create --population demo --uses 10 > ticket
+    python examples/digits/client.py --ticket-file ticket --index 0
 
 `--slow` makes a straggler: in some rounds it is far slower than the deadline allows, and notices late that it
 was told to stop.
@@ -12,6 +13,7 @@ import itertools
 import logging
 import random
 import time
+from pathlib import Path
 
 import click
 import torch
@@ -26,17 +28,18 @@ STUBBORN_S = 1.5
 
 
 @click.command()
-@click.option("--server", default="127.0.0.1:7443", show_default=True, help="HOST:PORT of the server.")
+@click.option("--ticket-file", help="What the operator gave; else FEDPLAT_TICKET. Once enrolled it needs none.")
 @click.option("--index", type=click.IntRange(0, model.NUM_CLIENTS - 1), required=True, help="Which share it holds.")
 @click.option("--data-dir", default=None, help="Where its identity and its cache lie.")
 @click.option("--slow", is_flag=True, help="Be a straggler in about half of the rounds.")
-def main(server: str, index: int, data_dir: str | None, slow: bool) -> None:
+def main(ticket_file: str | None, index: int, data_dir: str | None, slow: bool) -> None:
     """Run one client until it is stopped."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)  # many clients share this machine
     trainer = TorchTrainer(model=model.build, data=model.client_data(index), seed=index)
     dice, tasks = random.Random(index), itertools.count()
-    client = Client(server, population="demo", labels={"index": str(index)}, data_dir=data_dir)
+    ticket = Path(ticket_file).read_text() if ticket_file is not None else None
+    client = Client.from_ticket(ticket, labels={"index": str(index)}, data_dir=data_dir)
 
     @client.trainer("digits")
     def train(task: Task) -> TrainResult:

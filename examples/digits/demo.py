@@ -141,6 +141,8 @@ class Demo:
                 admin.wait_until_ready(30.0)
             except FedplatError as exc:
                 raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
+            ticket = admin.create_enrolment("demo", NUM_CLIENTS, 3600.0, self.address).ticket
+            (self.folder / "ticket").write_text(ticket)
         self.console.print(
             f"server: {shlex.join(self.server_command)}\noperator: fedplat --profile {self.folder}/admin.toml"
         )
@@ -153,8 +155,8 @@ class Demo:
 
     def start_client(self, index: int) -> None:
         """Starts a client process; its identity lies in its folder, so that it comes back as the same client."""
-        command = [sys.executable, str(HERE / "client.py"), "--server", self.address, "--index", str(index)]
-        command += ["--data-dir", str(self.folder / f"client-{index}")]
+        command = [sys.executable, str(HERE / "client.py"), "--index", str(index)]
+        command += ["--ticket-file", str(self.folder / "ticket"), "--data-dir", str(self.folder / f"client-{index}")]
         self.processes.start(f"client-{index}", command + (["--slow"] if index in SLOW else []))
 
     def wait_for_clients(self, admin: AdminClient) -> None:

@@ -184,6 +184,28 @@ class AdminClient:
         """The enrolled clients, of one population or of all."""
         return self._call(self._stub.ListClients, admin_pb2.ListClientsRequest(population=population)).clients
 
+    def revoke_client(self, client_id: str) -> admin_pb2.Client:
+        """Ends a client's membership for good."""
+        return self._call(self._stub.RevokeClient, admin_pb2.RevokeClientRequest(client_id=client_id))
+
+    def create_enrolment(
+        self, population: str, num_uses: int, expires_s: float, address: str
+    ) -> admin_pb2.CreateEnrolmentResponse:
+        """Makes a token by which clients enrol, and the ticket that carries it; `address` is what they connect to."""
+        request = admin_pb2.CreateEnrolmentRequest(
+            population=population, num_uses=num_uses, expires_s=expires_s, address=address
+        )
+        return self._call(self._stub.CreateEnrolment, request)
+
+    def list_enrolments(self) -> Sequence[admin_pb2.Enrolment]:
+        """The enrolment tokens, good or not; none of them shows its secret."""
+        return self._call(self._stub.ListEnrolments, admin_pb2.ListEnrolmentsRequest()).enrolments
+
+    def revoke_enrolment(self, enrolment_id: str) -> admin_pb2.Enrolment:
+        """Lets nobody enrol by a token any more."""
+        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id)
+        return self._call(self._stub.RevokeEnrolment, request)
+
     def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
         """The model versions of a job."""
         return self._call(self._stub.ListModelVersions, admin_pb2.ListModelVersionsRequest(job=job)).versions

@@ -10,12 +10,12 @@ from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, ServerOption, session
 
-app = typer.Typer(no_args_is_help=True, help="See who is enrolled.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="See who is enrolled, and revoke.", rich_markup_mode=None)
 
 
 @app.callback()
 def clients() -> None:
-    """See who is enrolled."""
+    """See who is enrolled, and revoke."""
 
 
 @app.command("list")
@@ -45,3 +45,19 @@ def list_clients(
         ]
         columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "VERSION", "LABELS")
         here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
+
+
+@app.command("revoke")
+def revoke(
+    context: typer.Context,
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help="A client's id.")],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End a client's membership for good, from its next request on."""
+    with session(context, server, as_json) as here:
+        revoked = here.client.revoke_client(client)
+        if here.output.as_json:
+            here.output.json(to_record(revoked))
+            return
+        here.output.line(f"{revoked.client_id} is {revoked.state}")

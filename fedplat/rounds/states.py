@@ -71,6 +71,7 @@ class Reason(StrEnum):
     UNKNOWN_TRAINER = "UNKNOWN_TRAINER"
     CLIENT_STOPPED = "CLIENT_STOPPED"
     TRANSFER_FAILED = "TRANSFER_FAILED"
+    REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
     REJECTED_NONFINITE = "REJECTED_NONFINITE"
     REJECTED_WEIGHT = "REJECTED_WEIGHT"
@@ -96,6 +97,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
+    Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
     Reason.REJECTED_WEIGHT: "the number of examples must be positive and finite",

@@ -3,10 +3,10 @@
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
-"""The version that this code speaks; CheckIn carries it in both directions."""
+"""The version that this code speaks; calls that begin something carry it."""
 
 METADATA_AUTHORIZATION: Final = "authorization"
-"""Metadata key of every call but Enroll; its value is `Bearer <credential>`."""
+"""Metadata key of every call of an operator; its value is `Bearer <token>`."""
 
 METADATA_RETRY: Final = "fedplat-retry-s"
 """Trailing metadata key of a refusal that may pass: when to come back, `<earliest> <latest>` in seconds from now."""

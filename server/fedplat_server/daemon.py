@@ -20,7 +20,6 @@ from fedplat.rounds.states import AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
-from fedplat_server.clients import ClientBook
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
@@ -30,6 +29,11 @@ from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.evaluation import Evaluation
+from fedplat_server.identity.book import ClientBook
+from fedplat_server.identity.callers import Callers
+from fedplat_server.identity.certificates import Issuer
+from fedplat_server.identity.enrolment import Enrolments, Trust
+from fedplat_server.identity.revocation import Revocation
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -226,6 +230,7 @@ class _Parts:
             jobs.add(record)
         uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
         await asyncio.to_thread(uploads.keep, jobs.spooled_attempts())
+        clients = ClientBook(store)
         evaluation = Evaluation(config.evaluators, config.evaluation_s, blobs, store.set_version_metrics, jobs.changed)
         services = Services(
             config=config,
@@ -233,7 +238,11 @@ class _Parts:
             store=store,
             runner=runner,
             jobs=jobs,
-            clients=ClientBook(store),
+            clients=clients,
+            callers=Callers(store, clients),
+            enrolments=Enrolments(store, clients, lambda: Trust.of(certificates)),
+            revocation=Revocation(store, clients),
+            issuer=Issuer(None),
             desk=Desk(),
             blobs=blobs,
             uploads=uploads,

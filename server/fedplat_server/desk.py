@@ -86,6 +86,15 @@ class Desk:
         for place in self._waiting.values():
             place.send_away()
 
+    def dismiss(self, client_id: str) -> None:
+        """Ends all calls by which a client waits, whether free or at work."""
+        if (place := self._waiting.get(client_id)) is not None:
+            place.send_away()
+        for (_, worker), events in self._working.items():
+            if worker == client_id:
+                for event in events:
+                    event.set()
+
     @contextlib.contextmanager
     def working(self, key: AttemptKey, client_id: str) -> Generator[asyncio.Event]:
         """An event that is set when the client shall stop its work."""

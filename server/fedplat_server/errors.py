@@ -6,7 +6,8 @@ ServerError
 ├── StoreError
 │   ├── StoreUnavailableError   the database does not answer; worth trying again
 │   │   └── StoreFullError          it has no room; worth trying again when there is
-│   ├── EnrolmentError          a client that is enrolled in another population
+│   ├── EnrolmentError          a client that is enrolled already, in another way
+│   ├── TokenRefusedError       an enrolment token that is unknown, foreign or of no use any more
 │   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
@@ -44,7 +45,15 @@ class StoreFullError(StoreUnavailableError):
 
 
 class EnrolmentError(StoreError):
-    """A client that is enrolled in one population enrols in another."""
+    """A client that is enrolled already enrols in another population or with another key."""
+
+
+class TokenRefusedError(StoreError):
+    """An enrolment token that is unknown, of another population, or of no use any more; says which."""
+
+    def __init__(self, text: str, *, is_known: bool = True) -> None:
+        super().__init__(text)
+        self.is_known = is_known
 
 
 class OperatorError(StoreError):

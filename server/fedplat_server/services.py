@@ -9,12 +9,16 @@ from collections.abc import Callable
 from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
-from fedplat_server.clients import ClientBook
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
 from fedplat_server.evaluation import Evaluation
+from fedplat_server.identity.book import ClientBook
+from fedplat_server.identity.callers import Callers
+from fedplat_server.identity.certificates import Issuer
+from fedplat_server.identity.enrolment import Enrolments
+from fedplat_server.identity.revocation import Revocation
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -97,6 +101,10 @@ class Services:
     runner: Runner
     jobs: JobBook
     clients: ClientBook
+    callers: Callers
+    enrolments: Enrolments
+    revocation: Revocation
+    issuer: Issuer
     desk: Desk
     blobs: BlobStore
     uploads: UploadStore
@@ -107,6 +115,7 @@ class Services:
     new_id: Callable[[str], str]
     certificates: Certificates | None = None
     draining: bool = False
+    mtls_port: int = 0
 
     def refuse_if_draining(self) -> Reason | None:
         """Why nobody gets work now, if so."""

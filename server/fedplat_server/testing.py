@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import EnrolmentError, StaleRevisionError, StoreError
-from fedplat_server.store.memory_people import MemoryPeople
+from fedplat_server.errors import StaleRevisionError, StoreError
+from fedplat_server.store.memory_fleet import MemoryFleet
 from fedplat_server.store.port import (
     AttemptRecord,
-    ClientRecord,
-    Enrolment,
     HistoryRecord,
     JobRecord,
     VersionRecord,
@@ -82,12 +80,11 @@ class _Job:
         return JobRecord(state, self.job_file, self.created_unix_s)
 
 
-class MemoryStore(MemoryPeople):
+class MemoryStore(MemoryFleet):
     """The adapter of `port.Store` in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         super().__init__(clock)
-        self._clients: dict[str, tuple[Enrolment, ClientRecord]] = {}
         self._jobs: dict[str, _Job] = {}
         self._job_keys: dict[str, str] = {}
         self._tokens: dict[bytes, tuple[AttemptKey, str]] = {}
@@ -104,43 +101,6 @@ class MemoryStore(MemoryPeople):
 
     async def sever(self) -> None:
         """Nothing is ever under way."""
-
-    async def enroll(self, enrolment: Enrolment) -> str:
-        """Adds a client and returns its id; see the port."""
-        now, client_id = self._clock(), enrolment.client_id
-        for earlier, record in self._clients.values():
-            if earlier.idempotency_key == enrolment.idempotency_key:
-                if record.population != enrolment.population:
-                    raise EnrolmentError(f"this client is enrolled in population {record.population}")
-                client_id, now = record.client_id, record.enrolled_unix_s
-            elif earlier.client_id == client_id or earlier.credential_hash == enrolment.credential_hash:
-                raise StoreError("another client has this id or credential")
-        fresh = dataclasses.replace(enrolment, client_id=client_id)
-        record = ClientRecord(
-            client_id, fresh.population, dict(fresh.labels), fresh.software_version, enrolled_unix_s=now
-        )
-        self._clients[client_id] = (fresh, record)
-        return client_id
-
-    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
-        """The client with this credential."""
-        for enrolment, record in self._clients.values():
-            if enrolment.credential_hash == credential_hash:
-                return record
-        return None
-
-    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replaces what a client says of itself."""
-        if client_id not in self._clients:
-            raise StoreError(f"there is no client {client_id}")
-        enrolment, record = self._clients[client_id]
-        changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
-        self._clients[client_id] = (enrolment, changed)
-
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
-        records = [record for _, record in self._clients.values()]
-        return [record for record in records if population in (None, record.population)]
 
     async def create_job(
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()

@@ -70,6 +70,6 @@ def make_client(fleet: FakeFleet, tmp_path: Path, delays: list[float]) -> MakeCl
 
     def make(data_dir: Path = tmp_path / "data", **options: object) -> Client:
         given = ClientOptions(**({"rng": random.Random(0), "wait": wait, "inline_limit_bytes": 0} | options))  # type: ignore[arg-type]
-        return Client(fleet.address, population="demo", labels={"region": "eu"}, data_dir=data_dir, options=given)
+        return Client.from_ticket(fleet.ticket.to_text(), labels={"region": "eu"}, data_dir=data_dir, options=given)
 
     return make

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from fedplat import wire
+from fedplat import identity, wire
+from fedplat.identity import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
@@ -30,10 +31,13 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.models: dict[str, bytes] = {}
         self.uploads: dict[str, bytearray] = defaultdict(bytearray)
         self.clients: dict[str, str] = {}
-        self.credentials: dict[str, str] = {}
+        self.sessions: dict[str, str] = {}
+        self.num_sessions = 0
+        self.tokens = {"token-of-the-ticket"}
         # What the test plans.
         self.work: list[fleet_pb2.CheckInResponse] = []
-        self.failures: dict[str, list[grpc.StatusCode]] = defaultdict(list)
+        # A status, or a status with the code that the real server would send along.
+        self.failures: dict[str, list[grpc.StatusCode | tuple[grpc.StatusCode, str]]] = defaultdict(list)
         self.retry = ""
         self.lost_replies: dict[str, int] = defaultdict(int)
         self.cut_downloads: list[int] = []
@@ -50,6 +54,10 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.address, "demo", "token-of-the-ticket")
 
     def add_model(self, parameters: Parameters) -> model_pb2.ModelRef:
         content = parameters.to_bytes()
@@ -98,10 +106,26 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
     def Enroll(self, request: fleet_pb2.EnrollRequest, context: Any) -> fleet_pb2.EnrollResponse:
         self._enter("Enroll", request, context, authenticated=False)
         client_id = self.clients.setdefault(request.idempotency_key, f"client-{len(self.clients) + 1}")
-        credential = f"secret-{self.calls.count('Enroll')}"
-        self.credentials[credential] = client_id
         self._leave("Enroll", context)
-        return fleet_pb2.EnrollResponse(client_id=client_id, credential=credential)
+        return fleet_pb2.EnrollResponse(client_id=client_id)
+
+    def GetChallenge(self, request: fleet_pb2.GetChallengeRequest, context: Any) -> fleet_pb2.GetChallengeResponse:
+        self._fail_as_planned("GetChallenge", context)
+        return fleet_pb2.GetChallengeResponse(nonce=b"nonce")
+
+    def OpenSession(self, request: fleet_pb2.OpenSessionRequest, context: Any) -> fleet_pb2.OpenSessionResponse:
+        self._fail_as_planned("OpenSession", context)
+        if request.client_id not in self.clients.values():
+            _abort(context, grpc.StatusCode.UNAUTHENTICATED, "CLIENT_UNKNOWN")
+        self.num_sessions += 1
+        session_id = f"session-{self.num_sessions}"
+        self.sessions[session_id] = request.client_id
+        return fleet_pb2.OpenSessionResponse(session_id=session_id)
+
+    def RenewCertificate(
+        self, request: fleet_pb2.RenewCertificateRequest, context: Any
+    ) -> fleet_pb2.RenewCertificateResponse:
+        raise NotImplementedError
 
     def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Any) -> fleet_pb2.CheckInResponse:
         self._enter("CheckIn", request, context)
@@ -172,14 +196,16 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             self.calls.append(call)
             self.requests[call].append(request)
             self.changed.notify_all()
+        self._fail_as_planned(call, context)
+        session_id = dict(context.invocation_metadata()).get(identity.METADATA_SESSION, "")
+        if authenticated and session_id not in self.sessions:
+            _abort(context, grpc.StatusCode.UNAUTHENTICATED, "SESSION_UNKNOWN")
+
+    def _fail_as_planned(self, call: str, context: Any) -> None:
         if self.failures[call]:
-            if self.retry:
-                context.set_trailing_metadata(((wire.METADATA_RETRY, self.retry),))
-            context.abort(self.failures[call].pop(0), f"planned for {call}")
-        metadata = dict(context.invocation_metadata())
-        sent = metadata.get(wire.METADATA_AUTHORIZATION, "").removeprefix("Bearer ")
-        if authenticated and sent not in self.credentials:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "unknown credential")
+            planned = self.failures[call].pop(0)
+            status, code = planned if isinstance(planned, tuple) else (planned, "")
+            _abort(context, status, code, f"planned for {call}", self.retry)
 
     def _leave(self, call: str, context: Any) -> None:
         if self.lost_replies[call]:
@@ -195,6 +221,12 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             return
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.closing or not context.is_active(), wait_s)
+
+
+def _abort(context: Any, status: grpc.StatusCode, code: str, text: str = "", retry: str = "") -> None:
+    trailers = ((identity.METADATA_CODE, code), (wire.METADATA_RETRY, retry))
+    context.set_trailing_metadata(tuple(pair for pair in trailers if pair[1]))
+    context.abort(status, text or code)
 
 
 @contextmanager

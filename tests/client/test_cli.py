@@ -50,7 +50,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def arguments(fleet: FakeFleet, *more: str) -> list[str]:
-    return ["run", "--server", fleet.address, "--population", "demo", "--data-dir", "data", *more]
+    return ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data", *more]
 
 
 def test_version() -> None:

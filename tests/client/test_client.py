@@ -208,7 +208,8 @@ def test_a_server_that_forgot_the_client_gets_it_enrolled_again(
     client = make_client()
     client.add_trainer("digits", add_one)
     client.run(max_tasks=1)
-    fleet.credentials.clear()
+    fleet.clients.clear()
+    fleet.sessions.clear()
     fleet.assign(model)
     client.run(max_tasks=1)
     assert fleet.calls.count("Report") == 2
@@ -218,22 +219,22 @@ def test_a_server_that_forgot_the_client_gets_it_enrolled_again(
     assert delays == []
 
 
-def test_a_credential_that_never_works_leads_to_back_off(
+def test_a_client_that_stays_unknown_leads_to_back_off(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, delays: list[float]
 ) -> None:
-    fleet.failures["CheckIn"] = [grpc.StatusCode.UNAUTHENTICATED] * 4
+    fleet.failures["CheckIn"] = [(grpc.StatusCode.UNAUTHENTICATED, "CLIENT_UNKNOWN")] * 4
     fleet.assign(model)
     client = make_client()
     client.add_trainer("digits", add_one)
     client.run(max_tasks=1)
     assert fleet.calls.count("Enroll") == 5
-    assert len(delays) == 3  # the first time, a new credential may be all it takes
+    assert len(delays) == 3  # the first time, to enrol again may be all it takes
 
 
-def test_a_credential_that_works_for_check_ins_only_leads_to_back_off(
+def test_a_client_that_is_known_for_check_ins_only_leads_to_back_off(
     fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, delays: list[float]
 ) -> None:
-    fleet.failures["Download"] = [grpc.StatusCode.UNAUTHENTICATED] * 3
+    fleet.failures["Download"] = [(grpc.StatusCode.UNAUTHENTICATED, "CLIENT_UNKNOWN")] * 3
     for _ in range(4):
         fleet.assign(model)
     client = make_client()
@@ -330,7 +331,7 @@ def test_a_restarted_server_is_found_again_by_a_client_that_waits(
         thread.start()
         first.wait_for("CheckIn")
     second = FakeFleet()
-    second.clients, second.credentials = first.clients, first.credentials
+    second.clients = first.clients
     second.assign(second.add_model(base))
     with serving(second, first.port):
         thread.join(60)

@@ -36,7 +36,10 @@ def test_the_identity_survives_a_restart_and_is_private(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
-    assert b"secret-1" in path.read_bytes()
+    assert b"client-1" in path.read_bytes()
+    key = path.with_name("identity.key")
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert key.read_bytes().startswith(b"-----BEGIN PRIVATE KEY-----")
 
 
 def test_a_crash_between_call_and_reply_does_not_enrol_twice(
@@ -76,7 +79,7 @@ def test_a_damaged_identity_is_named_with_its_remedy(tmp_path: Path, content: by
 def test_a_leftover_of_a_crash_while_writing_does_no_harm(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "localhost:1", "demo")
     with directory.locked():
-        identity = Identity("key", "client-1", "secret")
+        identity = Identity("key", "localhost:1", "demo", "client-1")
         directory.save(identity)
         leftover = directory.path / "identity.tmp"
         leftover.write_bytes(b"{")

@@ -65,7 +65,7 @@ def prove(python: Path, fleet: FakeFleet, model: model_pb2.ModelRef, folder: Pat
     assert "pip install 'fedplat-client[torch]'" in output
     (folder / "edge.py").write_text(TRAINER)
     fleet.assign(model)
-    arguments = ["run", "--server", fleet.address, "--population", "demo", "--data-dir", "data"]
+    arguments = ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data"]
     command = [str(python), "-m", "fedplat_client", *arguments, "--trainer", "edge:digits", "--max-tasks", "1"]
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)
     assert fleet.calls.count("Report") == 1

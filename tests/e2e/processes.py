@@ -74,6 +74,10 @@ class Server:
         with self.admin() as admin:
             admin.wait_until_ready(PATIENCE_S)
 
+    def ticket(self, population: str, num_uses: int = 1) -> str:
+        with self.admin() as admin:
+            return admin.create_enrolment(population, num_uses, 3600.0, self.address).ticket
+
     def kill(self) -> None:
         """SIGKILL: no chance to tidy up."""
         assert self._process is not None

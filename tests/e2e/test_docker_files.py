@@ -135,7 +135,9 @@ def test_compose_has_ten_clients_with_a_share_and_a_volume_each() -> None:
     for index in range(NUM_CLIENTS):
         service = COMPOSE.partition(f"\n  client-{index}:\n")[2].partition("\n\n")[0]
         assert f'"--index", "{index}"' in service
-        assert f'"client-{index}:/var/lib/fedplat", "public:/run/fedplat:ro"' in service
+        assert f'"client-{index}:/var/lib/fedplat"' in service
+        assert '"--ticket-file", "/run/fedplat/ticket"' in service
+        assert '"ticket:/run/fedplat:ro"' in service
         assert f"\n  client-{index}:" in COMPOSE.partition("\nvolumes:")[2]
     assert f"client-{NUM_CLIENTS}" not in COMPOSE
 
@@ -148,7 +150,7 @@ def test_port_is_published_to_this_machine_only() -> None:
 def test_job_file_asks_for_what_the_images_hold() -> None:
     client = (ROOT / "examples" / "digits" / "client.py").read_text()
     assert JOB.selection.target <= NUM_CLIENTS
-    assert f'population="{JOB.population}"' in client
+    assert f"enrolment create --population {JOB.population} --uses {NUM_CLIENTS}" in COMPOSE
     assert f'@client.trainer("{JOB.trainer}")' in client
     server = stages(DOCKERFILES[0])["digits-server"]
     assert f'"{JOB.evaluation.server}=/app/digits/evaluate.py:evaluate"]' in next(
@@ -182,7 +184,7 @@ def test_trainer_of_the_docs_trains_the_job_of_the_docs() -> None:
     exec(blocks["python"][1], model)
     job = parse_job(blocks["toml"][0])
     assert f'"{job.trainer}=trainer:train"' in blocks["dockerfile"][0]
-    assert f"FEDPLAT_POPULATION={job.population}" in text
+    assert f"enrolment create --population {job.population} --uses 3" in text
     parameters = Parameters.from_arrays(model["initial"]())
     for number in range(job.rounds):
         task = Task(name=job.trainer, parameters=parameters, config=job.config, round=number + 1)

@@ -42,14 +42,15 @@ training_s = 60
 class Crowd:
     """Clients in threads. Each adds its own number to every weight, and remembers what it was given to do."""
 
-    def __init__(self, server: processes.Server, folder: Path) -> None:
+    def __init__(self, ticket: str, folder: Path) -> None:
+        self._ticket = ticket
         self.trained: Counter[tuple[str, int, int]] = Counter()
         self.wrong: list[str] = []
         self._lock = threading.Lock()
-        self._clients = [self._make(server, folder, number) for number in range(NUM_CLIENTS)]
+        self._clients = [self._make(folder, number) for number in range(NUM_CLIENTS)]
 
-    def _make(self, server: processes.Server, folder: Path, number: int) -> Client:
-        client = Client(server.address, population="crowd", data_dir=folder / str(number), ca=server.ca)
+    def _make(self, folder: Path, number: int) -> Client:
+        client = Client.from_ticket(self._ticket, data_dir=folder / str(number))
 
         def train(task: Task) -> TrainResult:
             with self._lock:
@@ -85,7 +86,7 @@ def submit(admin: AdminClient, name: str) -> str:
 
 def test_forty_clients_and_two_jobs(tmp_path: Path) -> None:
     with processes.server(tmp_path / "server") as server, server.admin() as admin:
-        crowd = Crowd(server, tmp_path / "clients")
+        crowd = Crowd(server.ticket("crowd", NUM_CLIENTS), tmp_path / "clients")
         with crowd.at_work():
             jobs = [submit(admin, "first"), submit(admin, "second")]
             for job in jobs:

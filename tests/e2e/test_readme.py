@@ -14,7 +14,6 @@ from e2e import processes
 from fedplat.model import Parameters
 
 README = (processes.ROOT / "README.md").read_text()
-PUBLIC_ADDRESS = "fed.example.org:7443"
 
 
 def files_of(text: str) -> dict[str, str]:
@@ -37,23 +36,38 @@ def test_two_machines(tmp_path: Path) -> None:
     commands = commands_of(README)
     with processes.server(tmp_path / "server") as server:
         for name, text in files.items():
-            (tmp_path / name).write_text(text.replace(PUBLIC_ADDRESS, server.address))
+            (tmp_path / name).write_text(text)
         assert "python trainer.py" in commands
-        homes = [["env", f"HOME={tmp_path / str(n)}", f"FEDPLAT_CA={server.ca}"] for n in (1, 2)]
-        trainers = [[*home, sys.executable, str(tmp_path / "trainer.py")] for home in homes]
+        assert "export FEDPLAT_TICKET=fpt1..." in commands
+        environment = {
+            **os.environ,
+            "FEDPLAT_PROFILE": str(server.profile_path),
+            "PATH": f"{processes.BIN}:/usr/bin:/bin",
+        }
+
+        def run(command: str) -> str:
+            done = subprocess.run(
+                command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr + done.stdout
+            return done.stdout
+
+        first, *others = [command for command in commands if command.startswith("fedplat ")]
+        ticket = run(first).strip()
+        trainers = [
+            [
+                "env",
+                f"HOME={tmp_path / str(n)}",
+                f"FEDPLAT_TICKET={ticket}",
+                sys.executable,
+                str(tmp_path / "trainer.py"),
+            ]
+            for n in (1, 2)
+        ]
         with processes.processes(trainers, tmp_path / "clients.log"):
-            environment = {
-                **os.environ,
-                "FEDPLAT_PROFILE": str(server.profile_path),
-                "PATH": f"{processes.BIN}:/usr/bin:/bin",
-            }
-            operator = [command for command in commands if command.startswith("fedplat ")]
-            assert [command.split()[1] for command in operator] == ["job", "model"]
-            for command in operator:
-                done = subprocess.run(
-                    command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-                )
-                assert done.returncode == 0, done.stderr + done.stdout
+            assert [command.split()[1] for command in others] == ["job", "model"]
+            for command in others:
+                run(command)
     # The private data of every client follows y = x (1, -2, 0.5).
     final = Parameters.open(tmp_path / "final.safetensors")["weight"]
     np.testing.assert_allclose(final, [1.0, -2.0, 0.5], atol=0.05)

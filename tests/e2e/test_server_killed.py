@@ -50,7 +50,8 @@ def test_server_killed_in_training(tmp_path: Path) -> None:
         return TrainResult(parameters=task.parameters, num_examples=5)
 
     with processes.server(tmp_path / "server") as server, server.admin() as admin:
-        clients = [Client(server.address, population="few", data_dir=tmp_path / str(n), ca=server.ca) for n in range(3)]
+        ticket = server.ticket("few", 3)
+        clients = [Client.from_ticket(ticket, data_dir=tmp_path / str(n)) for n in range(3)]
         for client in clients:
             client.add_trainer("add", train)
         threads = [threading.Thread(target=client.run) for client in clients]

@@ -20,6 +20,7 @@ from e2e import processes
 from fedplat.cli import profile, submission, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.errors import ServerUnreachableError
+from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
@@ -165,9 +166,11 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
 
     with two(tmp_path / "data", database) as (leader, other), other.admin() as admin:
         options = ClientOptions(max_backoff_s=1.0, call_timeout_s=5.0)
+        secret = admin.create_enrolment("few", 2, 3600.0, other.address).ticket
+        tickets = [msgspec.structs.replace(Ticket.from_text(secret), server=one.address) for one in (leader, other)]
         clients = [
-            Client(daemon.address, population="few", data_dir=tmp_path / str(n), ca=daemon.ca, options=options)
-            for n, daemon in enumerate((leader, other))
+            Client.from_ticket(ticket.to_text(), data_dir=tmp_path / str(n), options=options)
+            for n, ticket in enumerate(tickets)
         ]
         for client in clients:
             client.add_trainer("add", train)

@@ -15,6 +15,7 @@ import pytest
 from grpc import aio
 
 from faults import proxy
+from fedplat.identity import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
@@ -32,13 +33,14 @@ HURRY = (
 class Device:
     """A client of the SDK in a thread; its trainer adds one, and waits where a test wants it to."""
 
-    def __init__(self, address: str, folder: Path, **options: float) -> None:
+    def __init__(self, address: str, ticket: Ticket, folder: Path, **options: float) -> None:
         self.training = threading.Event()
         self.go_on = threading.Event()
         self.num_trained = 0
         times = {"first_backoff_s": 0.01, "max_backoff_s": 0.1, "call_timeout_s": 0.5, **options}
         made = ClientOptions(check_in_wait_s=5.0, **times)  # pyright: ignore[reportArgumentType]
-        self.client = Client(address, population="demo", data_dir=folder, insecure=True, options=made)
+        there = Ticket(address, ticket.population, ticket.secret)
+        self.client = Client.from_ticket(there.to_text(), data_dir=folder, options=made)
         self.client.add_trainer("toy", self._train)
 
     def _train(self, task: Task) -> TrainResult:
@@ -70,9 +72,7 @@ async def behind_a_proxy(site: Site, client: RawClient, network: proxy.Proxy) ->
     """The same client, over the network."""
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
     async with aio.insecure_channel(network.address, options=options) as channel:
-        again = RawClient(channel, "", client.client_id)
-        again.metadata = client.metadata
-        yield again
+        yield client.over(channel)
 
 
 @pytest.mark.fault("F14")
@@ -80,7 +80,7 @@ async def test_an_upload_that_is_cut_again_and_again_arrives(site: Site, tmp_pat
     """1.2 MB, and no connection carries more than 500 kB."""
     async with proxy.running(site.address) as network:
         network.set(proxy.Weather(to_server=proxy.Way(cut_after=500_000)))
-        device = Device(network.address, tmp_path / "client", call_timeout_s=30.0)
+        device = Device(network.address, await site.operator.ticket(), tmp_path / "client", call_timeout_s=30.0)
         device.go_on.set()
         job = await site.operator.start(job_file(goal=1), LARGE)
         async with at_work(device):
@@ -112,7 +112,7 @@ async def test_a_client_that_hears_nothing_reports_until_it_does(site: Site, tmp
     """The server hears every report, the client none of the receipts: it counts once."""
     job = await site.operator.start(job_file(goal=1))
     async with proxy.running(site.address) as network:
-        device = Device(network.address, tmp_path / "client")
+        device = Device(network.address, await site.operator.ticket(), tmp_path / "client")
         async with at_work(device):
             await happens(device.training)
             network.set(proxy.ONLY_TO_SERVER)
@@ -128,7 +128,7 @@ async def test_a_client_that_hears_nothing_reports_until_it_does(site: Site, tmp
 async def test_a_client_that_is_not_heard_times_out_and_works_again_later(site: Site, tmp_path: Path) -> None:
     job = await site.operator.start(job_file(goal=1, more=HURRY.format(training_s=1.0)))
     async with proxy.running(site.address) as network:
-        device = Device(network.address, tmp_path / "client")
+        device = Device(network.address, await site.operator.ticket(), tmp_path / "client")
         async with at_work(device):
             await happens(device.training)
             network.set(proxy.ONLY_TO_CLIENT)
@@ -147,7 +147,9 @@ async def test_everybody_vanishes_and_comes_back(site: Site, tmp_path: Path) -> 
     more = "[deadlines]\ntraining_s = 0.5\nselection_s = 0.2\nheartbeat_s = 0.1\n[retry]\nbase_s = 0.2\nmax_s = 0.4"
     job = await site.operator.start(job_file(goal=2, more=more))
     async with proxy.running(site.address) as network, contextlib.AsyncExitStack() as stack:
-        devices = [Device(network.address, tmp_path / f"client-{number}") for number in range(2)]
+        devices = [
+            Device(network.address, await site.operator.ticket(), tmp_path / f"client-{number}") for number in range(2)
+        ]
         for device in devices:
             await stack.enter_async_context(at_work(device))
         for device in devices:
@@ -180,9 +182,7 @@ async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
         for group in groups:
             options = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
             channel = await stack.enter_async_context(aio.insecure_channel(network.address, options=options))
-            for one in group:
-                clients.append(RawClient(channel, "", one.client_id))
-                clients[-1].metadata = one.metadata
+            clients += [one.over(channel) for one in group]
         calls = [client.check_in() for client in clients]
         await site.waiting(count)
         network.cut()

@@ -27,6 +27,7 @@ import grpc
 import numpy as np
 import psutil
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,10 +36,12 @@ from e2e import processes
 from fedplat import wire
 from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
+from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult
 from hostile import attacks, frames
+from server.raw_client import RawClient
 
 NUM_HONEST = 3
 NUM_ATTACKERS = 20
@@ -132,15 +135,12 @@ class Attacker:
         self._outcome = outcome
         self._channel = aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
         self._fleet = fleet_pb2_grpc.FleetStub(self._channel)
-        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._client = RawClient(self._channel, Ed25519PrivateKey.generate())
 
-    async def enrol(self) -> None:
+    async def enrol(self, token: str) -> None:
         """Becomes a client."""
-        request = fleet_pb2.EnrollRequest(
-            population="hostile", idempotency_key=os.urandom(8).hex(), protocol_version=wire.PROTOCOL_VERSION
-        )
-        credential = (await self._fleet.Enroll(request)).credential
-        self._metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer {credential}"),)
+        await self._client.enrol(population="hostile", idempotency_key=os.urandom(8).hex(), token=token)
+        await self._client.open_session()
 
     async def attack(self) -> None:
         """Sends one malformed message."""
@@ -169,8 +169,11 @@ class Attacker:
         self._outcome.note(kind, answer)
 
     async def _call(self, attack: attacks.Attack) -> str:
-        method = attack.method
-        known = self._operator if method.path.startswith("/fedplat.wire.v1.Admin/") else self._metadata
+        method, first = attack.method, attack.messages[0] if attack.messages else b""
+        if method.path.startswith("/fedplat.wire.v1.Admin/"):
+            known = self._operator
+        else:
+            known = self._client.signed_bytes(method.path.rpartition("/")[2], first)
         metadata = known if self._rng.random() < 0.9 else ()
         options: dict[str, Any] = {"metadata": metadata, "timeout": ANSWER_S}
         if method.client_streaming:
@@ -187,8 +190,8 @@ class Attacker:
         check_in = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=ANSWER_S / 4
         )
-        options: dict[str, Any] = {"metadata": self._metadata, "timeout": ANSWER_S}
-        response = await self._fleet.CheckIn(check_in, **options)
+        client = self._client
+        response = await self._fleet.CheckIn(check_in, metadata=client.signed("CheckIn", check_in), timeout=ANSWER_S)
         if not response.HasField("assignment"):
             return "no assignment"
         content = attacks.bad_file(self._rng)
@@ -200,8 +203,8 @@ class Attacker:
         else:
             header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=len(content))
             parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
-            await self._fleet.Upload(iter(parts), **options)
-        answer = await self._fleet.Report(report, **options)
+            await self._fleet.Upload(iter(parts), metadata=client.signed("Upload", parts[0]), timeout=ANSWER_S)
+        answer = await self._fleet.Report(report, metadata=client.signed("Report", report), timeout=ANSWER_S)
         return "accepted" if answer.HasField("receipt") else "rejected"
 
 
@@ -210,12 +213,13 @@ class Honest:
 
     def __init__(self, server: processes.Server, folder: Path) -> None:
         self._server = server
+        self._ticket = server.ticket("honest", NUM_HONEST)
         self.num_completed = 0
         self._over = threading.Event()
         self._clients = [self._client(folder / f"honest-{number}") for number in range(NUM_HONEST)]
 
     def _client(self, folder: Path) -> Client:
-        client = Client(self._server.address, population="honest", data_dir=folder, insecure=True)
+        client = Client.from_ticket(self._ticket, data_dir=folder)
 
         def train(task: Task) -> TrainResult:
             task.parameters["weight"] += np.float32(1.0)
@@ -260,6 +264,7 @@ async def _storm(
 ) -> None:
     attackers = [Attacker(server, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
     numbers = iter(range(num_messages))
+    token = Ticket.from_text(server.ticket("hostile", NUM_ATTACKERS)).secret
     samples = sorted({int(num_messages * share) for share in (WARM_UP, 0.25, 0.5, 0.75)})
 
     async def work(attacker: Attacker) -> None:
@@ -268,7 +273,7 @@ async def _storm(
                 outcome.rss_bytes.append(process.memory_info().rss)
             await attacker.attack()
 
-    await asyncio.gather(*(attacker.enrol() for attacker in attackers))
+    await asyncio.gather(*(attacker.enrol(token) for attacker in attackers))
     await asyncio.gather(*(work(attacker) for attacker in attackers for _ in range(AT_ONCE)))
     for attacker in attackers:
         await attacker.close()

@@ -1,42 +1,38 @@
-"""A daemon in this process on a real socket, clients made of raw stubs, and an operator."""
+"""A daemon in this process on a real socket, and an operator; the clients are those of `raw_client`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
-import hashlib
 import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedplat import wire
+from fedplat.identity import METADATA_CODE, Ticket
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
 from fedplat_server.faulty_store import Faults, FaultyStore
-from fedplat_server.rpc.boundary import METADATA_CODE
 from fedplat_server.rpc.errors import Code
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.testing import MemoryStore
-from server import access
+from server import access, raw_client
 from server.access import ADMIN_TOKEN, add_operator, authorized
+from server.raw_client import PATIENCE_S, RawClient, again, digest_of, in_parts, private_key, reason_name
 
-PATIENCE_S = 60.0
-"""When a wait is given up; a bound, not an expectation of speed."""
-
+__all__ = ["digest_of", "reason_name"]  # what belongs to the clients, and most tests need
 STORM: Faults | None = None
 """What befalls the stores of daemons that are started now; `conftest.py` runs the tests again with it."""
 BEFELL = Counter[str]()
@@ -49,16 +45,17 @@ _AGAIN = {
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 _NOT_AGAIN = [
-    {"service": "fedplat.wire.v1.Fleet", "method": "Upload"},
+    {"service": "fedplat.wire.v1.Fleet"},
     {"service": "fedplat.wire.v1.Admin", "method": "UploadModel"},
 ]
 _METHODS = [{"name": [{}], "retryPolicy": _AGAIN}, {"name": _NOT_AGAIN}]
 RETRIES = (("grpc.service_config", json.dumps({"methodConfig": _METHODS})),)
-"""gRPC itself asks again when the server is unavailable, as long as there was no answer; `again` does so for streams
-to the server, which gRPC would keep to send them again, and sometimes stall."""
+"""gRPC itself asks again when the server is unavailable, as long as there was no answer; `raw_client.again` does so for
+streams to the server, which gRPC would keep to send them again, and sometimes stall, and for calls that are signed:
+each signature is good once."""
 
-Response = TypeVar("Response")
 _keys = itertools.count()
+raw_client.is_stormy = lambda: STORM is not None
 
 
 def initial_model() -> Parameters:
@@ -102,133 +99,21 @@ class Gate:
         self._open.set()
 
 
-async def again(call: Callable[[], Awaitable[Response]]) -> Response:
-    """Calls until the store does not fail."""
-    while True:
-        try:
-            return await call()
-        except aio.AioRpcError as exc:
-            if STORM is None or exc.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-        await asyncio.sleep(0.01)
-
-
-class RawClient:
-    """What a client says, call by call, with nothing in between."""
-
-    def __init__(self, channel: aio.Channel, credential: str, client_id: str = "") -> None:
-        self.stub = fleet_pb2_grpc.FleetStub(channel)
-        self.client_id = client_id
-        self.metadata = (("authorization", f"Bearer {credential}"),)
-
-    def on(self, channel: aio.Channel) -> RawClient:
-        """The same client on another connection."""
-        other = copy.copy(self)
-        other.stub = fleet_pb2_grpc.FleetStub(channel)
-        return other
-
-    def check_in(
-        self,
-        wait_s: float = PATIENCE_S,
-        labels: Mapping[str, str] | None = None,
-        trainers: tuple[str, ...] = ("toy",),
-        evaluators: tuple[str, ...] = (),
-        version: int = wire.PROTOCOL_VERSION,
-    ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
-        request = fleet_pb2.CheckInRequest(
-            protocol_version=version, labels=labels, trainers=trainers, evaluators=evaluators, wait_s=wait_s
-        )
-        return self.stub.CheckIn(request, metadata=self.metadata)
-
-    async def assignment(self, wait_s: float = PATIENCE_S, **options: Any) -> fleet_pb2.Assignment:
-        response = await self.check_in(wait_s, **options)
-        assert response.HasField("assignment"), response
-        return response.assignment
-
-    async def refusal(self, wait_s: float = 0.0, **options: Any) -> fleet_pb2.Refusal:
-        response = await self.check_in(wait_s, **options)
-        assert response.HasField("refusal"), response
-        return response.refusal
-
-    async def download(self, digest: str, offset: int = 0) -> bytes:
-        call = self.stub.Download(fleet_pb2.DownloadRequest(digest=digest, offset=offset), metadata=self.metadata)
-        return b"".join([chunk.data async for chunk in call])
-
-    def upload(
-        self, token: str, content: bytes, offset: int = 0, end: int | None = None, **header: Any
-    ) -> aio.StreamUnaryCall[Any, fleet_pb2.UploadResponse]:
-        """Sends `content[offset:end]` in small parts, under a header that promises all of it."""
-        fields: dict[str, Any] = {
-            "token": token,
-            "digest": digest_of(content),
-            "size_bytes": len(content),
-            "offset": offset,
-            **header,
-        }
-
-        async def requests() -> AsyncIterator[fleet_pb2.UploadRequest]:
-            yield fleet_pb2.UploadRequest(header=fleet_pb2.UploadHeader(**fields))
-            for part in _parts(content[offset:end]):
-                yield fleet_pb2.UploadRequest(data=part)
-
-        if STORM is not None:
-            return cast(Any, again(lambda: self.stub.Upload(requests(), metadata=self.metadata)))
-        return self.stub.Upload(requests(), metadata=self.metadata)
-
-    async def query(self, token: str, digest: str) -> int:
-        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
-        return (await self.stub.QueryUpload(request, metadata=self.metadata)).received_bytes
-
-    async def report(
-        self, token: str, digest: str = "", num_examples: float = 1.0, metrics: Mapping[str, float] | None = None
-    ) -> fleet_pb2.ReportResponse:
-        request = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=num_examples, metrics=metrics)
-        return await self.stub.Report(request, metadata=self.metadata)
-
-    async def report_inline(
-        self, token: str, content: bytes, digest: str | None = None, num_examples: float = 1.0
-    ) -> fleet_pb2.ReportResponse:
-        """Reports with the update in the message."""
-        request = fleet_pb2.ReportRequest(
-            token=token, digest=digest or digest_of(content), num_examples=num_examples, update=content
-        )
-        return await self.stub.Report(request, metadata=self.metadata)
-
-    async def deliver(
-        self,
-        token: str,
-        update: Parameters | bytes,
-        num_examples: float = 1.0,
-        metrics: Mapping[str, float] | None = None,
-    ) -> fleet_pb2.ReportResponse:
-        """Uploads and reports."""
-        content = update if isinstance(update, bytes) else update.to_bytes()
-        await self.upload(token, content)
-        return await self.report(token, digest_of(content), num_examples, metrics)
-
-    def heartbeat(self, token: str, wait_s: float = PATIENCE_S) -> aio.UnaryUnaryCall[Any, fleet_pb2.HeartbeatResponse]:
-        request = fleet_pb2.HeartbeatRequest(token=token, progress=0.5, wait_s=wait_s)
-        return self.stub.Heartbeat(request, metadata=self.metadata)
-
-    async def stop_reason(self, token: str, wait_s: float = PATIENCE_S) -> str:
-        """Waits to be told to stop; the reason."""
-        response = await self.heartbeat(token, wait_s)
-        assert response.HasField("stop"), response
-        return reason_name(response.stop.reason)
-
-    async def fail(self, token: str, reason: model_pb2.Reason.ValueType, text: str = "") -> None:
-        await self.stub.Fail(fleet_pb2.FailRequest(token=token, reason=reason, text=text), metadata=self.metadata)
-
-
 class Operator:
     """What an operator says."""
 
     def __init__(self, channel: aio.Channel, token: str = ADMIN_TOKEN) -> None:
         self.stub = authorized(admin_pb2_grpc.AdminStub(channel), token)
 
+    async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
+        request = admin_pb2.CreateEnrolmentRequest(
+            population=population, num_uses=num_uses, expires_s=expires_s, address="127.0.0.1:7443"
+        )
+        return Ticket.from_text((await self.stub.CreateEnrolment(request)).ticket)
+
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
-        parts = [admin_pb2.UploadModelRequest(data=part) for part in _parts(content)]
+        parts = [admin_pb2.UploadModelRequest(data=part) for part in in_parts(content)]
         return (await again(lambda: self.stub.UploadModel(iter(parts)))).digest
 
     async def create(self, text: str, model: Parameters | None = None, key: str | None = None) -> admin_pb2.Job:
@@ -337,15 +222,13 @@ class Site:
         return await self.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
 
     async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
-        stub = fleet_pb2_grpc.FleetStub(self.channel)
-        answer = await stub.Enroll(
-            fleet_pb2.EnrollRequest(
-                population=population,
-                idempotency_key=key or f"idempotency-{next(_keys)}",
-                protocol_version=wire.PROTOCOL_VERSION,
-            )
-        )
-        return RawClient(self.channel, answer.credential, answer.client_id)
+        """A client with a session; the same `key` is the same client, with the same private key."""
+        key = key or f"idempotency-{next(_keys)}"
+        client = RawClient(self.channel, private_key(key))
+        token = (await self.operator.ticket(population, num_uses=1)).secret
+        await client.enrol(population=population, idempotency_key=key, token=token)
+        await client.open_session()
+        return client
 
     async def fleet(self, count: int) -> list[RawClient]:
         return [await self.enrol() for _ in range(count)]
@@ -435,16 +318,3 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"gave up waiting for: {what}") from None
-
-
-def digest_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def reason_name(reason: model_pb2.Reason.ValueType) -> str:
-    return model_pb2.Reason.Name(reason).removeprefix("REASON_")
-
-
-def _parts(content: bytes) -> list[bytes]:
-    size = max(50, len(content) // 50)
-    return [content[start : start + size] for start in range(0, len(content), size)]

@@ -140,8 +140,13 @@ async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> No
 async def test_another_protocol_version(site: Site) -> None:
     client = await site.enrol()
     for version in (0, 2, 2**32 - 1):
-        request = fleet_pb2.EnrollRequest(population="demo", idempotency_key="12345678", protocol_version=version)
-        for call in (client.check_in(version=version), client.stub.Enroll(request)):
+        calls = (
+            client.check_in(version=version),
+            client.stub.GetChallenge(fleet_pb2.GetChallengeRequest(protocol_version=version)),
+            client.stub.OpenSession(fleet_pb2.OpenSessionRequest(protocol_version=version)),
+            client.stub.Enroll(fleet_pb2.EnrollRequest(population="demo", protocol_version=version)),
+        )
+        for call in calls:
             with pytest.raises(aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

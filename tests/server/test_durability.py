@@ -30,11 +30,11 @@ DAY_S = 86_400.0
 MEMORY = 'durability = "memory"\n'
 
 
-def moved(client: RawClient, site: Site) -> RawClient:
+async def moved(client: RawClient, site: Site) -> RawClient:
     """The same client, talking to another server."""
-    again = RawClient(site.channel, "", client.client_id)
-    again.metadata = client.metadata
-    return again
+    there = client.over(site.channel)
+    await there.open_session()
+    return there
 
 
 async def begun(site: Site, text: str, num_clients: int) -> tuple[str, list[RawClient], list[fleet_pb2.Assignment]]:
@@ -54,7 +54,7 @@ async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
         assert (await clients[2].deliver(work[2].token, updates[2], 7.0)).HasField("receipt")
         await clients[0].upload(work[0].token, contents[0], end=60)
     async with harness.running(folder) as site:
-        a, b, c = (moved(client, site) for client in clients)
+        a, b, c = [await moved(client, site) for client in clients]
         assert (await c.report(work[2].token, digest_of(contents[2]), 7.0)).HasField("receipt")
         assert await a.query(work[0].token, digest_of(contents[0])) == 60
         await a.upload(work[0].token, contents[0], offset=60)
@@ -83,7 +83,7 @@ async def test_a_receipt_after_the_commit_and_a_restart(folder: Path) -> None:
         await client.deliver(work.token, content)
         await site.operator.until(job, "version", "1")
     async with harness.running(folder) as site:
-        client = moved(client, site)
+        client = await moved(client, site)
         assert (await client.report(work.token, digest_of(content))).HasField("receipt")
         fresh = await client.assignment()
         assert (fresh.round, fresh.model.digest) == (2, (await site.operator.versions(job))[-1].model.digest)
@@ -98,7 +98,7 @@ async def test_whose_deadline_struck_while_the_server_was_down_is_late(folder: P
         connection.execute("UPDATE assignments SET deadline_unix_s = deadline_unix_s - 7200")  # two hours later
     async with harness.running(folder) as site:
         await site.operator.until(job, "job", "COMPLETED")
-        late = await moved(two, site).report_inline(work[1].token, update_of(initial_model(), 1).to_bytes())
+        late = await (await moved(two, site)).report_inline(work[1].token, update_of(initial_model(), 1).to_bytes())
         assert reason_name(late.refusal.reason) == "TRAIN_TIMEOUT"
         assert (await site.operator.versions(job))[-1].num_updates == 1
 
@@ -114,7 +114,7 @@ async def test_an_attempt_whose_spool_is_gone_is_tried_again(folder: Path) -> No
     async with harness.running(folder) as site:
         ended = await site.operator.until(job, "attempt", "ABANDONED")
         assert ended.reason == f"aggregation failed: the update of {clients[0].client_id} is gone or damaged"
-        clients = [moved(client, site) for client in clients]
+        clients = [await moved(client, site) for client in clients]
         work = await site.assign(clients)
         assert [one.attempt for one in work] == [2, 2]
         for client, one in zip(clients, work, strict=True):
@@ -145,9 +145,9 @@ async def test_a_clock_that_was_set_back_while_the_server_was_down_gives_no_more
         job, (one, two), work = await begun(site, job_file(goal=2), 2)
         await one.deliver(work[0].token, update_of(initial_model(), 0))
     async with harness.running(folder, clock=lambda: time.time() - DAY_S) as site:
-        answer = await moved(two, site).heartbeat(work[1].token, 0.0)
+        answer = await (await moved(two, site)).heartbeat(work[1].token, 0.0)
         assert 0.0 < answer.proceed.remaining_s <= 3600.0
-        await moved(two, site).deliver(work[1].token, update_of(initial_model(), 1))
+        await (await moved(two, site)).deliver(work[1].token, update_of(initial_model(), 1))
         await site.operator.until(job, "job", "COMPLETED")
 
 
@@ -164,7 +164,7 @@ async def test_in_memory_a_restart_costs_the_attempt_and_not_the_job(folder: Pat
     async with harness.running(folder) as site:
         ended = await site.operator.until(job, "attempt", "ABANDONED")
         assert ended.reason == "the server was restarted"
-        one, two = moved(one, site), moved(two, site)
+        one, two = await moved(one, site), await moved(two, site)
         late = await two.report_inline(work[1].token, update.to_bytes())
         assert reason_name(late.refusal.reason) == "ATTEMPT_ABANDONED"
         for client, again in zip((one, two), await site.assign([one, two]), strict=True):

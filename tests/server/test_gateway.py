@@ -24,6 +24,7 @@ from server import harness
 from server.access import ADMIN_METADATA
 from server.databases import execute_sql
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from server.raw_client import private_key
 
 TIMES = LeaseTimes(valid_s=6.0, renew_s=0.2, margin_s=1.0, poll_s=0.05)
 
@@ -94,7 +95,7 @@ async def test_the_status_says_who_leads_and_who_passed_the_call_on(leader: Site
 
 
 async def test_refusals_arrive_as_the_leader_made_them(leader: Site, gateway: Site) -> None:
-    nobody = [RawClient(site.channel, "wrong") for site in (leader, gateway)]
+    nobody = [RawClient(site.channel, private_key("nobody")) for site in (leader, gateway)]
     calls: tuple[Callable[[Site, RawClient], Awaitable[object]], ...] = (
         lambda site, _: site.operator.show("no-such-job"),
         lambda site, _: site.operator.export("no-such-job"),
@@ -113,7 +114,7 @@ async def test_cancellation_and_deadlines_reach_the_leader(leader: Site, gateway
     client, other = await gateway.fleet(2)
     waiting = client.check_in()
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=60.0)
-    late = other.stub.CheckIn(request, metadata=other.metadata, timeout=0.5)
+    late = other.stub.CheckIn(request, metadata=other.signed("CheckIn", request), timeout=0.5)
     await leader.waiting(2)
     waiting.cancel()
     assert (await code_of(late))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -167,6 +168,7 @@ async def test_a_leader_that_is_stopped_lets_the_other_lead_at_once(tmp_path: Pa
             assert (await code_of(heartbeat))[0] is grpc.StatusCode.UNAVAILABLE
             assert (await code_of(to_the_end(watching)))[0] is grpc.StatusCode.UNAVAILABLE
             await leading(second, 2)
+            await client.open_session()  # the new leader does not know that of the old one
             after = await client.assignment()
             assert (await client.deliver(after.token, update_of(initial_model(), 1))).HasField("receipt")
             await second.operator.until(job, "job", "COMPLETED")

@@ -14,6 +14,7 @@ from grpc import aio
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from server import access
 from server.harness import Site
+from server.raw_client import RawClient
 from wire import make_golden
 
 GOLDEN = sorted(make_golden.FOLDER.parent.glob("*/*.bin"))
@@ -83,6 +84,12 @@ async def outcome(channel: aio.Channel, method: MethodDescriptor, request: bytes
     return "OK", ""
 
 
+def metadata_for(client: RawClient, method: MethodDescriptor, request: bytes) -> object:
+    if method.containing_service.name == "Fleet":
+        return client.signed_bytes(method.name, request)
+    return access.ADMIN_METADATA
+
+
 @pytest.mark.fault("F28")
 async def test_a_server_answers_golden_requests(site: Site) -> None:
     """Fields that this version does not know change no answer: a newer client may send them."""
@@ -90,10 +97,10 @@ async def test_a_server_answers_golden_requests(site: Site) -> None:
     answered: set[str] = set()
     for method in METHODS:
         assert requests_of(method), method.name
-        metadata = client.metadata if method.containing_service.name == "Fleet" else access.ADMIN_METADATA
         for path in requests_of(method):
-            plain = await outcome(site.channel, method, path.read_bytes(), metadata)
-            newer = await outcome(site.channel, method, path.read_bytes() + UNKNOWN_FIELDS, metadata)
+            old, new = path.read_bytes(), path.read_bytes() + UNKNOWN_FIELDS
+            plain = await outcome(site.channel, method, old, metadata_for(client, method, old))
+            newer = await outcome(site.channel, method, new, metadata_for(client, method, new))
             assert plain == newer, method.name
             answered.add(plain[0])
     assert {"OK", "NOT_FOUND"} <= answered

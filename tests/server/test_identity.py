@@ -1,70 +1,220 @@
-"""Who may call: enrolment, credentials, and what becomes of those that are not valid."""
+"""Who may call: tickets, keys and sessions, and what becomes of those that are not valid."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any, cast
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from grpc import aio
 
-from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_server.clients import ClientBook
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat import identity, wire
+from fedplat.identity import Ticket
+from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.identity.book import ClientBook
+from fedplat_server.rpc.errors import RefusedError
+from fedplat_server.store.fleet import Enrolment, EnrolmentToken
 from fedplat_server.store.port import Store
 from fedplat_server.testing import MemoryStore
-from server.harness import FaultyStore, Gate, Site
+from server import harness
+from server.harness import FaultyStore, Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+from server.raw_client import CHALLENGE, Metadata, private_key
 
-INVALID: tuple[Sequence[tuple[str, str | bytes]], ...] = (
-    (),
-    (("authorization", ""),),
-    (("authorization", "Bearer"),),
-    (("authorization", "Bearer "),),
-    (("authorization", "Basic abc"),),
-    (("authorization", "bearer abc"),),
-    (("authorization", "Bearer unknown"),),
-    (("authorization", "Bearer " + "x" * 4000),),
-    (("authorization", "Bearer ' OR 1=1 --"),),
-    (("authorization-bin", b"\xff\xfe"),),
-)
+S = grpc.StatusCode
 
 
-async def test_calls_without_a_valid_credential(site: Site) -> None:
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the code of a call that is refused."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    codes = [value for key, value in caught.value.trailing_metadata() if key == identity.METADATA_CODE]
+    return caught.value.code(), str(codes[0])
+
+
+def every_call(client: RawClient) -> tuple[Any, ...]:
+    renewal = fleet_pb2.RenewCertificateRequest()
+    return (
+        client.check_in(0.0),
+        client.upload("token", b"content"),
+        client.query("token", "0" * 64),
+        client.download("0" * 64),
+        client.heartbeat("token"),
+        client.report("token"),
+        client.fail("token", model_pb2.REASON_TRAINER_ERROR),
+        client.stub.RenewCertificate(renewal, metadata=client.signed("RenewCertificate", renewal)),
+    )
+
+
+# --- calls within a session ------------------------------------------------------------------------------------------
+
+
+async def test_every_call_must_be_signed_with_the_clients_key(site: Site) -> None:
+    client, stranger = await site.fleet(2)
+    client.key = stranger.key
+    for call in every_call(client):
+        assert await refused(call) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
+
+
+async def test_sessions_that_nobody_has_opened_are_unknown(site: Site) -> None:
     client = await site.enrol()
-    for metadata in INVALID:
-        client.metadata = metadata  # pyright: ignore[reportAttributeAccessIssue]
-        calls = (
-            client.check_in(0.0),
-            client.upload("token", b"content"),
-            client.query("token", "0" * 64),
-            client.download("0" * 64),
-            client.heartbeat("token"),
-            client.report("token"),
-            client.fail("token", model_pb2.REASON_TRAINER_ERROR),
-        )
-        for call in calls:
-            with pytest.raises(aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, metadata
-            assert ("fedplat-code", "UNAUTHENTICATED") in [tuple(pair) for pair in caught.value.trailing_metadata()]
+    for session_id in ("no-session", "x" * 2000, client.client_id):
+        client.session_id = session_id
+        for call in every_call(client):
+            assert await refused(call) == (S.UNAUTHENTICATED, "SESSION_UNKNOWN")
 
 
-async def test_enrolling_again_gives_the_same_client_a_new_credential(site: Site) -> None:
-    first = await site.enrol(key="the-same-key")
-    await first.refusal()
-    second = await site.enrol(key="the-same-key")
+BAD_COUNTERS = ("", "0", "-1", "+1", "1.0", "1e3", "²", "9" * 19, "9" * 20, " 1")
+
+
+async def test_calls_that_do_not_say_who_makes_them(site: Site) -> None:
+    client = await site.enrol()
+    request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
+    good = dict(client.signed("CheckIn", request))
+    cases: list[dict[str, str | bytes]] = [{}, {"authorization": "Bearer abc"}]
+    cases += [{key: value for key, value in good.items() if key != missing} for missing in good]
+    cases += [{**good, identity.METADATA_COUNTER: counter} for counter in BAD_COUNTERS if counter.isascii()]
+    cases += [{**good, identity.METADATA_SIGNATURE: signature} for signature in (b"", b"x" * 63, b"x" * 64)]
+    for metadata in cases:
+        status, code = await refused(client.stub.CheckIn(request, metadata=tuple(metadata.items())))
+        assert (status, code in ("UNAUTHENTICATED", "BAD_SIGNATURE")) == (S.UNAUTHENTICATED, True), metadata
+    await client.stub.CheckIn(request, metadata=tuple(good.items()))
+
+
+@pytest.mark.fault("F21")
+async def test_a_replayed_call_is_refused(site: Site) -> None:
+    client = await site.enrol()
+    request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
+    metadata = client.signed("CheckIn", request)
+    await client.stub.CheckIn(request, metadata=metadata)
+    for _ in range(2):
+        assert await refused(client.stub.CheckIn(request, metadata=metadata)) == (S.UNAUTHENTICATED, "REPLAYED")
+    await client.refusal()  # the session goes on
+
+
+@pytest.mark.fault("F21")
+async def test_calls_in_another_order_are_accepted_once_each(site: Site) -> None:
+    client = await site.enrol()
+    request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
+    signed = [client.signed("CheckIn", request) for _ in range(6)]
+    for number in (4, 1, 5, 0, 3, 2):
+        await client.stub.CheckIn(request, metadata=signed[number])
+    for metadata in signed:
+        assert await refused(client.stub.CheckIn(request, metadata=metadata)) == (S.UNAUTHENTICATED, "REPLAYED")
+
+
+@pytest.mark.fault("F21")
+async def test_a_signature_fits_one_message_of_one_method_of_one_session(site: Site) -> None:
+    client, other = await site.fleet(2)
+    request = fleet_pb2.QueryUploadRequest(token="t", digest="0" * 64)
+    metadata = client.signed("QueryUpload", request)
+    altered = fleet_pb2.QueryUploadRequest(token="u", digest="0" * 64)
+    assert (await refused(client.stub.QueryUpload(altered, metadata=metadata)))[1] == "BAD_SIGNATURE"
+    heartbeat = fleet_pb2.HeartbeatRequest.FromString(request.SerializeToString()[:3])
+    assert (await refused(client.stub.Heartbeat(heartbeat, metadata=metadata)))[1] == "BAD_SIGNATURE"
+    elsewhere = {**dict(metadata), identity.METADATA_SESSION: other.session_id}
+    assert (await refused(client.stub.QueryUpload(request, metadata=tuple(elsewhere.items()))))[1] == "BAD_SIGNATURE"
+    later = {**dict(metadata), identity.METADATA_COUNTER: "77"}
+    assert (await refused(client.stub.QueryUpload(request, metadata=tuple(later.items()))))[1] == "BAD_SIGNATURE"
+    assert (await refused(client.stub.QueryUpload(request, metadata=metadata)))[1] == "STALE_ASSIGNMENT"
+
+
+@pytest.mark.fault("F21")
+async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
+    await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    content = update_of(initial_model(), 0).to_bytes()
+    header = fleet_pb2.UploadHeader(token=token, digest=harness.digest_of(content), size_bytes=len(content))
+    metadata = client.signed("Upload", fleet_pb2.UploadRequest(header=header))
+    header.size_bytes += 1
+    parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
+    assert (await refused(client.stub.Upload(iter(parts), metadata=metadata)))[1] == "BAD_SIGNATURE"
+    assert (await client.deliver(token, content)).HasField("receipt")
+
+
+async def test_after_a_restart_a_session_is_unknown_and_another_goes_on(folder: Any) -> None:
+    async with harness.running(folder) as site:
+        client = await site.enrol(key="the-one-client")
+    async with harness.running(folder) as site:
+        again = RawClient(site.channel, client.key)
+        again.client_id, again.session_id = client.client_id, client.session_id
+        assert await refused(again.check_in(0.0)) == (S.UNAUTHENTICATED, "SESSION_UNKNOWN")
+        await again.open_session()
+        await again.refusal()
+
+
+# --- one key at two places -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("F30")
+async def test_a_new_session_fences_the_older_one(site: Site) -> None:
+    first = await site.enrol(key="the-one-client")
+    second = await site.enrol(key="the-one-client")
     assert first.client_id == second.client_id
     await second.refusal()
-    with pytest.raises(aio.AioRpcError) as caught:
-        await first.refusal()
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for call in every_call(first):
+        assert await refused(call) == (S.PERMISSION_DENIED, "FENCED")
+    await second.refusal()
+
+
+# --- proofs of possession --------------------------------------------------------------------------------------------
+
+
+async def opening(client: RawClient, metadata: Metadata) -> tuple[grpc.StatusCode, str]:
+    return await refused(client.stub.OpenSession(client.opening(), metadata=metadata))
+
+
+@pytest.mark.fault("F21")
+async def test_a_nonce_is_good_once(site: Site) -> None:
+    client = await site.enrol()
+    nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
+    metadata = client.proven("OpenSession", client.opening(), nonce)
+    await client.stub.OpenSession(client.opening(), metadata=metadata)
+    assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")
+
+
+async def test_nonces_that_are_not_the_servers_prove_nothing(site: Site) -> None:
+    client = await site.enrol()
+    nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
+    for bad in (b"", b"x", bytes(56), nonce[:-1], nonce[:-1] + bytes([nonce[-1] ^ 1]), nonce + b"x"):
+        metadata = client.proven("OpenSession", client.opening(), bad)
+        assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")
+    metadata = client.proven("Enroll", client.opening(), nonce)  # for another method
+    assert await opening(client, metadata) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
+    client.client_id = "c-nobody"
+    assert await opening(client, ()) == (S.UNAUTHENTICATED, "CLIENT_UNKNOWN")
+
+
+# --- enrolment -------------------------------------------------------------------------------------------------------
+
+
+def newcomer(site: Site, seed: str = "a newcomer") -> RawClient:
+    return RawClient(site.channel, private_key(seed))
+
+
+async def enrolling(client: RawClient, ticket: Ticket, **fields: Any) -> None:
+    good = {"population": ticket.population, "idempotency_key": "a-good-key", "token": ticket.secret}
+    await client.enrol(**{**good, **fields})
+
+
+async def enrolments(site: Site) -> list[admin_pb2.Enrolment]:
+    return list((await site.operator.stub.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments)
+
+
+async def test_a_ticket_carries_what_a_client_needs(site: Site) -> None:
+    ticket = await site.operator.ticket("demo")
+    assert (ticket.server, ticket.population, ticket.tls, ticket.ca) == ("127.0.0.1:7443", "demo", False, "")
+    assert len(ticket.secret) == 43  # 256 bits
+    client = newcomer(site)
+    await enrolling(client, ticket)
+    await client.open_session()
+    await client.refusal()
 
 
 async def test_enrolments_that_are_refused(site: Site) -> None:
-    client = await site.enrol()
-    good: dict[str, Any] = {"population": "demo", "idempotency_key": "a-good-key", "protocol_version": 1}
+    ticket = await site.operator.ticket()
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"population": ""}, "population"),
         ({"population": "a/b"}, "population"),
@@ -75,32 +225,158 @@ async def test_enrolments_that_are_refused(site: Site) -> None:
         ({"labels": {"a b": ""}}, "label"),
     )
     for fields, said in cases:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await client.stub.Enroll(fleet_pb2.EnrollRequest(**{**good, **fields}))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert said in (caught.value.details() or "")
+        with pytest.raises(aio.AioRpcError, match=said) as caught:
+            await enrolling(newcomer(site), ticket, **fields)
+        assert caught.value.code() is S.INVALID_ARGUMENT
+    await enrolling(newcomer(site), ticket)  # none of these has used it up
 
 
-async def test_a_client_of_another_population_is_told_what_is_wrong(site: Site) -> None:
-    await site.enrol("demo", key="the-same-key")
-    with pytest.raises(aio.AioRpcError) as caught:
-        await site.enrol("other", key="the-same-key")
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "population" in (caught.value.details() or "")
+async def test_a_key_must_be_proven_to_enrol(site: Site) -> None:
+    ticket = await site.operator.ticket()
+    thief, owner = newcomer(site), Ed25519PrivateKey.generate()
+    public = owner.public_key().public_bytes_raw()
+    assert await refused(enrolling(thief, ticket, public_key=public)) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
+    for key in (b"", b"x" * 31, b"x" * 33, bytes(32)):
+        assert await refused(enrolling(thief, ticket, public_key=key)) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
+    await enrolling(thief, ticket)
 
 
-async def test_a_credential_that_is_replaced_while_it_is_looked_up_is_not_remembered() -> None:
+async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
+    used, foreign, revoked = [await site.operator.ticket() for _ in range(3)]
+    await enrolling(newcomer(site, "the first"), used, idempotency_key="the-first-key")
+    listed = await enrolments(site)
+    await site.operator.stub.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=listed[2].enrolment_id))
+    unknown = Ticket(used.server, "demo", "x" * 43)
+    expired = await site.operator.ticket(expires_s=1e-6)
+    cases = (
+        (used, {}, S.PERMISSION_DENIED, "used up"),
+        (foreign, {"population": "other"}, S.PERMISSION_DENIED, "another population"),
+        (revoked, {}, S.PERMISSION_DENIED, "revoked"),
+        (expired, {}, S.PERMISSION_DENIED, "expired"),
+        (unknown, {}, S.UNAUTHENTICATED, "not known"),
+        (Ticket("s", "demo", ""), {}, S.UNAUTHENTICATED, "not known"),
+    )
+    for ticket, fields, status, said in cases:
+        with pytest.raises(aio.AioRpcError, match=said) as caught:
+            await enrolling(newcomer(site), ticket, **fields)
+        assert caught.value.code() is status
+        assert ticket.secret not in (caught.value.details() or "") or not ticket.secret
+    states = [
+        one.state for one in (await site.operator.stub.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments
+    ]
+    assert states == ["used up", "open", "revoked", "expired"]
+
+
+async def test_a_repeated_enrolment_gives_the_same_client_and_uses_no_token_up(site: Site) -> None:
+    ticket = await site.operator.ticket(num_uses=1)
+    first, second = newcomer(site), newcomer(site)
+    await enrolling(first, ticket)
+    await enrolling(second, ticket)
+    assert first.client_id == second.client_id
+    with pytest.raises(aio.AioRpcError, match="another public key") as caught:
+        await enrolling(newcomer(site, "somebody else"), ticket)
+    assert caught.value.code() is S.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"expires_s": 0.0}, {"expires_s": -1.0}, {"expires_s": float("nan")}, {"expires_s": 1e9}, {"num_uses": 2_000_000}],
+)
+async def test_tokens_must_have_an_end(site: Site, fields: dict[str, Any]) -> None:
+    with pytest.raises(aio.AioRpcError, match=r"expires|uses") as caught:
+        await site.operator.ticket(**fields)
+    assert caught.value.code() is S.INVALID_ARGUMENT
+
+
+# --- revocation ------------------------------------------------------------------------------------------------------
+
+
+async def revoke(site: Site, client: RawClient) -> admin_pb2.Client:
+    return await site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
+
+
+@pytest.mark.fault("F30")
+async def test_revocation_works_at_the_next_request_whatever_it_is(site: Site) -> None:
+    client = await site.enrol(key="the-one-client")
+    await client.refusal()
+    assert (await revoke(site, client)).state == "revoked"
+    for call in every_call(client):
+        assert await refused(call) == (S.PERMISSION_DENIED, "REVOKED")
+    assert await refused(client.open_session()) == (S.PERMISSION_DENIED, "REVOKED")
+    again = client.enrol(population="demo", idempotency_key="the-one-client", token="x")
+    assert await refused(again) == (S.PERMISSION_DENIED, "REVOKED")
+    assert (await revoke(site, client)).state == "revoked"  # safe to repeat
+    unknown = site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id="c-nobody"))
+    assert await refused(unknown) == (S.NOT_FOUND, "NO_SUCH_CLIENT")
+
+
+async def test_revocation_ends_the_long_poll_of_a_free_client(site: Site) -> None:
+    client = await site.enrol()
+    waiting = client.check_in()
+    await site.waiting(1)
+    await revoke(site, client)
+    assert await refused(waiting) == (S.PERMISSION_DENIED, "REVOKED")
+    await site.waiting(0)
+
+
+async def test_revocation_ends_the_work_of_a_client_and_the_round_goes_on(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1, over_selection=2.0))
+    good, bad = await site.fleet(2)
+    good_work, bad_work = await site.assign([good, bad])
+    beat = bad.heartbeat(bad_work.token)
+    await site.operator.until(job, "assignment", "TRAINING")
+    await revoke(site, bad)
+    assert await refused(beat) == (S.PERMISSION_DENIED, "REVOKED")
+    assert (await refused(bad.deliver(bad_work.token, update_of(initial_model(), 1))))[1] == "REVOKED"
+    assert (await good.deliver(good_work.token, update_of(initial_model(), 0))).HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")
+    assert (await site.operator.reasons(job))[bad.client_id] == "FAILED an operator revoked the client"
+    assert (await site.operator.versions(job))[-1].num_updates == 1
+
+
+async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered() -> None:
     store = FaultyStore(cast(Store, MemoryStore()))
+    await store.inner.add_enrolment_token(EnrolmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
+    await store.inner.enroll(Enrolment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
     book = ClientBook(cast(Store, store))
-    _, old = await book.enroll("demo", {}, "1", "the-same-key")
     gate = Gate()
-    store.after["client_by_credential"] = gate
-    looking_up = asyncio.create_task(book.authenticate(f"Bearer {old}"))
+    store.after["find_client"] = gate
+    looking_up = asyncio.create_task(book.find("c"))
     await gate.reached.wait()
-    del store.after["client_by_credential"]
-    await book.enroll("demo", {}, "1", "the-same-key")
+    del store.after["find_client"]
+    revoked = await store.inner.revoke_client("c")
+    assert revoked is not None
+    book.changed(revoked)
     gate.open()
     await looking_up
-    with pytest.raises(RefusedError) as caught:
-        await book.authenticate(f"Bearer {old}")
-    assert caught.value.code is Code.UNAUTHENTICATED
+    with pytest.raises(RefusedError, match="revoked"):
+        await book.find("c")
+
+
+# --- assignment tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("F21")
+async def test_an_assignment_token_is_bound_to_client_job_round_and_attempt_and_single_use(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1, rounds=2))
+    client = await site.enrol()
+    first = await client.assignment()
+    assert len(first.token) == 43  # 256 bits
+    update = update_of(initial_model(), 0)
+    stranger = await site.enrol()
+    assert (
+        reason_name((await stranger.report(first.token, harness.digest_of(update.to_bytes()))).refusal.reason)
+        == "STALE"
+    )
+    assert (await refused(stranger.upload(first.token, update.to_bytes())))[1] == "STALE_ASSIGNMENT"
+    assert (await client.deliver(first.token, update)).HasField("receipt")
+    await site.operator.until(job, "version", "1")
+    second = await client.assignment()
+    assert second.token != first.token
+    other = update_of(initial_model(), 1)
+    # In the next round the old token still means the old assignment, which is over.
+    assert (await refused(client.upload(first.token, other.to_bytes())))[1] == "STALE_ASSIGNMENT"
+    refusal = (await client.report(first.token, harness.digest_of(other.to_bytes()))).refusal
+    assert reason_name(refusal.reason) == "REJECTED_CONFLICT"
+    assert (await client.deliver(second.token, other)).HasField("receipt")
+    await site.operator.until(job, "job", "COMPLETED")

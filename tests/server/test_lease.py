@@ -17,7 +17,7 @@ from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.store.memory_leases import MemoryLeases
 from server import harness
-from server.harness import RawClient, digest_of, initial_model, job_file, update_of
+from server.harness import digest_of, initial_model, job_file, update_of
 from server.test_gateway import both_agree, code_of, leading
 
 ONE, TWO = Candidate("d-one", "one:7443"), Candidate("d-two", "two:7443")
@@ -148,13 +148,13 @@ async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
         token = (await client.assignment()).token
         update = update_of(initial_model(), 1).to_bytes()
         network.set(weather)
-        there = RawClient(old.channel, "", client.client_id)
-        there.metadata = client.metadata
+        there = client.over(old.channel)
         late = asyncio.ensure_future(code_of(there.report_inline(token, update)))
         await leading(new, 2)
         assert (await late)[0] is grpc.StatusCode.UNAVAILABLE
         code, _, ours = await code_of(old.operator.show(job))
         assert (code, ours) == (grpc.StatusCode.UNAVAILABLE, "NO_LEADER")
+        await client.open_session()  # the new leader does not know that of the old one
         answer = await client.report_inline(token, update)
         if not answer.HasField("receipt"):  # the attempt was lost with its leader; there is another one
             token = (await client.assignment()).token

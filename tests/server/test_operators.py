@@ -102,7 +102,9 @@ async def test_what_is_no_known_token_is_refused(site: Site, metadata: list[tupl
 
 async def test_a_client_is_no_operator(site: Site) -> None:
     client = await site.enrol()
-    code, _ = await refusal(site.channel.unary_unary(f"/{SERVICE.full_name}/ListJobs")(b"", metadata=client.metadata))
+    code, _ = await refusal(
+        site.channel.unary_unary(f"/{SERVICE.full_name}/ListJobs")(b"", metadata=client.signed_bytes("ListJobs", b""))
+    )
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 

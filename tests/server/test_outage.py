@@ -130,15 +130,14 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
 async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
     async with harness.running(folder, grace_s=0.2) as site:
         job = await site.operator.start(job_file(goal=1))
-        client = await site.enrol()
+        client = await site.enrol(key="the-one-client")
         token = (await client.assignment()).token
         await client.deliver(token, update_of(initial_model(), 0))
         site.store.outage = True
     async with harness.running(folder) as site:
         shown = await site.operator.show(job)
         assert shown.model.version in (0, 1)
-        again = harness.RawClient(site.channel, "")
-        again.metadata = client.metadata
+        again = await site.enrol(key="the-one-client")
         answer = await again.report(token, digest_of(update_of(initial_model(), 0).to_bytes()))
         assert answer.HasField("receipt")
         await site.operator.until(job, "job", "COMPLETED")

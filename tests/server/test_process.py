@@ -17,12 +17,16 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import Message
 
 from fedplat import wire
+from fedplat.identity import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
 from fedplat_server import cli
 from server.access import authorized
 from server.harness import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
+from server.raw_client import CHALLENGE, Metadata, Signing
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 
@@ -93,20 +97,34 @@ def channel(address: str) -> Generator[grpc.Channel]:
         yield made
 
 
-class Caller:
+class Caller(Signing):
     """A client and an operator with blocking stubs."""
 
-    def __init__(self, made: grpc.Channel) -> None:
+    def __init__(self, made: grpc.Channel, before: Caller | None = None) -> None:
+        super().__init__(before.key if before is not None else Ed25519PrivateKey.generate())
         self.fleet = fleet_pb2_grpc.FleetStub(made)
         self.admin = authorized(admin_pb2_grpc.AdminStub(made))
+        self.client_id = before.client_id if before is not None else self.enrol()
+        request = self.opening()
+        self.opened(self.fleet.OpenSession(request, metadata=self.proof("OpenSession", request)))
+
+    def enrol(self) -> str:
+        wanted = admin_pb2.CreateEnrolmentRequest(population="demo", expires_s=60, address="127.0.0.1:7443")
         request = fleet_pb2.EnrollRequest(
-            population="demo", idempotency_key=os.urandom(8).hex(), protocol_version=wire.PROTOCOL_VERSION
+            population="demo",
+            idempotency_key=os.urandom(8).hex(),
+            protocol_version=wire.PROTOCOL_VERSION,
+            token=Ticket.from_text(self.admin.CreateEnrolment(wanted).ticket).secret,
+            public_key=self.public_key,
         )
-        self.metadata = (("authorization", f"Bearer {self.fleet.Enroll(request).credential}"),)
+        return self.fleet.Enroll(request, metadata=self.proof("Enroll", request)).client_id
+
+    def proof(self, method: str, request: Message) -> Metadata:
+        return self.proven(method, request, self.fleet.GetChallenge(CHALLENGE).nonce)
 
     def check_in(self, wait_s: float = PATIENCE_S) -> grpc.Future[fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=wait_s)
-        return self.fleet.CheckIn.future(request, metadata=self.metadata)
+        return self.fleet.CheckIn.future(request, metadata=self.signed("CheckIn", request))
 
     def start_job(self, text: str) -> str:
         content = initial_model().to_bytes()
@@ -123,9 +141,9 @@ class Caller:
         content = update_of(initial_model(), 0).to_bytes()
         header = fleet_pb2.UploadHeader(token=token, digest=digest_of(content), size_bytes=len(content))
         parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
-        self.fleet.Upload(iter(parts), metadata=self.metadata)
+        self.fleet.Upload(iter(parts), metadata=self.signed("Upload", parts[0]))
         report = fleet_pb2.ReportRequest(token=token, digest=digest_of(content), num_examples=1.0)
-        assert self.fleet.Report(report, metadata=self.metadata).HasField("receipt")
+        assert self.fleet.Report(report, metadata=self.signed("Report", report)).HasField("receipt")
 
     def until(self, job: str, entity: str, to_state: str = "") -> None:
         """Waits for an event."""
@@ -171,8 +189,7 @@ def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
         caller.until(job, "version")
         assert server.stop(signal.SIGINT) == 0
     with started(folder) as server, channel(server.until_ready()) as made:
-        again = Caller(made)
-        again.metadata = caller.metadata
+        again = Caller(made, caller)
         again.train()
         again.until(job, "job", "COMPLETED")
         assert again.admin.ShowJob(admin_pb2.JobRequest(job=job)).model.version == 2
@@ -188,7 +205,7 @@ def test_a_log_that_nobody_reads_stops_no_round(folder: Path) -> None:
         for _ in range(100):  # much more than a pipe holds
             token = caller.check_in().result().assignment.token
             failure = fleet_pb2.FailRequest(token=token, reason=model_pb2.REASON_TRAINER_ERROR, text=filler)
-            caller.fleet.Fail(failure, metadata=caller.metadata)
+            caller.fleet.Fail(failure, metadata=caller.signed("Fail", failure))
         for _ in range(3):
             caller.train()
         caller.until(job, "job", "COMPLETED")

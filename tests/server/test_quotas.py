@@ -22,6 +22,7 @@ from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Bucket, Buckets, Progress, Quotas
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
+from server.raw_client import private_key
 
 UPDATE = update_of(initial_model(), 0).to_bytes()
 KEY = AttemptKey("j", 1, 1)
@@ -127,9 +128,10 @@ async def test_too_many_requests_of_one_client_harm_no_other(folder: Path) -> No
 
 
 async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(anonymous_per_minute=3.0)) as site:
+    # To enrol and to open a session takes four requests.
+    async with harness.running(folder, limits=Limits(anonymous_per_minute=6.0)) as site:
         client = await site.enrol()
-        thief = RawClient(site.channel, "guessed")
+        thief = RawClient(site.channel, private_key("a thief"))
         for _ in range(2):
             status, _, _ = await refusal_of(thief.check_in(0.0))
             assert status is grpc.StatusCode.UNAUTHENTICATED
@@ -149,17 +151,18 @@ async def test_a_byte_a_second_is_too_slow_and_harms_no_other(folder: Path) -> N
         slow, quick = await site.fleet(2)
         tokens = [assignment.token for assignment in await site.assign([slow, quick])]
         over = asyncio.Event()
+        header = fleet_pb2.UploadHeader(token=tokens[0], digest=digest_of(UPDATE), size_bytes=len(UPDATE))
+        first = fleet_pb2.UploadRequest(header=header)
 
         async def drip() -> AsyncIterator[fleet_pb2.UploadRequest]:
-            header = fleet_pb2.UploadHeader(token=tokens[0], digest=digest_of(UPDATE), size_bytes=len(UPDATE))
-            yield fleet_pb2.UploadRequest(header=header)
+            yield first
             for byte in UPDATE:
                 if over.is_set():
                     return
                 yield fleet_pb2.UploadRequest(data=bytes([byte]))
                 await asyncio.wait([asyncio.create_task(over.wait())], timeout=0.05)
 
-        dripping = asyncio.ensure_future(refusal_of(slow.stub.Upload(drip(), metadata=slow.metadata)))
+        dripping = asyncio.ensure_future(refusal_of(slow.stub.Upload(drip(), metadata=slow.signed("Upload", first))))
         assert (await quick.deliver(tokens[1], UPDATE)).HasField("receipt")
         status, code, window = await dripping
         over.set()
@@ -177,16 +180,17 @@ async def test_streams_of_one_client_are_counted(folder: Path) -> None:
     async with harness.running(folder, limits=Limits(max_streams=2)) as site:
         _, client, token = await working(site)
         over = asyncio.Event()
+        header = fleet_pb2.UploadHeader(token=token, digest=digest_of(UPDATE), size_bytes=len(UPDATE))
+        first = fleet_pb2.UploadRequest(header=header)
 
         async def idle() -> AsyncIterator[fleet_pb2.UploadRequest]:
-            header = fleet_pb2.UploadHeader(token=token, digest=digest_of(UPDATE), size_bytes=len(UPDATE))
-            yield fleet_pb2.UploadRequest(header=header)
+            yield first
             await over.wait()
 
         held: list[aio.StreamUnaryCall[fleet_pb2.UploadRequest, fleet_pb2.UploadResponse]] = []
 
         async def full() -> bool:
-            held.append(client.stub.Upload(idle(), metadata=client.metadata))
+            held.append(client.stub.Upload(idle(), metadata=client.signed("Upload", first)))
             try:
                 await client.download(digest_of(initial_model().to_bytes()))
             except aio.AioRpcError as exc:

@@ -155,8 +155,9 @@ async def test_a_repeated_report_gets_the_first_receipt_for_ever(folder: Path) -
         assert await one.report(tokens[0], digest_of(content), 2.0) == first
         model = await site.operator.export(job)
     async with harness.running(folder) as site:
-        again = RawClient(site.channel, "", one.client_id)
-        again.metadata = one.metadata
+        again = RawClient(site.channel, one.key)
+        again.client_id = one.client_id
+        await again.open_session()
         assert await again.report(tokens[0], digest_of(content), 2.0) == first
         conflict = await again.report(tokens[0], digest_of(other), 2.0)
         assert reason_name(conflict.refusal.reason) == "REJECTED_CONFLICT"

@@ -50,14 +50,16 @@ async def test_a_stream_that_is_cut_keeps_what_had_arrived(site: Site) -> None:
     client, token = await working(site)
     sent, cut = asyncio.Event(), asyncio.Event()
 
+    header = fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
+    first = fleet_pb2.UploadRequest(header=header)
+
     async def half() -> AsyncIterator[fleet_pb2.UploadRequest]:
-        header = fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
-        yield fleet_pb2.UploadRequest(header=header)
+        yield first
         yield fleet_pb2.UploadRequest(data=UPDATE[:64])
         sent.set()
         await cut.wait()
 
-    call = client.stub.Upload(half(), metadata=client.metadata)
+    call = client.stub.Upload(half(), metadata=client.signed("Upload", first))
     await sent.wait()
 
     async def arrived() -> bool:
@@ -94,7 +96,7 @@ async def test_bytes_that_were_damaged_on_the_way_start_again(site: Site) -> Non
 async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
     client, _ = await working(site)
     for messages in ([], [fleet_pb2.UploadRequest(data=b"x")], [fleet_pb2.UploadRequest()]):
-        call = client.stub.Upload(iter(messages), metadata=client.metadata)
+        call = client.stub.Upload(iter(messages), metadata=client.signed("Upload", next(iter(messages), None)))
         assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -165,14 +167,15 @@ async def test_idle_streams_and_too_many_of_them_are_ended(folder: Path) -> None
     async with harness.running(folder, limits=Limits(idle_s=0.2, max_calls=3)) as site:
         client, token = await working(site)
 
+        header = fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
+        first = fleet_pb2.UploadRequest(header=header)
+
         async def silent() -> AsyncIterator[fleet_pb2.UploadRequest]:
-            yield fleet_pb2.UploadRequest(
-                header=fleet_pb2.UploadHeader(token=token, digest=DIGEST, size_bytes=len(UPDATE))
-            )
+            yield first
             await over.wait()
 
         over = asyncio.Event()
-        code, _ = await refused(client.stub.Upload(silent(), metadata=client.metadata))
+        code, _ = await refused(client.stub.Upload(silent(), metadata=client.signed("Upload", first)))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         over.set()
         beats = [client.heartbeat(token) for _ in range(3)]

@@ -44,7 +44,6 @@ VALUES: dict[str, object] = {
     "evaluators": ["scorer"],
     "trainer": "toy",
     "token": "Zm9ydHktdGhyZWUgY2hhcmFjdGVycyBvZiBiYXNlNjQ",
-    "credential": "Zm9ydHktdGhyZWUgY2hhcmFjdGVycyBvZiBiYXNlNjQ",
     "digest": hashlib.sha256(b"a golden model").hexdigest(),
     "initial_digest": hashlib.sha256(b"a golden model").hexdigest(),
     "idempotency_key": "5f0c3a52-6d0f-4a83-9f3a-000000000001",

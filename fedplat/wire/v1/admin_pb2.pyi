@@ -697,7 +697,7 @@ class Client(_message.Message):
     client_id: _builtins.str
     population: _builtins.str
     state: _builtins.str
-    """"waiting", "busy" or "away"."""
+    """"waiting", "busy", "away" or "revoked"."""
     enrolled_unix_s: _builtins.float
     last_seen_unix_s: _builtins.float
     """0 when it was not seen since the server started."""
@@ -745,6 +745,172 @@ class ListClientsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListClientsResponse: _TypeAlias = ListClientsResponse  # noqa: Y015
+
+@_typing.final
+class RevokeClientRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeClientRequest: _TypeAlias = RevokeClientRequest  # noqa: Y015
+
+@_typing.final
+class CreateEnrolmentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    NUM_USES_FIELD_NUMBER: _builtins.int
+    EXPIRES_S_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    num_uses: _builtins.int
+    """How many clients may enrol; 0 means 1."""
+    expires_s: _builtins.float
+    """From now."""
+    address: _builtins.str
+    """host:port where the clients shall reach the server."""
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        num_uses: _builtins.int = ...,
+        expires_s: _builtins.float = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "expires_s", b"expires_s", "num_uses", b"num_uses", "population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateEnrolmentRequest: _TypeAlias = CreateEnrolmentRequest  # noqa: Y015
+
+@_typing.final
+class CreateEnrolmentResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENROLMENT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    """Secret: what a client needs, one line. The server keeps a hash of it only."""
+    @_builtins.property
+    def enrolment(self) -> Global___Enrolment: ...
+    def __init__(
+        self,
+        *,
+        enrolment: Global___Enrolment | None = ...,
+        ticket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enrolment", b"enrolment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment", b"enrolment", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateEnrolmentResponse: _TypeAlias = CreateEnrolmentResponse  # noqa: Y015
+
+@_typing.final
+class Enrolment(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
+    NUM_USES_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    enrolment_id: _builtins.str
+    population: _builtins.str
+    num_uses: _builtins.int
+    num_left: _builtins.int
+    created_unix_s: _builtins.float
+    expires_unix_s: _builtins.float
+    state: _builtins.str
+    """"open", "used up", "expired" or "revoked"."""
+    def __init__(
+        self,
+        *,
+        enrolment_id: _builtins.str = ...,
+        population: _builtins.str = ...,
+        num_uses: _builtins.int = ...,
+        num_left: _builtins.int = ...,
+        created_unix_s: _builtins.float = ...,
+        expires_unix_s: _builtins.float = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "num_left", b"num_left", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Enrolment: _TypeAlias = Enrolment  # noqa: Y015
+
+@_typing.final
+class ListEnrolmentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEnrolmentsRequest: _TypeAlias = ListEnrolmentsRequest  # noqa: Y015
+
+@_typing.final
+class ListEnrolmentsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENROLMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]: ...
+    def __init__(
+        self,
+        *,
+        enrolments: _abc.Iterable[Global___Enrolment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEnrolmentsResponse: _TypeAlias = ListEnrolmentsResponse  # noqa: Y015
+
+@_typing.final
+class RevokeEnrolmentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    enrolment_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        enrolment_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeEnrolmentRequest: _TypeAlias = RevokeEnrolmentRequest  # noqa: Y015
 
 @_typing.final
 class ListModelVersionsRequest(_message.Message):

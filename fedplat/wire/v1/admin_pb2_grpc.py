@@ -94,6 +94,26 @@ class AdminStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
                 _registered_method=True)
+        self.RevokeClient = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/RevokeClient',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+                _registered_method=True)
+        self.CreateEnrolment = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/CreateEnrolment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+                _registered_method=True)
+        self.ListEnrolments = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/ListEnrolments',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+                _registered_method=True)
+        self.RevokeEnrolment = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/RevokeEnrolment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
+                _registered_method=True)
         self.ListModelVersions = channel.unary_unary(
                 '/fedplat.wire.v1.Admin/ListModelVersions',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsRequest.SerializeToString,
@@ -204,6 +224,33 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RevokeClient(self, request, context):
+        """Ends a client's membership for good, from its next request on; its open assignment fails.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateEnrolment(self, request, context):
+        """Makes a token by which clients enrol.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEnrolments(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeEnrolment(self, request, context):
+        """Nobody enrols by the token any more; clients that have enrolled stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModelVersions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -306,6 +353,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListClients,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.SerializeToString,
+            ),
+            'RevokeClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeClient,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.SerializeToString,
+            ),
+            'CreateEnrolment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateEnrolment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.SerializeToString,
+            ),
+            'ListEnrolments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnrolments,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.SerializeToString,
+            ),
+            'RevokeEnrolment': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeEnrolment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.SerializeToString,
             ),
             'ListModelVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModelVersions,
@@ -662,6 +729,114 @@ class Admin:
             '/fedplat.wire.v1.Admin/ListClients',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/RevokeClient',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateEnrolment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/CreateEnrolment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEnrolments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/ListEnrolments',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeEnrolment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/RevokeEnrolment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
             options,
             channel_credentials,
             insecure,

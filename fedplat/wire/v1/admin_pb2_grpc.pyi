@@ -46,6 +46,13 @@ class AdminStub:
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
     ListClients: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]
+    RevokeClient: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]
+    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    CreateEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]
+    """Makes a token by which clients enrol."""
+    ListEnrolments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]
+    RevokeEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]
+    """Nobody enrols by the token any more; clients that have enrolled stay."""
     ListModelVersions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]
     ExportModel: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]
     """Sends the safetensors file of a version."""
@@ -75,6 +82,13 @@ class AdminAsyncStub(AdminStub):
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
+    RevokeClient: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]  # type: ignore[assignment]
+    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    CreateEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]  # type: ignore[assignment]
+    """Makes a token by which clients enrol."""
+    ListEnrolments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]  # type: ignore[assignment]
+    RevokeEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]  # type: ignore[assignment]
+    """Nobody enrols by the token any more; clients that have enrolled stay."""
     ListModelVersions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]  # type: ignore[assignment]
     ExportModel: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Sends the safetensors file of a version."""
@@ -173,6 +187,37 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListClientsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListClientsResponse, _abc.Awaitable[_admin_pb2.ListClientsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RevokeClient(
+        self,
+        request: _admin_pb2.RevokeClientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Client, _abc.Awaitable[_admin_pb2.Client]]:
+        """Ends a client's membership for good, from its next request on; its open assignment fails."""
+
+    @_abc_1.abstractmethod
+    def CreateEnrolment(
+        self,
+        request: _admin_pb2.CreateEnrolmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CreateEnrolmentResponse, _abc.Awaitable[_admin_pb2.CreateEnrolmentResponse]]:
+        """Makes a token by which clients enrol."""
+
+    @_abc_1.abstractmethod
+    def ListEnrolments(
+        self,
+        request: _admin_pb2.ListEnrolmentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListEnrolmentsResponse, _abc.Awaitable[_admin_pb2.ListEnrolmentsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RevokeEnrolment(
+        self,
+        request: _admin_pb2.RevokeEnrolmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Enrolment, _abc.Awaitable[_admin_pb2.Enrolment]]:
+        """Nobody enrols by the token any more; clients that have enrolled stay."""
 
     @_abc_1.abstractmethod
     def ListModelVersions(

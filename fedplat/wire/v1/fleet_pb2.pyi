@@ -3,7 +3,13 @@
 isort:skip_file
 What clients say to the server. Every call starts at the client, so that clients need no open port.
 
-All calls but Enroll carry the metadata `authorization: Bearer <credential>`.
+Who calls is known by the client certificate of the connection, where there is one. Otherwise every call is signed
+with the client's Ed25519 key (fedplat.identity has the bytes that are signed), and carries as metadata
+  fedplat-signature-bin   the signature
+  fedplat-session         the session id, and
+  fedplat-counter         a number that was not used in the session before.
+GetChallenge is not signed. Enroll and OpenSession are signed over a nonce of GetChallenge, which stands in
+fedplat-nonce-bin instead of a session.
 """
 
 from collections import abc as _abc
@@ -41,6 +47,48 @@ TASK_EVALUATE: Task.ValueType  # 2
 Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
+class GetChallengeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetChallengeRequest: _TypeAlias = GetChallengeRequest  # noqa: Y015
+
+@_typing.final
+class GetChallengeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    nonce: _builtins.bytes
+    """Good once, and for a minute or two only."""
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetChallengeResponse: _TypeAlias = GetChallengeResponse  # noqa: Y015
+
+@_typing.final
 class EnrollRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -69,13 +117,17 @@ class EnrollRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     idempotency_key: _builtins.str
-    """Chosen once by the client and kept with its identity; a repeated call returns the same client and a new
-    credential.
-    """
+    """Chosen once by the client and kept with its identity; a repeated call returns the same client."""
     protocol_version: _builtins.int
     software_version: _builtins.str
+    token: _builtins.str
+    """Secret; from the ticket that an operator made."""
+    public_key: _builtins.bytes
+    """Ed25519, 32 bytes. This request is signed with its private key."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -86,10 +138,12 @@ class EnrollRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         software_version: _builtins.str = ...,
+        token: _builtins.str = ...,
+        public_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "labels", b"labels", "population", b"population", "protocol_version", b"protocol_version", "software_version", b"software_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "labels", b"labels", "population", b"population", "protocol_version", b"protocol_version", "public_key", b"public_key", "software_version", b"software_version", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -100,23 +154,104 @@ class EnrollResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_ID_FIELD_NUMBER: _builtins.int
-    CREDENTIAL_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    credential: _builtins.str
-    """Secret; the server keeps only its hash."""
     def __init__(
         self,
         *,
         client_id: _builtins.str = ...,
-        credential: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "credential", b"credential"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnrollResponse: _TypeAlias = EnrollResponse  # noqa: Y015
+
+@_typing.final
+class OpenSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    client_id: _builtins.str
+    protocol_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        client_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "protocol_version", b"protocol_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class OpenSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class RenewCertificateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNING_REQUEST_FIELD_NUMBER: _builtins.int
+    signing_request: _builtins.bytes
+    """PKCS #10, DER, signed with the key (ECDSA, P-256) that TLS shall use."""
+    def __init__(
+        self,
+        *,
+        signing_request: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["signing_request", b"signing_request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewCertificateRequest: _TypeAlias = RenewCertificateRequest  # noqa: Y015
+
+@_typing.final
+class RenewCertificateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.str
+    """PEM."""
+    port: _builtins.int
+    """The port, on the same host, where the server asks for client certificates."""
+    def __init__(
+        self,
+        *,
+        certificate: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewCertificateResponse: _TypeAlias = RenewCertificateResponse  # noqa: Y015
 
 @_typing.final
 class CheckInRequest(_message.Message):

@@ -35,10 +35,25 @@ class FleetStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetChallenge = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/GetChallenge',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeResponse.FromString,
+                _registered_method=True)
         self.Enroll = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/Enroll',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollResponse.FromString,
+                _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/OpenSession',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.RenewCertificate = channel.unary_unary(
+                '/fedplat.wire.v1.Fleet/RenewCertificate',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.FromString,
                 _registered_method=True)
         self.CheckIn = channel.unary_unary(
                 '/fedplat.wire.v1.Fleet/CheckIn',
@@ -80,8 +95,29 @@ class FleetStub:
 class FleetServicer:
     """Missing associated documentation comment in .proto file."""
 
+    def GetChallenge(self, request, context):
+        """Gives a nonce that a new proof of possession must cover.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Enroll(self, request, context):
-        """Makes this installation a client of a population. Idempotent per idempotency_key.
+        """Makes this installation a client of a population, for a token. Idempotent per idempotency_key and public key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenSession(self, request, context):
+        """Begins a session of an enrolled client; an earlier one of the same client ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewCertificate(self, request, context):
+        """Gives a certificate for TLS, short-lived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,10 +176,25 @@ class FleetServicer:
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetChallenge': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChallenge,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeResponse.SerializeToString,
+            ),
             'Enroll': grpc.unary_unary_rpc_method_handler(
                     servicer.Enroll,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'RenewCertificate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewCertificate,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.SerializeToString,
             ),
             'CheckIn': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIn,
@@ -192,6 +243,33 @@ class Fleet:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
+    def GetChallenge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/GetChallenge',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.GetChallengeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Enroll(request,
             target,
             options=(),
@@ -208,6 +286,60 @@ class Fleet:
             '/fedplat.wire.v1.Fleet/Enroll',
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_fleet__pb2.EnrollResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/OpenSession',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewCertificate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Fleet/RenewCertificate',
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_fleet__pb2.RenewCertificateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,13 @@
 isort:skip_file
 What clients say to the server. Every call starts at the client, so that clients need no open port.
 
-All calls but Enroll carry the metadata `authorization: Bearer <credential>`.
+Who calls is known by the client certificate of the connection, where there is one. Otherwise every call is signed
+with the client's Ed25519 key (fedplat.identity has the bytes that are signed), and carries as metadata
+  fedplat-signature-bin   the signature
+  fedplat-session         the session id, and
+  fedplat-counter         a number that was not used in the session before.
+GetChallenge is not signed. Enroll and OpenSession are signed over a nonce of GetChallenge, which stands in
+fedplat-nonce-bin instead of a session.
 """
 
 from collections import abc as _abc
@@ -35,8 +41,14 @@ class FleetStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
+    GetChallenge: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetChallengeRequest, _fleet_pb2.GetChallengeResponse]
+    """Gives a nonce that a new proof of possession must cover."""
     Enroll: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.EnrollRequest, _fleet_pb2.EnrollResponse]
-    """Makes this installation a client of a population. Idempotent per idempotency_key."""
+    """Makes this installation a client of a population, for a token. Idempotent per idempotency_key and public key."""
+    OpenSession: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.OpenSessionRequest, _fleet_pb2.OpenSessionResponse]
+    """Begins a session of an enrolled client; an earlier one of the same client ends."""
+    RenewCertificate: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.RenewCertificateRequest, _fleet_pb2.RenewCertificateResponse]
+    """Gives a certificate for TLS, short-lived."""
     CheckIn: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]
     """Waits for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _grpc.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]
@@ -57,8 +69,14 @@ class FleetStub:
 @_typing.type_check_only
 class FleetAsyncStub(FleetStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetChallenge: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetChallengeRequest, _fleet_pb2.GetChallengeResponse]  # type: ignore[assignment]
+    """Gives a nonce that a new proof of possession must cover."""
     Enroll: _aio.UnaryUnaryMultiCallable[_fleet_pb2.EnrollRequest, _fleet_pb2.EnrollResponse]  # type: ignore[assignment]
-    """Makes this installation a client of a population. Idempotent per idempotency_key."""
+    """Makes this installation a client of a population, for a token. Idempotent per idempotency_key and public key."""
+    OpenSession: _aio.UnaryUnaryMultiCallable[_fleet_pb2.OpenSessionRequest, _fleet_pb2.OpenSessionResponse]  # type: ignore[assignment]
+    """Begins a session of an enrolled client; an earlier one of the same client ends."""
+    RenewCertificate: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RenewCertificateRequest, _fleet_pb2.RenewCertificateResponse]  # type: ignore[assignment]
+    """Gives a certificate for TLS, short-lived."""
     CheckIn: _aio.UnaryUnaryMultiCallable[_fleet_pb2.CheckInRequest, _fleet_pb2.CheckInResponse]  # type: ignore[assignment]
     """Waits for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window."""
     Download: _aio.UnaryStreamMultiCallable[_fleet_pb2.DownloadRequest, _model_pb2.Chunk]  # type: ignore[assignment]
@@ -78,12 +96,36 @@ class FleetAsyncStub(FleetStub):
 
 class FleetServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
+    def GetChallenge(
+        self,
+        request: _fleet_pb2.GetChallengeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.GetChallengeResponse, _abc.Awaitable[_fleet_pb2.GetChallengeResponse]]:
+        """Gives a nonce that a new proof of possession must cover."""
+
+    @_abc_1.abstractmethod
     def Enroll(
         self,
         request: _fleet_pb2.EnrollRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.EnrollResponse, _abc.Awaitable[_fleet_pb2.EnrollResponse]]:
-        """Makes this installation a client of a population. Idempotent per idempotency_key."""
+        """Makes this installation a client of a population, for a token. Idempotent per idempotency_key and public key."""
+
+    @_abc_1.abstractmethod
+    def OpenSession(
+        self,
+        request: _fleet_pb2.OpenSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.OpenSessionResponse, _abc.Awaitable[_fleet_pb2.OpenSessionResponse]]:
+        """Begins a session of an enrolled client; an earlier one of the same client ends."""
+
+    @_abc_1.abstractmethod
+    def RenewCertificate(
+        self,
+        request: _fleet_pb2.RenewCertificateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.RenewCertificateResponse, _abc.Awaitable[_fleet_pb2.RenewCertificateResponse]]:
+        """Gives a certificate for TLS, short-lived."""
 
     @_abc_1.abstractmethod
     def CheckIn(

@@ -56,6 +56,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The client was stopped by its owner."""
     REASON_TRANSFER_FAILED: _Reason.ValueType  # 23
     """The client could not transfer the model or the update."""
+    REASON_REVOKED: _Reason.ValueType  # 24
+    """An operator revoked the client."""
     REASON_REJECTED_SCHEMA: _Reason.ValueType  # 30
     """The update has other tensors, shapes or dtypes than the base version."""
     REASON_REJECTED_NONFINITE: _Reason.ValueType  # 31
@@ -105,6 +107,8 @@ REASON_CLIENT_STOPPED: Reason.ValueType  # 22
 """The client was stopped by its owner."""
 REASON_TRANSFER_FAILED: Reason.ValueType  # 23
 """The client could not transfer the model or the update."""
+REASON_REVOKED: Reason.ValueType  # 24
+"""An operator revoked the client."""
 REASON_REJECTED_SCHEMA: Reason.ValueType  # 30
 """The update has other tensors, shapes or dtypes than the base version."""
 REASON_REJECTED_NONFINITE: Reason.ValueType  # 31

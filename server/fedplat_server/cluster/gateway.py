@@ -14,12 +14,11 @@ from typing import Any, cast
 import grpc
 from grpc import aio
 
-from fedplat import wire
+from fedplat import identity, wire
 from fedplat_server.cluster import hop
 from fedplat_server.cluster.hop import Hop
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.cluster.switch import Calls, Handler
-from fedplat_server.rpc.boundary import METADATA_CODE
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.tls import TlsFiles
 
@@ -127,7 +126,7 @@ async def _translated(context: Context) -> AsyncGenerator[None]:
         yield
     except aio.AioRpcError as exc:
         trailing = tuple(exc.trailing_metadata() or ())
-        if exc.code() in _BROKEN and not any(key == METADATA_CODE for key, _ in trailing):
+        if exc.code() in _BROKEN and not any(key == identity.METADATA_CODE for key, _ in trailing):
             raise RefusedError(Code.NO_LEADER, "the connection to it broke") from exc
         await context.abort(exc.code(), exc.details() or "", trailing)
     except asyncio.CancelledError:

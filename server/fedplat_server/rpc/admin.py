@@ -25,12 +25,12 @@ from fedplat_server.audit import AuditEntry
 from fedplat_server.cluster import hop
 from fedplat_server.rpc import convert, gate, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.services import Services
 from fedplat_server.store.port import JobRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
-
 
 _NOTED = {
     Action.START: audit.Action.JOB_STARTED,
@@ -40,7 +40,7 @@ _NOTED = {
 }
 
 
-class AdminService(OperatorMethods):
+class AdminService(MembersMethods, OperatorMethods):
     """Every method: find the job, ask or tell, encode."""
 
     def __init__(self, services: Services) -> None:
@@ -155,30 +155,6 @@ class AdminService(OperatorMethods):
         }
         rounds = [convert.round_(attempt, scores.get(attempt.key[1:], {})) for attempt in attempts]
         return admin_pb2.ListRoundsResponse(rounds=rounds)
-
-    async def ListClients(
-        self, request: admin_pb2.ListClientsRequest, context: Context
-    ) -> admin_pb2.ListClientsResponse:
-        """The enrolled clients, and what each of them does."""
-        services = self._services
-        coordinator = services.runner.coordinator
-        clients: list[admin_pb2.Client] = []
-        for record in await services.store.list_clients(request.population or None):
-            key = coordinator.assignment_of(record.client_id)
-            waiting = record.client_id in coordinator.room.clients
-            clients.append(
-                admin_pb2.Client(
-                    client_id=record.client_id,
-                    population=record.population,
-                    labels=dict(record.labels),
-                    state="busy" if key is not None else "waiting" if waiting else "away",
-                    enrolled_unix_s=record.enrolled_unix_s,
-                    last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
-                    software_version=record.software_version,
-                    job_id=key.job_id if key is not None else "",
-                )
-            )
-        return admin_pb2.ListClientsResponse(clients=clients)
 
     async def ListModelVersions(
         self, request: admin_pb2.ListModelVersionsRequest, context: Context

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -14,12 +16,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from fedplat import wire
+from fedplat import identity, wire
 from fedplat_server import logs
 from fedplat_server.errors import BlobFullError, LeadershipLostError, StoreFullError, StoreUnavailableError
 from fedplat_server.rpc.errors import Code, RefusedError
 
-METADATA_CODE = "fedplat-code"
 MAX_QUOTED = 6000
 """Bytes of a message as gRPC quotes it in the trailers, of which it takes 8 KiB in all."""
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -39,7 +40,7 @@ class Boundary(aio.ServerInterceptor):
         if handler is None:
             return None
         method: str = handler_call_details.method
-        codec = {
+        codec: dict[str, Any] = {
             "request_deserializer": _decoder(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
@@ -47,63 +48,98 @@ class Boundary(aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **codec)
         if handler.stream_unary:
             inner = handler.stream_unary
-            return grpc.stream_unary_rpc_method_handler(
-                _unary(lambda requests, context: inner(_well_formed(requests), context), method), **codec
-            )
+            return grpc.stream_unary_rpc_method_handler(_stream_unary(inner, method), **codec)
         if handler.unary_stream:
             # A handler either yields its responses or writes them (that of the health service does).
             wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
             return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
-        both = handler.stream_stream
-        return grpc.stream_stream_rpc_method_handler(
-            _stream(lambda requests, context: both(_well_formed(requests), context), method), **codec
-        )
+        return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream, method), **codec)
 
 
-class _Malformed:
-    """Stands for a request that could not be decoded. gRPC itself would log a traceback for each."""
+@dataclasses.dataclass(slots=True)
+class Incoming:
+    """The call that a task serves; `request` is its first message as it came, since that is what clients sign."""
+
+    method: str
+    request: bytes = b""
 
 
-_MALFORMED = _Malformed()
+INCOMING: ContextVar[Incoming] = ContextVar("incoming")
 
 
-def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Received:
+    """A message and its bytes; None if they could not be decoded. gRPC itself would log a traceback for each."""
+
+    message: Any
+    data: bytes
+
+    def well_formed(self) -> Any:
+        if self.message is None:
+            raise RefusedError(Code.INVALID_REQUEST, "its bytes are not a message of this protocol")
+        return self.message
+
+
+def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], _Received]:
     if decode is None:  # a gateway passes bytes on
-        return None
+        return lambda data: _Received(data, b"")
 
-    def decode_or_mark(data: bytes) -> Any:
+    def decode_or_mark(data: bytes) -> _Received:
         try:
-            return decode(data)
+            return _Received(decode(data), data)
         except DecodeError:
-            return _MALFORMED
+            return _Received(None, b"")
 
     return decode_or_mark
 
 
-def _require_well_formed(request: Any) -> Any:
-    if request is _MALFORMED:
-        raise RefusedError(Code.INVALID_REQUEST, "its bytes are not a message of this protocol")
-    return request
-
-
-async def _well_formed(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+async def _well_formed(requests: AsyncIterator[_Received], incoming: Incoming) -> AsyncGenerator[Any]:
+    is_first = True
     async for request in requests:
-        yield _require_well_formed(request)
+        if is_first:
+            incoming.request, is_first = request.data, False
+        yield request.well_formed()
+
+
+def _stream_unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
+    async def call(requests: AsyncIterator[_Received], context: aio.ServicerContext[Any, Any]) -> Any:
+        incoming = Incoming(method)
+        INCOMING.set(incoming)
+        async with _translated(context, method):
+            return await inner(_well_formed(requests, incoming), context)
+
+    return call
 
 
 def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+    async def call(request: _Received, context: aio.ServicerContext[Any, Any]) -> Any:
+        INCOMING.set(Incoming(method, request.data))
         async with _translated(context, method):
-            return await inner(_require_well_formed(request), context)
+            return await inner(request.well_formed(), context)
 
     return call
 
 
 def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+    async def call(request: _Received, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        INCOMING.set(Incoming(method, request.data))
         async with (
             _translated(context, method),
-            contextlib.aclosing(inner(_require_well_formed(request), context)) as responses,
+            contextlib.aclosing(inner(request.well_formed(), context)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    return call
+
+
+def _stream_stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
+    async def call(requests: AsyncIterator[_Received], context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        incoming = Incoming(method)
+        INCOMING.set(incoming)
+        async with (
+            _translated(context, method),
+            contextlib.aclosing(inner(_well_formed(requests, incoming), context)) as responses,
         ):
             async for response in responses:
                 yield response
@@ -132,7 +168,7 @@ async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> As
 
 
 async def _abort(context: aio.ServicerContext[Any, Any], refused: RefusedError) -> None:
-    trailers = [(METADATA_CODE, refused.code.value)]
+    trailers = [(identity.METADATA_CODE, refused.code.value)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
     await context.abort(refused.status, _shortened(str(refused)), tuple(trailers))

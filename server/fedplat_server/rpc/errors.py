@@ -21,10 +21,24 @@ class Code(StrEnum):
     NAME_TAKEN = "NAME_TAKEN"
     NO_SUCH_OPERATOR = "NO_SUCH_OPERATOR"
     LAST_ADMIN = "LAST_ADMIN"
+    BAD_SIGNATURE = "BAD_SIGNATURE"
+    REPLAYED = "REPLAYED"
+    SESSION_UNKNOWN = "SESSION_UNKNOWN"
+    CHALLENGE_EXPIRED = "CHALLENGE_EXPIRED"
+    CLIENT_UNKNOWN = "CLIENT_UNKNOWN"
+    FENCED = "FENCED"
+    REVOKED = "REVOKED"
+    CERTIFICATE_UNKNOWN = "CERTIFICATE_UNKNOWN"
+    CERTIFICATE_EXPIRED = "CERTIFICATE_EXPIRED"
+    NO_CERTIFICATES = "NO_CERTIFICATES"
+    TOKEN_UNKNOWN = "TOKEN_UNKNOWN"
+    TOKEN_REFUSED = "TOKEN_REFUSED"
     UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
     INVALID_REQUEST = "INVALID_REQUEST"
     INVALID_JOB_FILE = "INVALID_JOB_FILE"
     INVALID_MODEL = "INVALID_MODEL"
+    NO_SUCH_CLIENT = "NO_SUCH_CLIENT"
+    NO_SUCH_ENROLMENT = "NO_SUCH_ENROLMENT"
     NO_SUCH_JOB = "NO_SUCH_JOB"
     AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
@@ -49,7 +63,6 @@ class Code(StrEnum):
 
 _S = grpc.StatusCode
 CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
-    Code.UNAUTHENTICATED: (_S.UNAUTHENTICATED, "the credential is missing or unknown; enrol first"),
     Code.NO_OPERATOR: (
         _S.UNAUTHENTICATED,
         "this needs an operator's token, which is in an operator's profile (an admin makes one: fedplat operator add "
@@ -63,10 +76,28 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
         _S.FAILED_PRECONDITION,
         "this is the last operator with the role admin; add another one before you remove it",
     ),
+    Code.UNAUTHENTICATED: (_S.UNAUTHENTICATED, "the call does not say who makes it; enrol first, then open a session"),
+    Code.BAD_SIGNATURE: (_S.UNAUTHENTICATED, "the signature is not that of the client's key over this call"),
+    Code.REPLAYED: (_S.UNAUTHENTICATED, "the call was made before"),
+    Code.SESSION_UNKNOWN: (_S.UNAUTHENTICATED, "the session is not known here; open another one"),
+    Code.CHALLENGE_EXPIRED: (_S.UNAUTHENTICATED, "the nonce has expired or was used before; get another one"),
+    Code.CLIENT_UNKNOWN: (_S.UNAUTHENTICATED, "this server knows no such client; enrol with a ticket"),
+    Code.FENCED: (_S.PERMISSION_DENIED, "another process has opened a newer session as this client"),
+    Code.REVOKED: (_S.PERMISSION_DENIED, "an operator has revoked this client"),
+    Code.CERTIFICATE_UNKNOWN: (_S.UNAUTHENTICATED, "the certificate names no client of this server"),
+    Code.CERTIFICATE_EXPIRED: (_S.UNAUTHENTICATED, "the client's certificate has expired; renew it"),
+    Code.NO_CERTIFICATES: (
+        _S.FAILED_PRECONDITION,
+        "this server gives no certificates to clients, having no authority or no --mtls-listen; sign the calls",
+    ),
+    Code.TOKEN_UNKNOWN: (_S.UNAUTHENTICATED, "the enrolment token is not known; ask the operator for a ticket"),
+    Code.TOKEN_REFUSED: (_S.PERMISSION_DENIED, "nobody enrols with this token any more; ask for another ticket"),
     Code.UNSUPPORTED_VERSION: (_S.FAILED_PRECONDITION, "this server speaks other protocol versions"),
     Code.INVALID_REQUEST: (_S.INVALID_ARGUMENT, "the request cannot be used"),
     Code.INVALID_JOB_FILE: (_S.INVALID_ARGUMENT, "the job file cannot be used"),
     Code.INVALID_MODEL: (_S.INVALID_ARGUMENT, "the model cannot be used"),
+    Code.NO_SUCH_CLIENT: (_S.NOT_FOUND, "there is no such client"),
+    Code.NO_SUCH_ENROLMENT: (_S.NOT_FOUND, "there is no such enrolment token"),
     Code.NO_SUCH_JOB: (_S.NOT_FOUND, "there is no such job"),
     Code.AMBIGUOUS_JOB: (_S.INVALID_ARGUMENT, "several jobs have this name; use the job id"),
     Code.NO_SUCH_VERSION: (_S.NOT_FOUND, "there is no such model version"),

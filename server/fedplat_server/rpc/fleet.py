@@ -23,40 +23,23 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import FAILURES, AttemptKind, Reason
-from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
+from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_server import __version__, intake, logs
 from fedplat_server.check_in import SOON, wait_for_work
-from fedplat_server.cluster import hop
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.rpc import convert, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
-from fedplat_server.services import Services
-from fedplat_server.store.port import ClientRecord
+from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.uploads import UploadKey
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 DRAINING = RetryWindow(1.0, 5.0)
 
 
-class FleetService(fleet_pb2_grpc.FleetServicer):
+class FleetService(MembershipService):
     """Every method: who is it, what does the coordinator say, tell them."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._limits = services.config.limits
-
-    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
-        """Makes the caller a client."""
-        self._services.quotas.stranger(self._peer(context))
-        requests.protocol_version(request.protocol_version)
-        client_id, credential = await self._services.clients.enroll(
-            requests.name(request.population, "population"),
-            requests.labels(request.labels, self._limits),
-            requests.text(request.software_version, 100),
-            requests.key(request.idempotency_key),
-        )
-        return fleet_pb2.EnrollResponse(client_id=client_id, credential=credential)
 
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         """Waits for work."""
@@ -80,6 +63,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         )
         wait_s = requests.wait_s(request.wait_s, self._limits)
         answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
+        await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
         if isinstance(answer, Assign):
             response.assignment.CopyFrom(self._assignment(answer))
         elif reason := self._services.refuse_if_draining():
@@ -96,15 +80,16 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
         with self._services.quotas.stream(client.client_id):
             async for data in streams.read(self._services.blobs.path(digest), request.offset):
+                await self._services.clients.find(client.client_id)  # it may be revoked meanwhile
                 yield model_pb2.Chunk(data=data)
 
     async def Upload(
         self, request_iterator: AsyncIterator[fleet_pb2.UploadRequest], context: Context
     ) -> fleet_pb2.UploadResponse:
         """Receives an update, from where it stopped."""
-        client = await self._client(context)
         messages = streams.steadily(request_iterator, self._limits)
-        first = await anext(messages, None)
+        first = await anext(messages, None)  # before we know who calls: it is what was signed
+        client = await self._client(context)
         if first is None or first.WhichOneof("part") != "header":
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._services.quotas.stream(client.client_id):
@@ -188,6 +173,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             wait_s = requests.wait_s(request.wait_s, self._limits)
             with self._services.desk.working(key, client.client_id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
+            await self._services.clients.find(client.client_id)
             found = await self._find(client, request.token)
         if found is not None and found[1].is_busy:
             remaining_s = max(found[1].deadline_at - self._services.runner.now, 0.0)
@@ -195,16 +181,8 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         reason = (found[1].reason if found is not None else None) or Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
 
-    def _peer(self, context: Context) -> str:
-        return hop.of(context, self._services.lease.secret).peer
-
     async def _client(self, context: Context) -> ClientRecord:
-        given = (value for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION)
-        try:
-            client = await self._services.clients.authenticate(str(next(given, "")))
-        except RefusedError:
-            self._services.quotas.stranger(self._peer(context))
-            raise
+        client = await self._known(context)
         self._services.quotas.request(client.client_id)
         end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)
 

@@ -15,30 +15,8 @@ from typing import Protocol
 from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
+from fedplat_server.store.fleet import FleetStore
 from fedplat_server.store.people import AuditStore, OperatorStore
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientRecord:
-    """An enrolled client."""
-
-    client_id: str
-    population: str
-    labels: Mapping[str, str]
-    software_version: str
-    enrolled_unix_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Enrolment:
-    """A client that enrols: `client_id` is used if the idempotency key is new."""
-
-    client_id: str
-    population: str
-    labels: Mapping[str, str]
-    software_version: str
-    credential_hash: bytes
-    idempotency_key: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +64,7 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(OperatorStore, AuditStore, Protocol):
+class Store(FleetStore, OperatorStore, AuditStore, Protocol):
     """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:
@@ -106,26 +84,6 @@ class Store(OperatorStore, AuditStore, Protocol):
 
     async def sever(self) -> None:
         """Ends whatever is under way, and lets everything that comes fail, with `LeadershipLostError`."""
-        ...
-
-    async def enroll(self, enrolment: Enrolment) -> str:
-        """Adds a client and returns its id.
-
-        A known idempotency key returns the client that has it, and replaces its credential, labels and version. A
-        key that is known in another population raises `EnrolmentError`.
-        """
-        ...
-
-    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
-        """The client with this credential."""
-        ...
-
-    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replaces what a client says of itself."""
-        ...
-
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
         ...
 
     async def create_job(

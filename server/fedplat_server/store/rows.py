@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +14,8 @@ from fedplat.job import JobSpec, parse_job
 from fedplat.rounds import Assignment, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
-from fedplat_server.store.port import AttemptRecord, ClientRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
+from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
 Row = sqlalchemy.Row[Any]
 Values = dict[str, Any]
@@ -22,7 +24,27 @@ Values = dict[str, Any]
 
 def client_record(row: Row) -> ClientRecord:
     """A row of `clients`."""
-    return ClientRecord(row.client_id, row.population, row.labels, row.software_version, row.enrolled_unix_s)
+    return ClientRecord(
+        client_id=row.client_id,
+        population=row.population,
+        labels=row.labels,
+        software_version=row.software_version,
+        enrolled_unix_s=row.enrolled_unix_s,
+        public_key=row.public_key,
+        session_number=row.session_number,
+        revoked_unix_s=row.revoked_unix_s,
+    )
+
+
+def token_values(token: EnrolmentToken, token_hash: bytes) -> Values:
+    """A token as a row of `enrolment_tokens`."""
+    return {**dataclasses.asdict(token), "token_hash": token_hash}
+
+
+def enrolment_token(row: Row) -> EnrolmentToken:
+    """A row of `enrolment_tokens`."""
+    names = (field.name for field in dataclasses.fields(EnrolmentToken))
+    return EnrolmentToken(**{name: getattr(row, name) for name in names})
 
 
 def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:

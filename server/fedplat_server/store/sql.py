@@ -15,20 +15,19 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.errors import StoreError
 from fedplat_server.store import rows, schema, sql_people, writes
 from fedplat_server.store.database import Database
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.port import (
     AttemptRecord,
-    ClientRecord,
-    Enrolment,
     HistoryRecord,
     JobRecord,
     VersionRecord,
 )
+from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
-from fedplat_server.store.tables import assignments, attempts, clients, history, jobs, model_versions
+from fedplat_server.store.tables import assignments, attempts, history, jobs, model_versions
 
 
 async def open_store(database: str, clock: Callable[[], float] = time.time) -> SqlStore:
@@ -42,7 +41,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(create_engine(url), clock)
 
 
-class SqlStore(sql_people.SqlPeople):
+class SqlStore(SqlFleet, sql_people.SqlPeople):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.time) -> None:
@@ -69,64 +68,6 @@ class SqlStore(sql_people.SqlPeople):
     async def sever(self) -> None:
         """Ends whatever is under way; see the port."""
         self._database.sever()
-
-    # --- clients ---------------------------------------------------------------------------------------------
-
-    async def enroll(self, enrolment: Enrolment) -> str:
-        """Adds a client and returns its id; see the port."""
-        values = {
-            "client_id": enrolment.client_id,
-            "population": enrolment.population,
-            "labels": dict(enrolment.labels),
-            "software_version": enrolment.software_version,
-            "credential_hash": enrolment.credential_hash,
-            "idempotency_key": enrolment.idempotency_key,
-            "enrolled_unix_s": self._clock(),
-        }
-        insert = writes.insert(self._database.dialect, clients).values(values)
-        new = insert.excluded
-        upsert = insert.on_conflict_do_update(
-            index_elements=["idempotency_key"],
-            set_={name: new[name] for name in ("labels", "software_version", "credential_hash")},
-            where=clients.c.population == new.population,
-        )
-        mine = select(clients).where(clients.c.idempotency_key == enrolment.idempotency_key)
-
-        async def work(connection: AsyncConnection) -> str:
-            await connection.execute(upsert)
-            row = (await connection.execute(mine)).one()
-            if row.population != enrolment.population:
-                raise EnrolmentError(
-                    f"this client is enrolled in population {row.population}, not {enrolment.population}"
-                )
-            return row.client_id
-
-        with crash.step("enroll"):
-            return await self._database.write(work)
-
-    async def client_by_credential(self, credential_hash: bytes) -> ClientRecord | None:
-        """The client with this credential."""
-        found = await self._all(select(clients).where(clients.c.credential_hash == credential_hash))
-        return rows.client_record(found[0]) if found else None
-
-    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
-        """Replaces what a client says of itself."""
-        update = clients.update().where(clients.c.client_id == client_id)
-
-        async def work(connection: AsyncConnection) -> None:
-            values = {"labels": dict(labels), "software_version": software_version}
-            if (await connection.execute(update.values(values))).rowcount != 1:
-                raise StoreError(f"there is no client {client_id}")
-
-        with crash.step("update_client"):
-            await self._database.write(work)
-
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
-        query = select(clients).order_by(clients.c.sequence)
-        if population is not None:
-            query = query.where(clients.c.population == population)
-        return [rows.client_record(row) for row in await self._all(query)]
 
     # --- jobs ------------------------------------------------------------------------------------------------
 

@@ -78,9 +78,25 @@ clients = Table(
     Column("population", String, nullable=False, index=True),
     Column("labels", JSON, nullable=False),
     Column("software_version", Words, nullable=False),
-    Column("credential_hash", LargeBinary, nullable=False, unique=True),
     Column("idempotency_key", String, nullable=False, unique=True),
     Column("enrolled_unix_s", Float, nullable=False),
+    Column("public_key", LargeBinary, nullable=False, unique=True),
+    Column("session_number", BigInteger, nullable=False),
+    Column("revoked_unix_s", Float),
+)
+
+enrolment_tokens = Table(
+    "enrolment_tokens",
+    metadata,
+    Column("sequence", _Sequence, primary_key=True, autoincrement=True),
+    Column("token_id", String, nullable=False, unique=True),
+    Column("population", String, nullable=False),
+    Column("token_hash", LargeBinary, nullable=False, unique=True),
+    Column("num_uses", Integer, nullable=False),
+    Column("num_left", Integer, nullable=False),
+    Column("created_unix_s", Float, nullable=False),
+    Column("expires_unix_s", Float, nullable=False),
+    Column("revoked_unix_s", Float),
 )
 
 jobs = Table(

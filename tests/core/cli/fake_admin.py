@@ -29,6 +29,9 @@ class State:
     events: list[admin_pb2.JobEvent] = field(default_factory=list[admin_pb2.JobEvent])
     rounds: list[admin_pb2.Round] = field(default_factory=list[admin_pb2.Round])
     clients: list[admin_pb2.Client] = field(default_factory=list[admin_pb2.Client])
+    enrolments: list[admin_pb2.Enrolment] = field(default_factory=list[admin_pb2.Enrolment])
+    asked: admin_pb2.CreateEnrolmentRequest | None = None
+    """The last enrolment that was asked for."""
     versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
     models: dict[str, bytes] = field(default_factory=dict[str, bytes])
     by_key: dict[str, str] = field(default_factory=dict[str, str])
@@ -200,6 +203,33 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListClientsResponse(
             clients=[c for c in self.state.clients if request.population in ("", c.population)]
         )
+
+    def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.Client(client_id=request.client_id, state="revoked")
+
+    def CreateEnrolment(self, request: admin_pb2.CreateEnrolmentRequest, context: grpc.ServicerContext):
+        self._check(context)
+        self.state.asked = request
+        made = admin_pb2.Enrolment(
+            enrolment_id="e-1",
+            population=request.population,
+            num_uses=request.num_uses,
+            num_left=request.num_uses,
+            created_unix_s=T0,
+            expires_unix_s=T0 + request.expires_s,
+            state="open",
+        )
+        self.state.enrolments.append(made)
+        return admin_pb2.CreateEnrolmentResponse(enrolment=made, ticket="fpt1.secret")
+
+    def ListEnrolments(self, request: admin_pb2.ListEnrolmentsRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.ListEnrolmentsResponse(enrolments=self.state.enrolments)
+
+    def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
 
     def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)

@@ -166,44 +166,56 @@ class Member:
 
     world: World
     number: int
-    client_id: str
-    metadata: Any
+    client: RawClient
+    channel: aio.Channel
 
-    def at(self, site: Site) -> RawClient:
-        client = RawClient(site.channel, "", self.client_id)
-        client.metadata = self.metadata
-        return client
+    async def at(self, site: Site) -> RawClient:
+        """The client with a session of the server that lives now."""
+        if self.channel is not site.channel:
+            again = RawClient(site.channel, self.client.key)
+            again.client_id = self.client.client_id
+            await again.open_session()
+            self.client, self.channel = again, site.channel
+        return self.client
+
+    async def ask(self, question: Callable[[RawClient], Awaitable[_T]]) -> _T:
+        """Asks the server as this client, until there is an answer."""
+
+        async def asked(site: Site) -> _T:
+            return await question(await self.at(site))
+
+        return await self.world.ask(asked)
 
     async def take_part(self) -> None:
         """Works until it is cancelled."""
         while True:
-            answer = await self.world.ask(lambda site: self.at(site).check_in(labels={"device": str(self.number)}))
+            answer = await self.ask(lambda client: client.check_in(labels={"device": str(self.number)}))
             if not answer.HasField("assignment"):
                 continue
             work = answer.assignment
             if self.number == 0:
-                await self.world.ask(lambda site, work=work: self.at(site).download(work.model.digest))
+                await self.ask(lambda client, work=work: client.download(work.model.digest))
             content = update(self.number, work.round).to_bytes()
             response = await (self._stream if self.number == 0 else self._inline)(work.token, content)
             if response is not None and response.HasField("receipt"):
-                self.world.receipts.add(Receipt(self.client_id, work.round, work.attempt, digest_of(content)))
+                self.world.receipts.add(Receipt(self.client.client_id, work.round, work.attempt, digest_of(content)))
 
     async def _inline(self, token: str, content: bytes) -> fleet_pb2.ReportResponse:
         """The update inside its report."""
         examples = num_examples(self.number)
-        return await self.world.ask(lambda site: self.at(site).report_inline(token, content, num_examples=examples))
+        return await self.ask(lambda client: client.report_inline(token, content, num_examples=examples))
 
     async def _stream(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
         digest = digest_of(content)
 
-        async def upload(site: Site) -> None:
-            await self.at(site).upload(token, content, await self.at(site).query(token, digest))
+        async def upload(client: RawClient) -> None:
+            await client.upload(token, content, await client.query(token, digest))
 
         while True:
             try:
-                await self.world.ask(upload)
-                return await self.world.ask(lambda site: self.at(site).report(token, digest, num_examples(self.number)))
+                await self.ask(upload)
+                return await self.ask(lambda client: client.report(token, digest, num_examples(self.number)))
             except aio.AioRpcError as exc:
                 if exc.code() is grpc.StatusCode.NOT_FOUND:
                     return None
@@ -212,9 +224,12 @@ class Member:
 
 
 async def enrol(world: World, number: int) -> Member:
-    known = await world.ask(lambda site: site.enrol(key=f"the client of number {number}"))
-    world.numbers[known.client_id] = number
-    return Member(world, number, known.client_id, known.metadata)
+    async def known(site: Site) -> Member:
+        return Member(world, number, await site.enrol(key=f"the client of number {number}"), site.channel)
+
+    member = await world.ask(known)
+    world.numbers[member.client.client_id] = number
+    return member
 
 
 async def train(

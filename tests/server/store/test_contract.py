@@ -12,7 +12,7 @@ from fedplat.rounds import AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
-from fedplat_server.store.port import ClientRecord, Enrolment, Store
+from fedplat_server.store.port import Store
 from fedplat_server.testing import as_stored
 from server.store.driver import (
     JOB_FILE,
@@ -26,66 +26,8 @@ from server.store.driver import (
 )
 
 
-def enrolment(name: str, **changes: object) -> Enrolment:
-    made = Enrolment(name, "demo", {"region": "eu"}, "0.1.0", name.encode(), f"key of {name}")
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
-
-
-# --- clients ---------------------------------------------------------------------------------------------------
-
-
 async def test_ping(store: Store) -> None:
     await store.ping()
-
-
-async def test_enrolled_clients_are_listed_in_order(store: Store) -> None:
-    assert [await store.enroll(enrolment(name)) for name in ("z", "a", "m")] == ["z", "a", "m"]
-    await store.enroll(enrolment("other", population="production"))
-    assert [client.client_id for client in await store.list_clients("demo")] == ["z", "a", "m"]
-    assert [client.client_id for client in await store.list_clients()] == ["z", "a", "m", "other"]
-    assert await store.list_clients("nobody") == []
-
-
-async def test_a_client_is_found_by_its_credential(store: Store) -> None:
-    await store.enroll(enrolment("a"))
-    found = await store.client_by_credential(b"a")
-    assert found == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", 1_000_001.0)
-    assert await store.client_by_credential(b"b") is None
-
-
-async def test_enrolling_again_replaces_the_credential(store: Store) -> None:
-    await store.enroll(enrolment("a"))
-    again = enrolment("b", idempotency_key="key of a", labels={"x": "y"}, software_version="0.2.0")
-    assert await store.enroll(again) == "a"
-    assert await store.client_by_credential(b"a") is None
-    assert await store.client_by_credential(b"b") == ClientRecord("a", "demo", {"x": "y"}, "0.2.0", 1_000_001.0)
-    assert len(await store.list_clients()) == 1
-
-
-async def test_enrolling_again_in_another_population_is_refused(store: Store) -> None:
-    await store.enroll(enrolment("a"))
-    before = await store.list_clients()
-    with pytest.raises(StoreError, match="population demo"):
-        await store.enroll(enrolment("b", idempotency_key="key of a", population="production"))
-    assert await store.list_clients() == before
-    assert await store.client_by_credential(b"b") is None
-
-
-async def test_two_clients_cannot_share_an_id_or_a_credential(store: Store) -> None:
-    await store.enroll(enrolment("a"))
-    for double in (enrolment("a", idempotency_key="k", credential_hash=b"x"), enrolment("b", credential_hash=b"a")):
-        with pytest.raises(StoreError):
-            await store.enroll(double)
-    assert [client.client_id for client in await store.list_clients()] == ["a"]
-
-
-async def test_what_a_client_says_of_itself_is_replaced(store: Store) -> None:
-    await store.enroll(enrolment("a"))
-    await store.update_client("a", {"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
-    (client,) = await store.list_clients()
-    assert (client.labels, client.software_version) == ({"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
-    with pytest.raises(StoreError, match="no client b"):
-        await store.update_client("b", {}, "")
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------

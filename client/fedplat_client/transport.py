@@ -1,0 +1,154 @@
+"""Calls on a channel: gRPC's options, deadlines and errors are dealt with here and nowhere else.
+
+Messages are serialized before gRPC sees them, so that a client signs the very bytes that it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from fedplat import identity, wire
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.errors import (
+    CallRefusedError,
+    FencedError,
+    IdentityError,
+    RevokedError,
+    ServerError,
+    ServerUnavailableError,
+    SessionLostError,
+    UnknownClientError,
+)
+from fedplat_client.stopping import StopSignal
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+Response = TypeVar("Response", bound=Message)
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The client has its own back-off; a channel that waits for two minutes would only add to it.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+    # Else all clients of a process share one connection and its limit of concurrent streams.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_TRY_LATER = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        # A connection that breaks in the middle of a call shows as one of these, depending on where it was.
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+
+
+_BY_CODE: dict[str, type[ServerError]] = {
+    "SESSION_UNKNOWN": SessionLostError,
+    "REPLAYED": SessionLostError,
+    "CHALLENGE_EXPIRED": ServerUnavailableError,
+    "CLIENT_UNKNOWN": UnknownClientError,
+    "FENCED": FencedError,
+    "REVOKED": RevokedError,
+}
+_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+
+
+def connect(server: str, *, tls: bool = False, ca: str = "") -> grpc.Channel:
+    """Opens a channel to `host:port`; with TLS, `ca` (PEM) is trusted instead of the platform's authorities."""
+    if not tls:
+        return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
+    credentials = grpc.ssl_channel_credentials(ca.encode() or None)
+    return grpc.secure_channel(server, credentials, _CHANNEL_OPTIONS, grpc.Compression.NoCompression)
+
+
+@dataclass(frozen=True)
+class Method(Generic[Response]):
+    """A method of `fleet.proto` and what it answers."""
+
+    name: str
+    response: type[Response]
+
+    @property
+    def path(self) -> str:
+        """As gRPC names it, and as it is signed."""
+        return f"/{_SERVICE}/{self.name}"
+
+    def start(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> _Future[Response]:
+        """Makes the call; its answer is the future's."""
+        method = channel.unary_unary(self.path, response_deserializer=self.response.FromString)
+        return cast(Any, method).future(request, timeout=timeout_s, metadata=metadata)
+
+    def start_sending(
+        self, channel: grpc.Channel, requests: Iterator[bytes], timeout_s: float, metadata: Metadata
+    ) -> _Future[Response]:
+        """Makes the call with a stream of requests."""
+        method = channel.stream_unary(self.path, response_deserializer=self.response.FromString)
+        return cast(Any, method).future(requests, timeout=timeout_s, metadata=metadata)
+
+    def start_receiving(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
+        """Makes the call, whose answers come one by one."""
+        method = channel.unary_stream(self.path, response_deserializer=self.response.FromString)
+        return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
+
+
+Response_co = TypeVar("Response_co", covariant=True)
+
+
+class _Future(Protocol[Response_co]):
+    """A call in flight, as gRPC returns it."""
+
+    def result(self) -> Response_co: ...
+    def cancel(self) -> object: ...
+
+
+def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
+    """The answer of a call, which is cancelled when the signal is set. Raises `ServerError` or `Cancelled`."""
+    with signal.attached(future.cancel):
+        try:
+            return future.result()
+        except grpc.FutureCancelledError as exc:
+            signal.check()
+            raise ServerUnavailableError("CANCELLED", "the server or the connection ended the call") from exc
+        except grpc.RpcError as exc:
+            signal.check()
+            raise translated(exc) from exc
+
+
+def translated(exc: grpc.RpcError) -> ServerError:
+    """What an error of gRPC means to us."""
+    status, text = exc.code(), exc.details() or "no details"
+    said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(identity.METADATA_CODE)
+    if (known := _BY_CODE.get(str(said))) is not None:
+        return known(status.name, text)
+    if status in _TRY_LATER:
+        return ServerUnavailableError(status.name, text, _retry_window(exc))
+    if status is grpc.StatusCode.UNAUTHENTICATED:
+        return IdentityError(status.name, text)
+    return CallRefusedError(status.name, text)
+
+
+def _retry_window(exc: grpc.RpcError) -> model_pb2.RetryWindow | None:
+    """What a refusal says about when to come back; nothing if it cannot be read."""
+    for key, value in cast("Iterable[tuple[str, str | bytes]]", exc.trailing_metadata() or ()):
+        if key == wire.METADATA_RETRY:
+            try:
+                earliest, latest = map(float, str(value).split())
+            except ValueError:
+                return None
+            return model_pb2.RetryWindow(min_s=earliest, max_s=latest)
+    return None

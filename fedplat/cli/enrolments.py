@@ -1,0 +1,91 @@
+"""`fedplat enrolment ...`: let new clients in."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from fedplat.cli import formats
+from fedplat.cli.output import to_record
+from fedplat.cli.session import JsonOption, ServerOption, session
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+app = typer.Typer(no_args_is_help=True, help="Let new clients in.", rich_markup_mode=None)
+
+
+def seconds(text: str) -> float:
+    """Reads a duration such as 30m, 24h or 7d. Raises `typer.BadParameter`."""
+    match = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r}: expected a number and s, m, h or d, such as 24h")
+    return float(int(match[1]) * _UNITS[match[2]])
+
+
+@app.command("create")
+def create(  # noqa: PLR0913 -- one parameter for each option of the command line
+    context: typer.Context,
+    population: Annotated[str, typer.Option(metavar="NAME", help="The population that the clients join.")],
+    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many clients may enrol by it.")] = 1,
+    expires: Annotated[str, typer.Option(metavar="TIME", help="How long it is good: 30m, 24h, 7d.")] = "24h",
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where clients reach the server; else as this command does.")
+    ] = "",
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a ticket, by which new clients enrol; prints one line, which is secret until it is used up."""
+    expires_s = seconds(expires)
+    with session(context, server, as_json) as here:
+        made = here.client.create_enrolment(population, uses, expires_s, address or here.client.server)
+        if here.output.as_json:
+            here.output.json(to_record(made))
+            return
+        here.output.line(made.ticket)
+        clients = "one client" if uses == 1 else f"{uses} clients"
+        here.output.note(
+            f"for {clients}, good for {expires}: give it to fedplat-client as FEDPLAT_TICKET or --ticket-file; "
+            f"to take it back: fedplat enrolment revoke {made.enrolment.enrolment_id}"
+        )
+
+
+@app.command("list")
+def list_enrolments(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+    """List the enrolment tokens, good or not."""
+    with session(context, server, as_json) as here:
+        found = here.client.list_enrolments()
+        if here.output.as_json:
+            here.output.json([to_record(one) for one in found])
+            return
+        rows = [
+            (
+                one.enrolment_id,
+                one.population,
+                one.state,
+                str(one.num_left),
+                str(one.num_uses),
+                formats.moment(one.created_unix_s),
+                formats.moment(one.expires_unix_s),
+            )
+            for one in found
+        ]
+        columns = ("ENROLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
+        here.output.table(columns, rows, "there are no enrolment tokens")
+
+
+@app.command("revoke")
+def revoke(
+    context: typer.Context,
+    enrolment: Annotated[str, typer.Argument(metavar="ENROLMENT", help="The id of an enrolment token.")],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let nobody enrol by a token any more; clients that have enrolled stay."""
+    with session(context, server, as_json) as here:
+        revoked = here.client.revoke_enrolment(enrolment)
+        if here.output.as_json:
+            here.output.json(to_record(revoked))
+            return
+        here.output.line(f"{revoked.enrolment_id} is {revoked.state}")

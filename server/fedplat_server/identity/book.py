@@ -1,0 +1,79 @@
+"""The clients, by their id: what the store has of them, when they were last seen, and how many calls they have open."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.port import Store
+
+CACHE_SIZE = 50_000
+
+
+class ClientBook:
+    """Looks clients up in the store, and remembers the latest ones: only the daemon that leads changes them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: OrderedDict[str, ClientRecord] = OrderedDict()
+        self._num_changes = 0
+        self._num_calls: Counter[str] = Counter()
+        self.last_seen_unix_s: dict[str, float] = {}
+
+    async def find(self, client_id: str) -> ClientRecord:
+        """The client as it is now. Raises `RefusedError` if it is unknown or revoked."""
+        record = self._known.get(client_id)
+        if record is None:
+            before = self._num_changes
+            record = await self._store.find_client(client_id)
+            if record is None:
+                raise RefusedError(Code.CLIENT_UNKNOWN)
+            if before == self._num_changes:  # else it may be another one than was read
+                self._remember(record)
+        if record.revoked_unix_s is not None:
+            raise RefusedError(Code.REVOKED)
+        return record
+
+    def changed(self, record: ClientRecord) -> None:
+        """Takes over what was stored of a client just now."""
+        self._num_changes += 1
+        self._remember(record)
+
+    def seen(self, client_id: str) -> None:
+        """Notes that a client has called."""
+        self.last_seen_unix_s[client_id] = time.time()
+
+    def begin_call(self, client_id: str, limit: int) -> Callable[[], None]:
+        """Counts a call that begins; returns what is to be called at its end. Raises `RefusedError`."""
+        if self._num_calls[client_id] >= limit:
+            raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limit}")
+        self._num_calls[client_id] += 1
+
+        def end() -> None:
+            self._num_calls[client_id] -= 1
+            if not self._num_calls[client_id]:
+                del self._num_calls[client_id]
+
+        return end
+
+    async def update(self, record: ClientRecord, labels: Mapping[str, str], software_version: str) -> ClientRecord:
+        """Notes what a client says of itself, if that is new."""
+        if dict(labels) == dict(record.labels) and software_version == record.software_version:
+            return record
+        before = self._num_changes
+        await self._store.update_client(record.client_id, labels, software_version)
+        changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
+        if before == self._num_changes:
+            self.changed(changed)
+        else:
+            self._known.pop(record.client_id, None)  # it may have been revoked meanwhile
+        return changed
+
+    def _remember(self, record: ClientRecord) -> None:
+        self._known[record.client_id] = record
+        while len(self._known) > CACHE_SIZE:
+            self._known.popitem(last=False)

@@ -1,0 +1,122 @@
+"""Who makes a call: the owner of a client certificate, or the owner of the key that signed it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Mapping
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from fedplat import identity
+from fedplat_server.audit import SERVER, Action, AuditEntry
+from fedplat_server.identity.book import ClientBook
+from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
+from fedplat_server.identity.sessions import Session, Sessions
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.port import Store
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of a call before anything of it is believed; `request` is its first message as it came."""
+
+    method: str
+    metadata: Mapping[str, str | bytes]
+    request: bytes
+
+    def binary(self, name: str) -> bytes:
+        """A binary value of the metadata; empty if there is none."""
+        value = self.metadata.get(name, b"")
+        return value if isinstance(value, bytes) else b""
+
+    def text(self, name: str) -> str:
+        """A text of the metadata; empty if there is none."""
+        value = self.metadata.get(name, "")
+        return value if isinstance(value, str) else ""
+
+
+class Callers:
+    """Tells who calls, and opens sessions. Raises `RefusedError` for everybody else."""
+
+    def __init__(self, store: Store, book: ClientBook) -> None:
+        self._store = store
+        self._book = book
+        self._sessions = Sessions()
+        self._challenges = Challenges(secrets.token_bytes(32))
+
+    def challenge(self) -> bytes:
+        """A nonce for whoever wants to prove the possession of a key."""
+        return self._challenges.new(_now(), secrets.token_bytes(RANDOM_BYTES))
+
+    def require_proof(self, call: Call, public_key: bytes) -> None:
+        """Lets a call pass that was signed with the private key, over a nonce of ours that is used up by this."""
+        nonce = call.binary(identity.METADATA_NONCE)
+        _verify(public_key, call, identity.proof_payload(call.method, nonce, call.request))
+        if not self._challenges.take(nonce, _now()):
+            raise RefusedError(Code.CHALLENGE_EXPIRED)
+
+    async def open_session(self, call: Call, client_id: str) -> str:
+        """Begins a session of a client that proves its key, and returns its id; earlier ones are fenced by it."""
+        client = await self._book.find(client_id)
+        self.require_proof(call, client.public_key)
+        record = await self._store.begin_session(client_id)
+        if record is None:
+            raise RefusedError(Code.CLIENT_UNKNOWN)
+        self._book.changed(record)
+        session_id = secrets.token_urlsafe(24)
+        self._sessions.open(session_id, client_id, record.session_number)
+        self._book.seen(client_id)
+        return session_id
+
+    async def authenticate(self, call: Call) -> ClientRecord:
+        """The client that makes a call."""
+        client = await self._by_session(call)
+        self._book.seen(client.client_id)
+        return client
+
+    async def _by_session(self, call: Call) -> ClientRecord:
+        session_id, counter = call.text(identity.METADATA_SESSION), _counter(call)
+        if not session_id or counter is None:
+            raise RefusedError(Code.UNAUTHENTICATED)
+        session = self._sessions.find(session_id)
+        if session is None:
+            raise RefusedError(Code.SESSION_UNKNOWN)
+        client = await self._book.find(session.client_id)
+        _verify(client.public_key, call, identity.call_payload(call.method, session_id, counter, call.request))
+        if session.number < client.session_number:
+            await self._tell_fenced(session)
+            raise RefusedError(Code.FENCED)
+        window = session.window.accept(counter)
+        if window is None:
+            raise RefusedError(Code.REPLAYED)
+        session.window = window
+        return client
+
+    async def _tell_fenced(self, session: Session) -> None:
+        """Two places use one key: a restarted client does not speak under its old session again."""
+        if not session.told_fenced:
+            session.told_fenced = True
+            told = AuditEntry(SERVER, Action.CLIENT_FENCED, session.client_id, {"session": session.number})
+            await self._store.append_audit([told])
+
+
+def _verify(public_key: bytes, call: Call, payload: bytes) -> None:
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(call.binary(identity.METADATA_SIGNATURE), payload)
+    except (InvalidSignature, ValueError) as exc:
+        raise RefusedError(Code.BAD_SIGNATURE) from exc
+
+
+def _counter(call: Call) -> int | None:
+    text = call.text(identity.METADATA_COUNTER)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+        return None
+    return number if 0 < (number := int(text)) <= identity.MAX_COUNTER else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,108 @@
+"""Enrolment: operators make tokens, and whoever brings one becomes a client."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from uuid import uuid4
+
+from fedplat.identity import Ticket
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.errors import EnrolmentError, TokenRefusedError
+from fedplat_server.identity.book import ClientBook
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.runner import hash_secret, new_token
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.store.port import Store
+from fedplat_server.tls import Certificates
+
+MAX_USES = 1_000_000
+MAX_EXPIRES_S = 366 * 86_400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Newcomer:
+    """What somebody says who wants to become a client."""
+
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    idempotency_key: str
+    token: str
+    public_key: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """By what clients shall know this server: see `fedplat.identity.Ticket`."""
+
+    tls: bool = False
+    ca: str = ""
+
+    @classmethod
+    def of(cls, certificates: Certificates | None) -> Trust:
+        """What a server with these certificates is known by now; None: one without TLS."""
+        if certificates is None:
+            return cls()
+        return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
+
+
+class Enrolments:
+    """Makes tokens, and clients of those who bring them. Raises `RefusedError`."""
+
+    def __init__(self, store: Store, book: ClientBook, trust: Callable[[], Trust]) -> None:
+        self._store = store
+        self._book = book
+        self._trust = trust
+
+    async def create(
+        self, population: str, num_uses: int, expires_s: float, address: str, actor: str
+    ) -> tuple[EnrolmentToken, Ticket]:
+        """A new token, and the ticket that carries it; `actor` is the operator who wants it."""
+        if not 1 <= num_uses <= MAX_USES:
+            raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
+        if not (math.isfinite(expires_s) and 0 < expires_s <= MAX_EXPIRES_S):
+            raise RefusedError(Code.INVALID_REQUEST, f"expires in {expires_s:g} s; expected up to {MAX_EXPIRES_S:g}")
+        secret, token_hash = new_token()
+        now, trust = time.time(), self._trust()
+        token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
+        made = AuditEntry(actor, Action.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses})
+        await self._store.add_enrolment_token(token, token_hash, [made])
+        return token, Ticket(address, population, secret, trust.tls, trust.ca)
+
+    async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
+        """Lets nobody enrol by a token any more."""
+        token = await self._store.revoke_enrolment_token(
+            token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
+        )
+        if token is None:
+            raise RefusedError(Code.NO_SUCH_ENROLMENT, token_id)
+        return token
+
+    async def enroll(self, newcomer: Newcomer) -> ClientRecord:
+        """Makes a client of somebody whose key is proven; one that enrols again stays who it is."""
+        enrolment = Enrolment(
+            client_id=f"c-{uuid4().hex[:16]}",
+            population=newcomer.population,
+            labels=newcomer.labels,
+            software_version=newcomer.software_version,
+            public_key=newcomer.public_key,
+            token_hash=hash_secret(newcomer.token),
+            idempotency_key=newcomer.idempotency_key,
+        )
+        name = enrolment.client_id
+        noted = AuditEntry(name, Action.CLIENT_ENROLLED, name, {"population": newcomer.population})
+        try:
+            record = await self._store.enroll(enrolment, [noted])
+        except TokenRefusedError as exc:
+            if not exc.is_known:
+                raise RefusedError(Code.TOKEN_UNKNOWN) from exc
+            raise RefusedError(Code.TOKEN_REFUSED, str(exc)) from exc
+        except EnrolmentError as exc:
+            raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
+        if record.revoked_unix_s is not None:
+            raise RefusedError(Code.REVOKED)
+        self._book.changed(record)
+        return record

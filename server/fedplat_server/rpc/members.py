@@ -1,0 +1,96 @@
+"""The part of `admin.proto` about clients and the tokens by which they enrol."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeAlias
+
+from grpc import aio
+
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server.rpc import gate, requests
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.services import Services
+from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+
+
+class MembersMethods(admin_pb2_grpc.AdminServicer):
+    """What `AdminService` answers about who takes part, and who may."""
+
+    _services: Services
+
+    async def ListClients(
+        self, request: admin_pb2.ListClientsRequest, context: Context
+    ) -> admin_pb2.ListClientsResponse:
+        """The enrolled clients, and what each of them does."""
+        records = await self._services.store.list_clients(request.population or None)
+        return admin_pb2.ListClientsResponse(clients=[self._client(record) for record in records])
+
+    async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
+        """Ends a client's membership."""
+        services = self._services
+        return self._client(
+            await services.revocation.revoke(request.client_id, gate.caller(), services.runner, services.desk)
+        )
+
+    async def CreateEnrolment(
+        self, request: admin_pb2.CreateEnrolmentRequest, context: Context
+    ) -> admin_pb2.CreateEnrolmentResponse:
+        """Makes a token and the ticket that carries it."""
+        if not 3 <= len(request.address) <= 255 or not request.address.isprintable():
+            raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, as the clients shall call it")
+        token, ticket = await self._services.enrolments.create(
+            requests.name(request.population, "population"),
+            request.num_uses or 1,
+            request.expires_s,
+            request.address,
+            gate.caller(),
+        )
+        return admin_pb2.CreateEnrolmentResponse(enrolment=_enrolment(token), ticket=ticket.to_text())
+
+    async def ListEnrolments(
+        self, request: admin_pb2.ListEnrolmentsRequest, context: Context
+    ) -> admin_pb2.ListEnrolmentsResponse:
+        """Every token, good or not."""
+        tokens = await self._services.store.list_enrolment_tokens()
+        return admin_pb2.ListEnrolmentsResponse(enrolments=[_enrolment(token) for token in tokens])
+
+    async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
+        """Lets nobody enrol by a token any more."""
+        return _enrolment(await self._services.enrolments.revoke(request.enrolment_id, gate.caller()))
+
+    def _client(self, record: ClientRecord) -> admin_pb2.Client:
+        services = self._services
+        key = services.runner.coordinator.assignment_of(record.client_id)
+        return admin_pb2.Client(
+            client_id=record.client_id,
+            population=record.population,
+            labels=dict(record.labels),
+            state=self._state(record),
+            enrolled_unix_s=record.enrolled_unix_s,
+            last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
+            software_version=record.software_version,
+            job_id=key.job_id if key is not None else "",
+        )
+
+    def _state(self, record: ClientRecord) -> str:
+        coordinator = self._services.runner.coordinator
+        if record.revoked_unix_s is not None:
+            return "revoked"
+        if coordinator.assignment_of(record.client_id) is not None:
+            return "busy"
+        return "waiting" if record.client_id in coordinator.room.clients else "away"
+
+
+def _enrolment(token: EnrolmentToken) -> admin_pb2.Enrolment:
+    return admin_pb2.Enrolment(
+        enrolment_id=token.token_id,
+        population=token.population,
+        num_uses=token.num_uses,
+        num_left=token.num_left,
+        created_unix_s=token.created_unix_s,
+        expires_unix_s=token.expires_unix_s,
+        state=token.why_not(time.time()) or "open",
+    )

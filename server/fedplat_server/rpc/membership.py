@@ -1,0 +1,88 @@
+"""The part of `fleet.proto` by which clients come to be known: enrolment, sessions, certificates."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from grpc import aio
+
+from fedplat import wire
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server.cluster import hop
+from fedplat_server.identity.callers import Call
+from fedplat_server.identity.enrolment import Newcomer
+from fedplat_server.rpc import boundary, requests
+from fedplat_server.rpc.errors import RefusedError
+from fedplat_server.services import Services
+from fedplat_server.store.fleet import ClientRecord
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+
+
+class MembershipService(fleet_pb2_grpc.FleetServicer):
+    """What is asked before a client may work."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.config.limits
+
+    async def GetChallenge(
+        self, request: fleet_pb2.GetChallengeRequest, context: Context
+    ) -> fleet_pb2.GetChallengeResponse:
+        """Gives a nonce."""
+        self._services.quotas.stranger(self._peer(context))
+        requests.protocol_version(request.protocol_version)
+        nonce = self._services.callers.challenge()
+        return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
+
+    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        """Makes the caller a client."""
+        self._services.quotas.stranger(self._peer(context))
+        requests.protocol_version(request.protocol_version)
+        newcomer = Newcomer(
+            population=requests.name(request.population, "population"),
+            labels=requests.labels(request.labels, self._limits),
+            software_version=requests.text(request.software_version, 100),
+            idempotency_key=requests.key(request.idempotency_key),
+            token=request.token,
+            public_key=request.public_key,
+        )
+        self._services.callers.require_proof(call_of(context), newcomer.public_key)
+        record = await self._services.enrolments.enroll(newcomer)
+        return fleet_pb2.EnrollResponse(client_id=record.client_id)
+
+    async def OpenSession(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
+        """Begins a session, and ends the one before."""
+        self._services.quotas.stranger(self._peer(context))
+        requests.protocol_version(request.protocol_version)
+        session_id = await self._services.callers.open_session(call_of(context), request.client_id)
+        return fleet_pb2.OpenSessionResponse(session_id=session_id)
+
+    async def RenewCertificate(
+        self, request: fleet_pb2.RenewCertificateRequest, context: Context
+    ) -> fleet_pb2.RenewCertificateResponse:
+        """Gives a client a certificate for TLS."""
+        client = await self._known(context)
+        self._services.quotas.request(client.client_id)
+        certificate = self._services.issuer.issue(client.client_id, request.signing_request)
+        return fleet_pb2.RenewCertificateResponse(certificate=certificate, port=self._services.mtls_port)
+
+    def _peer(self, context: Context) -> str:
+        return hop.of(context, self._services.lease.secret).peer
+
+    async def _known(self, context: Context) -> ClientRecord:
+        """The client that calls; whoever is none is counted with the strangers."""
+        try:
+            return await self._services.callers.authenticate(call_of(context))
+        except RefusedError:
+            self._services.quotas.stranger(self._peer(context))
+            raise
+
+
+def call_of(context: Context) -> Call:
+    """What is known of the call that this task serves."""
+    incoming = boundary.INCOMING.get()
+    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
+    return Call(incoming.method, metadata, incoming.request)

@@ -1,0 +1,116 @@
+"""Enrolment tokens and clients in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from fedplat_server.audit import AuditEntry
+from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, token_refused
+from fedplat_server.store.memory_people import MemoryPeople
+
+
+class MemoryFleet(MemoryPeople):
+    """What `MemoryStore` does of `fleet.FleetStore`, beside what it does of the audit log."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._tokens_by_hash: dict[bytes, EnrolmentToken] = {}
+        self._clients: dict[str, ClientRecord] = {}
+        self._client_keys: dict[str, str] = {}
+
+    async def add_enrolment_token(
+        self, token: EnrolmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
+    ) -> None:
+        """Adds a token."""
+        if token_hash in self._tokens_by_hash or token.token_id in self._token_hashes():
+            raise StoreError("another enrolment token has this id or hash")
+        self._tokens_by_hash[token_hash] = token
+        await self.append_audit(audit)
+
+    async def revoke_enrolment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrolmentToken | None:
+        """Revokes a token; see the port."""
+        token_hash = self._token_hashes().get(token_id)
+        if token_hash is None:
+            return None
+        token = self._tokens_by_hash[token_hash]
+        if token.revoked_unix_s is None:
+            token = dataclasses.replace(token, revoked_unix_s=self._clock())
+        self._tokens_by_hash[token_hash] = token
+        await self.append_audit(audit)
+        return token
+
+    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
+        """All tokens in the order of their making."""
+        return list(self._tokens_by_hash.values())
+
+    async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
+        """Adds a client and uses its token once; see the port."""
+        known = self._client_keys.get(enrolment.idempotency_key)
+        record = self._clients[known] if known is not None else self._added(enrolment)
+        if record.population != enrolment.population:
+            raise EnrolmentError(f"this client is enrolled in population {record.population}")
+        if record.public_key != enrolment.public_key:
+            raise EnrolmentError("this client is enrolled with another public key")
+        record = dataclasses.replace(record, labels=dict(enrolment.labels), software_version=enrolment.software_version)
+        self._client_keys[enrolment.idempotency_key] = record.client_id
+        self._clients[record.client_id] = record
+        if known is None:
+            await self.append_audit(audit)
+        return record
+
+    async def find_client(self, client_id: str) -> ClientRecord | None:
+        """The client with this id."""
+        return self._clients.get(client_id)
+
+    async def begin_session(self, client_id: str) -> ClientRecord | None:
+        """Counts a session; see the port."""
+        record = self._clients.get(client_id)
+        return self._put(record, session_number=record.session_number + 1) if record is not None else None
+
+    async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
+        """Revokes a client; see the port."""
+        record = self._clients.get(client_id)
+        if record is None:
+            return None
+        await self.append_audit(audit)
+        if record.revoked_unix_s is not None:
+            return record
+        return self._put(record, revoked_unix_s=self._clock())
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replaces what a client says of itself."""
+        if client_id not in self._clients:
+            raise StoreError(f"there is no client {client_id}")
+        self._put(self._clients[client_id], labels=dict(labels), software_version=software_version)
+
+    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
+        """Clients in the order of their enrolment."""
+        return [one for one in self._clients.values() if population in (None, one.population)]
+
+    def _token_hashes(self) -> dict[str, bytes]:
+        return {token.token_id: token_hash for token_hash, token in self._tokens_by_hash.items()}
+
+    def _added(self, enrolment: Enrolment) -> ClientRecord:
+        now = self._clock()
+        for other in self._clients.values():
+            if other.public_key == enrolment.public_key or other.client_id == enrolment.client_id:
+                raise EnrolmentError("another client has this public key")
+        token = self._tokens_by_hash.get(enrolment.token_hash)
+        if token is None or token.population != enrolment.population or token.why_not(now):
+            raise token_refused(token, enrolment.population, now)
+        self._tokens_by_hash[enrolment.token_hash] = dataclasses.replace(token, num_left=token.num_left - 1)
+        return ClientRecord(
+            client_id=enrolment.client_id,
+            population=enrolment.population,
+            labels=dict(enrolment.labels),
+            software_version=enrolment.software_version,
+            enrolled_unix_s=now,
+            public_key=enrolment.public_key,
+        )
+
+    def _put(self, record: ClientRecord, **changes: object) -> ClientRecord:
+        changed = dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+        self._clients[record.client_id] = changed
+        return changed

@@ -1,0 +1,165 @@
+"""Enrolment tokens and clients in a SQL database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from fedplat_server import crash
+from fedplat_server.audit import AuditEntry
+from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.store import rows, sql_people, writes
+from fedplat_server.store.database import Database
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, token_refused
+from fedplat_server.store.tables import clients, enrolment_tokens
+
+
+class SqlFleet:
+    """What `SqlStore` does of `fleet.FleetStore`."""
+
+    _database: Database
+    _clock: Callable[[], float]
+
+    async def add_enrolment_token(
+        self, token: EnrolmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
+    ) -> None:
+        """Adds a token."""
+        insert = enrolment_tokens.insert().values(rows.token_values(token, token_hash))
+
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(insert)
+            await sql_people.append(connection, audit, self._clock())
+
+        await self._database.write(work)
+
+    async def revoke_enrolment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrolmentToken | None:
+        """Revokes a token; see the port."""
+        mine = enrolment_tokens.c.token_id == token_id
+        row = await self._changed(enrolment_tokens, mine, _revocation(enrolment_tokens, self._clock()), audit)
+        return rows.enrolment_token(row) if row is not None else None
+
+    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
+        """All tokens in the order of their making."""
+        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence)
+        return [rows.enrolment_token(row) for row in await self._database.read(_all(query))]
+
+    async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
+        """Adds a client and uses its token once; see the port."""
+        now = self._clock()
+        said = {"labels": dict(enrolment.labels), "software_version": enrolment.software_version}
+        values = {
+            **said,
+            "client_id": enrolment.client_id,
+            "population": enrolment.population,
+            "public_key": enrolment.public_key,
+            "idempotency_key": enrolment.idempotency_key,
+            "enrolled_unix_s": now,
+            "session_number": 0,
+        }
+        # Of two calls with one key, the second waits here for the first, and then finds its client.
+        insert = writes.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
+        mine = clients.c.idempotency_key == enrolment.idempotency_key
+
+        async def work(connection: AsyncConnection) -> ClientRecord:
+            is_new = (await connection.execute(insert)).rowcount == 1
+            if is_new:
+                await _use_token(connection, enrolment, now)
+            else:
+                await connection.execute(clients.update().where(mine).values(said))
+            row = (await connection.execute(select(clients).where(mine))).one_or_none()
+            if row is None:
+                raise EnrolmentError("another client has this public key")
+            if row.population != enrolment.population:
+                raise EnrolmentError(
+                    f"this client is enrolled in population {row.population}, not {enrolment.population}"
+                )
+            if row.public_key != enrolment.public_key:
+                raise EnrolmentError("this client is enrolled with another public key")
+            if is_new:
+                await sql_people.append(connection, audit, now)
+            return rows.client_record(row)
+
+        with crash.step("enroll"):
+            return await self._database.write(work)
+
+    async def find_client(self, client_id: str) -> ClientRecord | None:
+        """The client with this id."""
+        found = await self._database.read(_all(select(clients).where(clients.c.client_id == client_id)))
+        return rows.client_record(found[0]) if found else None
+
+    async def begin_session(self, client_id: str) -> ClientRecord | None:
+        """Counts a session; see the port."""
+        more = {"session_number": clients.c.session_number + 1}
+        with crash.step("begin_session"):
+            row = await self._changed(clients, clients.c.client_id == client_id, more)
+        return rows.client_record(row) if row is not None else None
+
+    async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
+        """Revokes a client; see the port."""
+        mine = clients.c.client_id == client_id
+        row = await self._changed(clients, mine, _revocation(clients, self._clock()), audit)
+        return rows.client_record(row) if row is not None else None
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replaces what a client says of itself."""
+        values = {"labels": dict(labels), "software_version": software_version}
+        with crash.step("update_client"):
+            if await self._changed(clients, clients.c.client_id == client_id, values) is None:
+                raise StoreError(f"there is no client {client_id}")
+
+    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
+        """Clients in the order of their enrolment."""
+        query = select(clients).order_by(clients.c.sequence)
+        if population is not None:
+            query = query.where(clients.c.population == population)
+        return [rows.client_record(row) for row in await self._database.read(_all(query))]
+
+    async def _changed(
+        self,
+        table: sqlalchemy.Table,
+        which: sqlalchemy.ColumnElement[bool],
+        values: Mapping[str, Any],
+        audit: Sequence[AuditEntry] = (),
+    ) -> rows.Row | None:
+        """Changes the row that there is, and returns it."""
+
+        async def work(connection: AsyncConnection) -> rows.Row | None:
+            await connection.execute(table.update().where(which).values(values))
+            row = (await connection.execute(select(table).where(which))).one_or_none()
+            if row is not None:
+                await sql_people.append(connection, audit, self._clock())
+            return row
+
+        return await self._database.write(work)
+
+
+def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:
+    return {"revoked_unix_s": sqlalchemy.func.coalesce(table.c.revoked_unix_s, now)}
+
+
+async def _use_token(connection: AsyncConnection, enrolment: Enrolment, now: float) -> None:
+    tokens = enrolment_tokens
+    mine = tokens.c.token_hash == enrolment.token_hash
+    valid = (
+        (tokens.c.population == enrolment.population)
+        & (tokens.c.num_left > 0)
+        & (tokens.c.expires_unix_s > now)
+        & tokens.c.revoked_unix_s.is_(None)
+    )
+    used = tokens.update().where(mine & valid).values(num_left=tokens.c.num_left - 1)
+    if (await connection.execute(used)).rowcount == 1:
+        return
+    row = (await connection.execute(select(tokens).where(mine))).one_or_none()
+    token = rows.enrolment_token(row) if row is not None else None
+    raise token_refused(token, enrolment.population, now)
+
+
+def _all(query: sqlalchemy.Select[Any]) -> Callable[[AsyncConnection], Any]:
+    async def work(connection: AsyncConnection) -> Any:
+        return (await connection.execute(query)).all()
+
+    return work

@@ -1,0 +1,45 @@
+"""`fedplat enrolment ...` and `fedplat client revoke`."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.cli.conftest import Run, parsed
+from core.cli.fake_admin import FakeServer, State
+
+
+def test_create_prints_the_ticket_and_nothing_else(run: Run, state: State, server: FakeServer) -> None:
+    result = run("enrolment", "create", "--population", "demo", "--uses", "3", "--expires", "90m")
+    assert result.stdout == "fpt1.secret\n"
+    assert "for 3 clients, good for 90m" in result.stderr
+    assert "fedplat enrolment revoke e-1" in result.stderr
+    assert state.asked is not None
+    assert (state.asked.population, state.asked.num_uses, state.asked.expires_s) == ("demo", 3, 5400.0)
+    assert state.asked.address == server.address
+    made = parsed(run("enrolment", "create", "--population", "p", "--address", "fed.example.org:443", "--json"))
+    assert (made["ticket"], made["enrolment"]["num_left"]) == ("fpt1.secret", 1)
+    assert (state.asked.address, state.asked.expires_s) == ("fed.example.org:443", 86_400.0)
+
+
+@pytest.mark.parametrize("given", ["", "24", "h", "-1h", "0h", "1.5h", "1w", "9999999h"])
+def test_a_duration_that_cannot_be_read_is_named(run: Run, state: State, given: str) -> None:
+    result = run("enrolment", "create", "--population", "demo", "--expires", given)
+    assert result.exit_code == 2
+    assert "expected a number and s, m, h or d" in result.stderr
+    assert state.asked is None
+
+
+def test_list_shows_what_is_left_and_no_secret(run: Run) -> None:
+    assert run("enrolment", "list").stderr == "there are no enrolment tokens\n"
+    run("enrolment", "create", "--population", "demo", "--uses", "3")
+    listed = run("enrolment", "list")
+    assert listed.stdout.splitlines()[1].split()[:5] == ["e-1", "demo", "open", "3", "3"]
+    assert "secret" not in listed.output
+    assert parsed(run("enrolment", "list", "--json"))[0]["num_left"] == 3
+
+
+def test_revoking(run: Run) -> None:
+    assert run("enrolment", "revoke", "e-1").stdout == "e-1 is revoked\n"
+    assert parsed(run("enrolment", "revoke", "e-1", "--json"))["state"] == "revoked"
+    assert run("client", "revoke", "c-1").stdout == "c-1 is revoked\n"
+    assert parsed(run("client", "revoke", "c-1", "--json"))["state"] == "revoked"

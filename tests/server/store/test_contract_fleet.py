@@ -1,0 +1,175 @@
+"""What every store does of enrolment tokens and clients."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fedplat_server.errors import EnrolmentError, StoreError, TokenRefusedError
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.store.port import Store
+
+FAR = 9e9
+"""A moment that never comes; the stores' clock of the tests begins at 1,000,000."""
+
+
+def token(name: str = "t", **changes: Any) -> EnrolmentToken:
+    made = EnrolmentToken(name, "demo", 10, 10, 1.0, FAR)
+    return dataclasses.replace(made, **changes)
+
+
+def enrolment(name: str, **changes: Any) -> Enrolment:
+    made = Enrolment(name, "demo", {"region": "eu"}, "0.1.0", name.encode(), b"hash of t", f"key of {name}")
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture
+async def open_store(store: Store) -> Store:
+    """A store with a token that ten clients may use."""
+    await store.add_enrolment_token(token(), b"hash of t")
+    return store
+
+
+async def num_left(store: Store) -> int:
+    return (await store.list_enrolment_tokens())[0].num_left
+
+
+async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None:
+    made = [token(name, created_unix_s=at) for name, at in (("z", 3.0), ("a", 2.0))]
+    for one in made:
+        await store.add_enrolment_token(one, f"hash of {one.token_id}".encode())
+    assert await store.list_enrolment_tokens() == made
+    revoked = await store.revoke_enrolment_token("a")
+    assert revoked is not None
+    assert revoked.revoked_unix_s is not None
+    assert await store.revoke_enrolment_token("a") == revoked
+    assert await store.list_enrolment_tokens() == [made[0], revoked]
+    assert await store.revoke_enrolment_token("b") is None
+
+
+async def test_enrolled_clients_are_listed_in_order(open_store: Store) -> None:
+    store = open_store
+    await store.add_enrolment_token(token("p", population="production"), b"hash of p")
+    assert [(await store.enroll(enrolment(name))).client_id for name in ("z", "a", "m")] == ["z", "a", "m"]
+    await store.enroll(enrolment("other", population="production", token_hash=b"hash of p"))
+    assert [client.client_id for client in await store.list_clients("demo")] == ["z", "a", "m"]
+    assert [client.client_id for client in await store.list_clients()] == ["z", "a", "m", "other"]
+    assert await store.list_clients("nobody") == []
+    assert [one.num_left for one in await store.list_enrolment_tokens()] == [7, 9]
+
+
+async def test_a_client_is_found_by_its_id(open_store: Store) -> None:
+    made = await open_store.enroll(enrolment("a"))
+    assert made == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", made.enrolled_unix_s, b"a")
+    assert await open_store.find_client("a") == made
+    assert await open_store.find_client("b") is None
+
+
+async def test_enrolling_again_costs_nothing_whatever_became_of_the_token(open_store: Store) -> None:
+    store = open_store
+    first = await store.enroll(enrolment("a"))
+    await store.revoke_enrolment_token("t")
+    again = enrolment("b", public_key=b"a", idempotency_key="key of a", labels={"x": "y"}, software_version="0.2.0")
+    second = await store.enroll(again)
+    assert second == dataclasses.replace(first, labels={"x": "y"}, software_version="0.2.0")
+    assert await store.list_clients() == [second]
+    assert await num_left(store) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"population": "production"}, "population demo"),
+        ({"public_key": b"other"}, "another public key"),
+    ],
+)
+async def test_enrolling_again_as_somebody_else_is_refused(
+    open_store: Store, changes: dict[str, Any], said: str
+) -> None:
+    await open_store.enroll(enrolment("a"))
+    before = await open_store.list_clients()
+    again = enrolment("b", **{"public_key": b"a", "idempotency_key": "key of a", "labels": {}, **changes})
+    with pytest.raises(EnrolmentError, match=said):
+        await open_store.enroll(again)
+    assert await open_store.list_clients() == before
+    assert await num_left(open_store) == 9
+
+
+async def test_two_clients_cannot_share_a_key(open_store: Store) -> None:
+    await open_store.enroll(enrolment("a"))
+    with pytest.raises(EnrolmentError, match="public key"):
+        await open_store.enroll(enrolment("b", public_key=b"a"))
+    assert [client.client_id for client in await open_store.list_clients()] == ["a"]
+    assert await num_left(open_store) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_left": 0}, "used up"),
+        ({"expires_unix_s": 2.0}, "expired"),
+        ({"revoked_unix_s": 2.0}, "revoked"),
+        ({"population": "production"}, "another population"),
+    ],
+)
+async def test_a_token_of_no_use_lets_nobody_in(store: Store, changes: dict[str, Any], said: str) -> None:
+    await store.add_enrolment_token(token(**changes), b"hash of t")
+    with pytest.raises(TokenRefusedError, match=said) as caught:
+        await store.enroll(enrolment("a"))
+    assert caught.value.is_known
+    assert await store.list_clients() == []
+    assert await store.list_enrolment_tokens() == [token(**changes)]
+
+
+async def test_an_unknown_token_lets_nobody_in(open_store: Store) -> None:
+    with pytest.raises(TokenRefusedError) as caught:
+        await open_store.enroll(enrolment("a", token_hash=b"x"))
+    assert not caught.value.is_known
+    assert await open_store.list_clients() == []
+
+
+async def test_of_many_at_once_only_as_many_get_in_as_the_token_says(store: Store) -> None:
+    await store.add_enrolment_token(token(num_left=3), b"hash of t")
+    answers = await asyncio.gather(*(store.enroll(enrolment(f"c{n}")) for n in range(8)), return_exceptions=True)
+    assert sum(isinstance(answer, ClientRecord) for answer in answers) == 3
+    assert sum(isinstance(answer, TokenRefusedError) for answer in answers) == 5
+    assert await num_left(store) == 0
+    assert len(await store.list_clients()) == 3
+
+
+async def test_one_that_enrols_many_times_at_once_is_one_client(open_store: Store) -> None:
+    calls = (enrolment(f"c{n}", public_key=b"k", idempotency_key="the key") for n in range(8))
+    answers = await asyncio.gather(*(open_store.enroll(call) for call in calls))
+    assert len({answer.client_id for answer in answers}) == 1
+    assert await num_left(open_store) == 9
+
+
+async def test_sessions_are_counted(open_store: Store) -> None:
+    made = await open_store.enroll(enrolment("a"))
+    for number in (1, 2, 3):
+        assert await open_store.begin_session("a") == dataclasses.replace(made, session_number=number)
+    assert (await open_store.list_clients())[0].session_number == 3
+    assert await open_store.begin_session("b") is None
+
+
+async def test_a_client_is_revoked_once(open_store: Store) -> None:
+    made = await open_store.enroll(enrolment("a"))
+    revoked = await open_store.revoke_client("a")
+    assert revoked is not None
+    assert revoked.revoked_unix_s is not None
+    assert revoked == dataclasses.replace(made, revoked_unix_s=revoked.revoked_unix_s)
+    assert await open_store.revoke_client("a") == revoked
+    assert await open_store.find_client("a") == revoked
+    assert await open_store.revoke_client("b") is None
+
+
+async def test_what_a_client_says_of_itself_is_replaced(open_store: Store) -> None:
+    await open_store.enroll(enrolment("a"))
+    await open_store.update_client("a", {"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
+    (client,) = await open_store.list_clients()
+    assert (client.labels, client.software_version) == ({"gpu": "yes", "ü": "\N{SNOWMAN}"}, "0.3.0")
+    with pytest.raises(StoreError, match="no client b"):
+        await open_store.update_client("b", {}, "")
