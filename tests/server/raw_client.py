@@ -9,7 +9,6 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import grpc
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 from grpc import aio
@@ -35,7 +34,8 @@ async def again(call: Callable[[], Awaitable[Response]]) -> Response:
         try:
             return await call()
         except aio.AioRpcError as exc:
-            if not is_stormy() or exc.code() is not grpc.StatusCode.UNAVAILABLE:
+            said = dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE)
+            if not is_stormy() or said != "STORE_UNAVAILABLE":
                 raise
         await asyncio.sleep(0.01)
 

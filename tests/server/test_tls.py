@@ -132,9 +132,9 @@ async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder:
             change(utc_now())
             # The stranger's handshake is the first one with the new files; it knows the authorities of now.
             served.append(folder_pki.files.certificate.read_bytes())
-            fresh = second.on(site.connect(folder_pki.ca.read_bytes()))
+            fresh = second.over(site.connect(folder_pki.ca.read_bytes()))
             if round_ < 3:  # who knows only the old authority is still welcome until the old one is forgotten
-                await second.on(site.connect(old_ca)).query(other.token, "0" * 64)
+                await second.over(site.connect(old_ca)).query(other.token, "0" * 64)
             base = harness.initial_model()
             await fresh.deliver(other.token, harness.update_of(base, 1))
             await first.deliver(mine.token, harness.update_of(base, 2))
