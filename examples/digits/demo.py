@@ -141,11 +141,10 @@ class Demo:
                 admin.wait_until_ready(30.0)
             except FedplatError as exc:
                 raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            ticket = admin.create_enrolment("demo", NUM_CLIENTS, 3600.0, self.address).ticket
-            (self.folder / "ticket").write_text(ticket)
-        self.console.print(
-            f"server: {shlex.join(self.server_command)}\noperator: fedplat --profile {self.folder}/admin.toml"
-        )
+            made = admin.create_enrolment("demo", NUM_CLIENTS, 3600.0, self.address)
+        (self.folder / "ticket").write_text(made.ticket)
+        self.console.print(f"server: {shlex.join(self.server_command)}")
+        self.console.print(f"operator: fedplat --profile {self.folder}/admin.toml")
 
     def server_died(self) -> bool:
         """Whether our server process has ended since this was last asked."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from core.cli.fake_admin import FakeServer, S, State, ending, script
+from core.cli.fake_admin import FakeServer, S, State
+from core.cli.story import ending, script
 from faults import proxy
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.profile import Profile

@@ -8,7 +8,8 @@ import pytest
 
 import fedplat
 from core.cli.conftest import Run, parsed
-from core.cli.fake_admin import T0, FakeServer, S, State, ending, script
+from core.cli.fake_admin import T0, FakeServer, S, State
+from core.cli.story import ending, script
 from fedplat.cli import formats
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import pytest
 
 from core.cli import conftest
-from core.cli.fake_admin import FakeServer, State, ending, script
+from core.cli.fake_admin import FakeServer, State
+from core.cli.story import ending, script
 
 FEDPLAT = [sys.executable, "-W", "error", "-m", "fedplat.cli"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator
 import pytest
 from rich.console import Console
 
-from core.cli.fake_admin import FakeServer, S, State, ending, script
+from core.cli.fake_admin import FakeServer, S, State
+from core.cli.story import ending, script
 from fedplat.cli import watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
