@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
 GENESIS = "0" * 64
@@ -117,22 +117,30 @@ def hash_of(row: AuditRow) -> str:
 
 def check_chain(rows: Iterable[AuditRow], head: AuditHead) -> list[str]:
     """What is wrong with a whole log, a sentence each; nothing when it is as it was written."""
-    problems: list[str] = []
-    at = AuditHead()
+    log = list(rows)
+    end = head_after(log[-1]) if log else AuditHead()
+    return [*check_rows(log, AuditHead()), *check_end(end, head)]
+
+
+def check_rows(rows: Iterable[AuditRow], at: AuditHead) -> Iterator[str]:
+    """What is wrong with rows that go on where the log stood before them."""
     for row in rows:
         if row.sequence != at.num_rows + 1:
-            problems.append(f"audit row {row.sequence} follows row {at.num_rows}: rows are missing or out of order")
+            yield f"audit row {row.sequence} follows row {at.num_rows}: rows are missing or out of order"
         if row.previous_hash != at.hash:
-            problems.append(f"audit row {row.sequence} does not continue the row before it")
+            yield f"audit row {row.sequence} does not continue the row before it"
         if row.hash != hash_of(row):
-            problems.append(f"audit row {row.sequence} was changed after it was written")
+            yield f"audit row {row.sequence} was changed after it was written"
         at = head_after(row)
-    if at != head:
-        problems.append(
-            f"the audit log ends with row {at.num_rows} ({at.hash[:16]}), but its head names row {head.num_rows} "
+
+
+def check_end(end: AuditHead, head: AuditHead) -> Iterator[str]:
+    """What is wrong with where the log ends, by the head that is kept of it."""
+    if end != head:
+        yield (
+            f"the audit log ends with row {end.num_rows} ({end.hash[:16]}), but its head names row {head.num_rows} "
             f"({head.hash[:16]}): rows at the end were removed, added or replaced"
         )
-    return problems
 
 
 def _storable(text: str) -> str:

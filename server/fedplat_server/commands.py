@@ -196,6 +196,9 @@ def current(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> 
 def verify_(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="A daemon is running: what is open after its deadline is broken, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
 ) -> None:
     """Check database and models against the invariants; changes nothing, and a daemon may run meanwhile.
@@ -206,5 +209,5 @@ def verify_(
 
     if not data_dir.is_dir():
         raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
-    if not command.run(database_url(data_dir, database), data_dir, as_json=as_json):
+    if not command.run(database_url(data_dir, database), data_dir, live=live, as_json=as_json):
         raise typer.Exit(1)

@@ -13,12 +13,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
+from fedplat_server.audit import AuditHead, AuditRow, head_after
 from fedplat_server.store import schema, tables
 from fedplat_server.store.engine import async_url, create_engine, translated
 from fedplat_server.verify.records import (
     AssignmentRow,
     Attempt,
     AttemptRow,
+    AuditEnd,
+    AuditPart,
     HistoryRow,
     Job,
     JobRow,
@@ -29,6 +32,8 @@ from fedplat_server.verify.records import (
 
 _Record = TypeVar("_Record")
 _Number = tuple[int, int]
+AUDIT_ROWS = 1000
+"""How many rows of the audit log are read at a time."""
 
 
 @contextlib.asynccontextmanager
@@ -50,16 +55,30 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
             await engine.dispose()
 
 
-async def units(connection: AsyncConnection) -> AsyncIterator[Unit]:
+async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIterator[Unit]:
     """Everything, job by job in the order of creation: the job, its attempts by number, and what belongs to none.
 
-    Memory holds one attempt, and of the whole job the rows of its versions and attempts.
+    Then the audit log. Memory holds one attempt, and of the whole job the rows of its versions and attempts.
     """
     for row in await _rows(connection, JobRow, tables.jobs, order=("sequence",)):
         job = await _job(connection, row)
         yield job
-        async for unit in _attempts(connection, job):
+        async for unit in _attempts(connection, job, now_unix_s):
             yield unit
+    async for part in _audit(connection):
+        yield part
+
+
+async def _audit(connection: AsyncConnection) -> AsyncIterator[AuditPart | AuditEnd]:
+    query = _query(AuditRow, tables.audit_log, {}, ("sequence",))
+    at = AuditHead()
+    async with connection.stream(query) as result:
+        async for part in result.partitions(AUDIT_ROWS):
+            rows = tuple(AuditRow(*values) for values in part)
+            yield AuditPart(at, rows)
+            at = head_after(rows[-1])
+    heads = await _rows(connection, AuditHead, tables.audit_head)
+    yield AuditEnd(at, heads[0] if len(heads) == 1 else None)
 
 
 async def _job(connection: AsyncConnection, row: JobRow) -> Job:
@@ -84,7 +103,7 @@ def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
         return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
 
 
-async def _attempts(connection: AsyncConnection, job: Job) -> AsyncIterator[Unit]:
+async def _attempts(connection: AsyncConnection, job: Job, now_unix_s: float) -> AsyncIterator[Unit]:
     made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
     history = _History(connection, job.row)
     async with contextlib.aclosing(history.groups()) as groups:
@@ -99,7 +118,7 @@ async def _attempts(connection: AsyncConnection, job: Job) -> AsyncIterator[Unit
                 key, rows = await anext(groups)
             which = {"job_id": job.row.job_id, "round": attempt.round, "number": attempt.number}
             cohort = await _rows(connection, AssignmentRow, tables.assignments, which, ("client_id",))
-            yield Attempt(job.row, attempt, made.get(number), tuple(cohort), mine)
+            yield Attempt(job.row, attempt, made.get(number), tuple(cohort), mine, now_unix_s)
         while key is not None:
             yield Strays(job.row, tuple(rows))
             key, rows = await anext(groups)

@@ -3,85 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
-from fedplat.rounds.states import AssignmentState, AttemptKind
 from fedplat_server.store import inspection
-from fedplat_server.uploads import UploadKey
-from fedplat_server.verify import files, invariants
-from fedplat_server.verify.records import Attempt, Finding, Job, Place, Report, Unit
+from fedplat_server.verify import files, invariants, spool
+from fedplat_server.verify.records import Attempt, AuditPart, Finding, Job, Place, Report, Strays, Unit
 
 
 def _no_progress(done: int, total: int) -> None:
     """Tells nobody."""
 
 
-async def verify(database: str, data_dir: Path, progress: files.Progress = _no_progress) -> Report:
-    """Checks everything that can be seen at rest; a daemon may run meanwhile.
+async def verify(
+    database: str, data_dir: Path, progress: files.Progress = _no_progress, *, live: bool = False
+) -> Report:
+    """Checks everything that can be seen; a daemon may run meanwhile, and does if this is `live`.
 
     Raises what `open_store` does when the database cannot be read. `progress` is called from a thread.
     """
-    blob_dir = data_dir / "blobs"
+    blob_dir, upload_dir = data_dir / "blobs", data_dir / "uploads"
     # First, so that a version that a running daemon commits meanwhile is no file without a row.
     folder = await asyncio.to_thread(files.look, blob_dir)
-    report, needed, reported = Report(), dict[str, files.Needed](), _Reported()
+    uploaded = await asyncio.to_thread(spool.look, upload_dir)
+    report, needed, spooled = Report(), dict[str, files.Needed](), spool.Spool()
+    num_overdue = 0
+    now = time.time()
     async with inspection.snapshot(database) as connection:
-        async for unit in inspection.units(connection):
-            report.findings.extend(invariants.findings(unit))
+        async for unit in inspection.units(connection, now):
+            report.findings.extend(invariants.findings(unit, live=live))
             _count(report, unit)
-            reported.take(unit)
+            spooled.take(unit)
             if isinstance(unit, Job):
                 _need(needed, unit)
+            if isinstance(unit, Attempt) and not live:
+                num_overdue += len(list(invariants.overdue(unit)))
     found = await asyncio.to_thread(lambda: list(files.blobs(blob_dir, needed, progress)))
     report.findings.extend(found)
-    report.findings.extend(await _spool(database, data_dir / "uploads", reported))
-    report.checked |= {"updates": len(reported.digests)} | {
+    report.findings.extend(await _lost_updates(database, upload_dir, spooled))
+    report.checked |= {"updates": len(spooled.reported)} | {
         "blobs": len(needed),
         "bytes": sum(folder.sizes.get(digest, 0) for digest in needed),
     }
+    if num_overdue:
+        report.notes.append(f"{num_overdue} assignments are open after their deadline; a daemon that runs ends them")
     orphans = len(folder.sizes.keys() - needed)
     if orphans:
         report.notes.append(f"{orphans} blobs belong to no version; the next start of the daemon removes them")
     report.notes.extend(f"the file {path} in {blob_dir} is no blob" for path in folder.unknown)
+    report.notes.extend(await asyncio.to_thread(lambda: list(spooled.notes(upload_dir, uploaded))))
     return report
 
 
-class _Reported:
-    """The updates that must lie in the spool: accepted, for an attempt that has not ended, and to be kept."""
-
-    def __init__(self) -> None:
-        self.digests: dict[UploadKey, str] = {}
-        self._kept = False
-
-    def take(self, unit: Unit) -> None:
-        """Looks at a job, and then at its attempts."""
-        if isinstance(unit, Job):
-            self._kept = unit.spec is not None and unit.spec.durability == "spool"
-        if isinstance(unit, Attempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
-            for one in unit.assignments if invariants.is_open(unit.row) else ():
-                if one.state == AssignmentState.REPORTED:
-                    key = UploadKey(unit.row.job_id, unit.row.round, unit.row.number, one.client_id)
-                    self.digests[key] = one.digest
-
-
-async def _spool(database: str, folder: Path, reported: _Reported) -> list[Finding]:
-    wrong = await asyncio.to_thread(lambda: dict(files.spooled(folder, reported.digests)))
+async def _lost_updates(database: str, folder: Path, spooled: spool.Spool) -> list[Finding]:
+    wrong = await asyncio.to_thread(lambda: dict(files.spooled(folder, spooled.reported)))
     if not wrong:
         return []
     # A daemon that runs may have merged them meanwhile, and thrown them away.
-    still = _Reported()
+    still = spool.Spool()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
             still.take(unit)
-    return [finding for key, finding in wrong.items() if key in still.digests]
+    return [finding for key, finding in wrong.items() if key in still.reported]
 
 
 def _count(report: Report, unit: Unit) -> None:
+    if isinstance(unit, AuditPart):
+        report.checked.update({"audit rows": len(unit.rows)})
     if isinstance(unit, Job):
         report.checked.update(jobs=1, versions=len(unit.versions))
     if isinstance(unit, Attempt):
         report.checked.update(attempts=1, assignments=len(unit.assignments))
-    report.checked.update({"history rows": len(unit.history)})
+    report.checked.update({"history rows": len(unit.history) if isinstance(unit, Job | Attempt | Strays) else 0})
 
 
 def _need(needed: dict[str, files.Needed], job: Job) -> None:

@@ -16,10 +16,10 @@ from fedplat_server.verify import checker, files
 from fedplat_server.verify.records import Report
 
 
-def run(database: str, data_dir: Path, *, as_json: bool) -> bool:
-    """Checks and prints; whether nothing is broken."""
+def run(database: str, data_dir: Path, *, live: bool, as_json: bool) -> bool:
+    """Checks and prints; whether nothing is broken. `live`: a daemon runs, and has done so for a minute."""
     with _bar() as progress:
-        report = asyncio.run(checker.verify(database, data_dir, progress))
+        report = asyncio.run(checker.verify(database, data_dir, progress, live=live))
     print(_as_json(report) if as_json else "\n".join(_lines(report)))
     return not report.findings
 
@@ -37,7 +37,7 @@ def _bar() -> Generator[files.Progress]:
 
 def _lines(report: Report) -> list[str]:
     checked = report.checked
-    names = ("jobs", "attempts", "assignments", "versions", "history rows")
+    names = ("jobs", "attempts", "assignments", "versions", "history rows", "audit rows")
     counts = ", ".join(f"{checked[name]} {name}" for name in names)
     verdict = f"{len(report.findings)} findings" if report.findings else "nothing is broken"
     files_seen = (

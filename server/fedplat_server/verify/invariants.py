@@ -15,11 +15,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase, JobStatus
+from fedplat_server import audit
 from fedplat_server.verify import histories
-from fedplat_server.verify.records import Attempt, AttemptRow, Finding, Job, Place, Strays, Unit, VersionRow, Wrong
+from fedplat_server.verify.records import (
+    Attempt,
+    AttemptRow,
+    AuditEnd,
+    AuditPart,
+    Finding,
+    Job,
+    Place,
+    Strays,
+    Unit,
+    VersionRow,
+    Wrong,
+)
 
 RESTORE = "Stop the daemon, restore the database from a backup, and report this."
 RESTART = "Restart the daemon: its start ends what was left open. If it stays, report this."
+KEEP = "Keep a copy of the database, find out who may write to it, and compare the heads that the daemon has logged."
+GRACE_S = 60.0
+"""How long after its deadline an assignment may be open beside a running daemon: a busy one, and clocks that differ."""
 
 
 def attempt_place(row: AttemptRow, client_id: str | None = None) -> Place:
@@ -121,6 +137,15 @@ def nothing_open_in_the_ended(attempt: Attempt) -> Iterator[Wrong]:
         if one.state in BUSY_STATES:
             found = f"it is {one.state} in a {attempt.row.phase} attempt"
             yield Wrong(attempt_place(attempt.row, one.client_id), found, "no open assignment there")
+
+
+def overdue(attempt: Attempt) -> Iterator[Wrong]:
+    """I7: a daemon that runs ends an assignment when its deadline is over."""
+    for one in attempt.assignments if is_open(attempt.row) else ():
+        late_s = attempt.seen_unix_s - one.deadline_unix_s
+        if one.state in BUSY_STATES and late_s > GRACE_S:
+            found = f"it is {one.state} {late_s:.0f} s after its deadline"
+            yield Wrong(attempt_place(attempt.row, one.client_id), found, f"its end within {GRACE_S:g} s")
 
 
 def end_is_noted(attempt: Attempt) -> Iterator[Wrong]:
@@ -226,6 +251,24 @@ def job_file_is_readable(job: Job) -> Iterator[Wrong]:
         yield Wrong(Place(job.row.job_id), job.unreadable, "a job file that this version of fedplat can read")
 
 
+# --- the audit log -----------------------------------------------------------------------------------------
+
+
+def audit_chain(part: AuditPart) -> Iterator[Wrong]:
+    """Each row of the audit log is as it was written, and continues the one before."""
+    for problem in audit.check_rows(part.rows, part.before):
+        yield Wrong(Place(), problem, "the chain of hashes that the daemon wrote")
+
+
+def audit_end(log: AuditEnd) -> Iterator[Wrong]:
+    """The audit log ends where its head says."""
+    if log.head is None:
+        yield Wrong(Place(), "the audit log has no head", "one row in audit_head")
+        return
+    for problem in audit.check_end(log.end, log.head):
+        yield Wrong(Place(), problem, "a log that ends with the row that its head names")
+
+
 # --- the table ---------------------------------------------------------------------------------------------
 
 
@@ -237,6 +280,8 @@ class Check:
     unit: type[Any]
     find: Callable[[Any], Iterator[Wrong]]
     advice: str = RESTORE
+    live: bool = False
+    """Whether it must hold only while a daemon runs."""
 
 
 CHECKS: Sequence[Check] = (
@@ -252,6 +297,7 @@ CHECKS: Sequence[Check] = (
     Check("I4", Attempt, above_the_minimum),
     Check("I6", Attempt, weights_add_up),
     Check("I7", Attempt, nothing_open_in_the_ended, RESTART),
+    Check("I7", Attempt, overdue, RESTART, live=True),
     Check("I7", Attempt, end_is_noted),
     Check("I7", Job, one_open_attempt, RESTART),
     Check("I7", Job, open_attempts_belong_to_jobs_at_work, RESTART),
@@ -261,14 +307,16 @@ CHECKS: Sequence[Check] = (
     Check("history", Attempt, histories.of_attempt),
     Check("history", Attempt, histories.of_assignments),
     Check("history", Strays, histories.of_nothing),
+    Check("audit", AuditPart, audit_chain, KEEP),
+    Check("audit", AuditEnd, audit_end, KEEP),
 )
 """Everything that is checked of the rows."""
 
 
-def findings(unit: Unit) -> Iterator[Finding]:
-    """What is broken in a job, an attempt, or what belongs to neither."""
+def findings(unit: Unit, *, live: bool) -> Iterator[Finding]:
+    """What is broken in a part of the database; `live`: a daemon has been at work on it."""
     for check in CHECKS:
-        if isinstance(unit, check.unit):
+        if isinstance(unit, check.unit) and (live or not check.live):
             for wrong in check.find(unit):
                 yield Finding(
                     check.invariant, check.find.__name__, wrong.place, wrong.found, wrong.expected, check.advice

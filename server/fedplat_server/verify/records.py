@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter
 
 from fedplat.job import JobSpec
+from fedplat_server.audit import AuditHead, AuditRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class AssignmentRow:
     weight: float
     took_s: float | None
     reported_revision: int | None
+    deadline_unix_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,13 +96,17 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """An attempt with its assignments, its history and theirs, and the version that it made."""
+    """An attempt with its assignments, its history and theirs, and the version that it made.
+
+    `seen_unix_s` is a moment before it was read.
+    """
 
     job: JobRow
     row: AttemptRow
     version: VersionRow | None
     assignments: tuple[AssignmentRow, ...]
     history: tuple[HistoryRow, ...]
+    seen_unix_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +117,23 @@ class Strays:
     history: tuple[HistoryRow, ...]
 
 
-Unit = Job | Attempt | Strays
+@dataclasses.dataclass(frozen=True)
+class AuditPart:
+    """Some rows of the audit log, and where it stood before them."""
+
+    before: AuditHead
+    rows: tuple[AuditRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditEnd:
+    """Where the rows of the audit log end, and where its head says that it ends; None when that is gone."""
+
+    end: AuditHead
+    head: AuditHead | None
+
+
+Unit = Job | Attempt | Strays | AuditPart | AuditEnd
 """What is read, and checked, at a time."""
 
 

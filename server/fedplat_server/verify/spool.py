@@ -1,0 +1,59 @@
+"""What must lie in the spool, and what may: learnt from the rows, compared with the folder of uploads."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedplat.rounds.states import AssignmentState, AttemptKind
+from fedplat_server import files, uploads
+from fedplat_server.uploads import UploadKey
+from fedplat_server.verify import invariants
+from fedplat_server.verify.records import Attempt, Job, Unit
+
+_UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
+
+
+@dataclasses.dataclass
+class Spool:
+    """What the rows say about the spool; takes every unit, a job before its attempts.
+
+    `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended, and to be
+    kept. `expected` are all whose uploads may be there, complete or not.
+    """
+
+    reported: dict[UploadKey, str] = dataclasses.field(default_factory=dict[UploadKey, str])
+    expected: set[UploadKey] = dataclasses.field(default_factory=set[UploadKey])
+    _kept: bool = False
+
+    def take(self, unit: Unit) -> None:
+        """Looks at a job, and then at its attempts."""
+        if isinstance(unit, Job):
+            self._kept = unit.spec is not None and unit.spec.durability == "spool"
+        if isinstance(unit, Attempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
+            for one in unit.assignments if invariants.is_open(unit.row) else ():
+                key = UploadKey(unit.row.job_id, unit.row.round, unit.row.number, one.client_id)
+                self.expected.add(key)
+                if one.state == AssignmentState.REPORTED:
+                    self.reported[key] = one.digest
+
+    def notes(self, folder: Path, found: list[Path]) -> Iterator[str]:
+        """What is worth knowing of files that were in the folder before the rows were read."""
+        still = [path for path in found if (folder / path).exists()]
+        unknown = [path for path in still if not _UPLOAD.fullmatch(path.as_posix())]
+        expected = {uploads.path_of(folder, key, "").relative_to(folder).as_posix() for key in self.expected}
+        left = sum(path.as_posix().partition("-")[0] + "-" not in expected for path in still if path not in unknown)
+        if left:
+            yield (
+                f"{left} uploads belong to no open assignment; "
+                "they go with the attempt, or with the next start of the daemon"
+            )
+        yield from (f"the file {path} in {folder} is no upload" for path in unknown)
+
+
+def look(folder: Path) -> list[Path]:
+    """Lists the files in the folder of uploads, relative to it."""
+    with files.translated(f"listing {folder}"):
+        return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,187 @@
+"""How each invariant can be broken: the check that must find it, and the statement that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fedplat_server.verify import files, histories, invariants
+
+
+def job(name: str, values: str) -> str:
+    return f"UPDATE jobs SET {values} WHERE job_id = '{{{name}}}'"
+
+
+def attempt(name: str, round_: int, number: int, values: str) -> str:
+    return f"UPDATE attempts SET {values} WHERE job_id = '{{{name}}}' AND round = {round_} AND number = {number}"
+
+
+def assignment(name: str, round_: int, number: int, where: str, values: str) -> str:
+    """One of the assignments of an attempt."""
+    of = f"job_id = '{{{name}}}' AND round = {round_} AND number = {number}"
+    one = f"(SELECT min(client_id) FROM assignments WHERE {of} AND {where})"
+    return f"UPDATE assignments SET {values} WHERE {of} AND client_id = {one}"
+
+
+def version(number: int, values: str) -> str:
+    return f"UPDATE model_versions SET {values} WHERE job_id = '{{done}}' AND version = {number}"
+
+
+def history(where: str, values: str | None = None) -> str:
+    """Changes the first row of the history of which something holds; without values it is removed."""
+    one = f"sequence = (SELECT min(sequence) FROM history WHERE job_id = '{{done}}' AND {where})"
+    return f"DELETE FROM history WHERE {one}" if values is None else f"UPDATE history SET {values} WHERE {one}"
+
+
+NEW_ATTEMPT = (
+    "INSERT INTO attempts SELECT job_id, {round}, {number}, '{kind}', '{phase}', '', {base}, goal, minimum, target, "
+    "opened_unix_s, {ended}, metrics FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
+)
+
+
+def new_attempt(round_: int, number: int, kind: str, phase: str, base: int = 1, ended: str = "1.0") -> str:
+    return NEW_ATTEMPT.format(round=round_, number=number, kind=kind, phase=phase, base=base, ended=ended)
+
+
+BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
+    "merged in an abandoned attempt": (
+        invariants.merged_once,
+        assignment("done", 2, 1, "true", "state = 'MERGED', reason = NULL"),
+    ),
+    "merged and not counted": (invariants.merged_once, version(1, "num_updates = 1")),
+    "counted and not merged": (
+        invariants.merged_once,
+        assignment("done", 1, 1, "state = 'MERGED'", "state = 'DROPPED', reason = 'ATTEMPT_ABANDONED'"),
+    ),
+    "a version is missing": (
+        invariants.versions_are_dense,
+        "DELETE FROM model_versions WHERE job_id = '{done}' AND version = 1",
+    ),
+    "the first version is missing": (
+        invariants.versions_are_dense,
+        "DELETE FROM model_versions WHERE job_id = '{done}' AND version = 0",
+    ),
+    "a version without a committed attempt": (
+        invariants.versions_have_one_attempt,
+        attempt("done", 1, 1, "phase = 'ABANDONED'"),
+    ),
+    "a version of another attempt": (invariants.versions_have_one_attempt, version(2, "attempt = 1")),
+    "a version of an evaluation": (invariants.versions_have_one_attempt, attempt("done", 1, 1, "kind = 'EVALUATE'")),
+    "a committed attempt without a version": (
+        invariants.versions_have_one_attempt,
+        new_attempt(3, 1, "TRAIN", "COMMITTED", 2),
+    ),
+    "another base version": (invariants.versions_have_one_attempt, attempt("done", 2, 2, "base_version = 0")),
+    "a momentum that is gone": (invariants.optimizer_state_is_kept, version(2, "state_digest = ''")),
+    "a momentum of the initial model": (invariants.optimizer_state_is_kept, version(0, "state_digest = digest")),
+    "a wrong latest version": (invariants.counters_agree, job("done", "latest_version = 1")),
+    "a wrong round": (invariants.counters_agree, job("done", "round = 1")),
+    "a gap between attempts": (invariants.attempts_are_numbered, attempt("done", 2, 2, "number = 3")),
+    "a gap between rounds": (invariants.attempts_are_numbered, new_attempt(4, 1, "TRAIN", "ABANDONED", 2)),
+    "another size": (files.blobs, version(1, "size_bytes = size_bytes + 1")),
+    "no digest": (files.blobs, version(1, "digest = '../../etc/passwd'")),
+    "a report without an end": (
+        invariants.acknowledged_has_an_end,
+        assignment("done", 2, 2, "state = 'MERGED'", "state = 'REPORTED'"),
+    ),
+    "an end without a reason": (
+        invariants.ended_for_a_reason,
+        assignment("done", 1, 1, "state = 'FAILED'", "reason = NULL"),
+    ),
+    "a merged one with a reason": (
+        invariants.ended_for_a_reason,
+        assignment("done", 1, 1, "state = 'MERGED'", "reason = 'STALE'"),
+    ),
+    "a report without its moment": (
+        invariants.reports_are_complete,
+        assignment("done", 1, 1, "state = 'MERGED'", "reported_revision = NULL"),
+    ),
+    "a report of the future": (
+        invariants.reports_are_complete,
+        assignment("done", 1, 1, "state = 'MERGED'", "reported_revision = 1000"),
+    ),
+    "a report without a digest": (
+        invariants.reports_are_complete,
+        assignment("open", 1, 1, "state = 'REPORTED'", "digest = ''"),
+    ),
+    "below the minimum": (invariants.above_the_minimum, attempt("done", 1, 1, "minimum = 3")),
+    "a weight that was changed": (
+        invariants.weights_add_up,
+        assignment("done", 1, 1, "state = 'MERGED'", "weight = weight * 1.0000001"),
+    ),
+    "a total weight that was changed": (
+        invariants.weights_add_up,
+        version(1, "total_weight = total_weight * 1.0000001"),
+    ),
+    "training in an ended attempt": (
+        invariants.nothing_open_in_the_ended,
+        assignment("done", 1, 1, "true", "state = 'TRAINING', reason = NULL"),
+    ),
+    "uploading while the attempt commits": (
+        invariants.nothing_open_in_the_ended,
+        attempt("open", 1, 1, "phase = 'COMMITTING'"),
+    ),
+    "two open attempts": (invariants.one_open_attempt, attempt("done", 2, 1, "phase = 'COLLECTING'")),
+    "an open attempt of a job that has ended": (
+        invariants.open_attempts_belong_to_jobs_at_work,
+        job("open", "status = 'CANCELLED'"),
+    ),
+    "an open attempt of a paused job": (
+        invariants.open_attempts_belong_to_jobs_at_work,
+        job("open", "status = 'PAUSED'"),
+    ),
+    "an ended attempt without an end": (invariants.end_is_noted, attempt("done", 1, 1, "ended_unix_s = NULL")),
+    "an open attempt with an end": (invariants.end_is_noted, attempt("open", 1, 1, "ended_unix_s = 1.0")),
+    "open after its deadline": (
+        invariants.overdue,
+        assignment("open", 1, 1, "state = 'TRAINING'", "deadline_unix_s = 1.0"),
+    ),
+    "an audit row that was changed": (
+        invariants.audit_chain,
+        "UPDATE audit_log SET actor = 'nobody' WHERE sequence = 2",
+    ),
+    "an audit row that is gone": (invariants.audit_chain, "DELETE FROM audit_log WHERE sequence = 2"),
+    "the first audit row is gone": (invariants.audit_chain, "DELETE FROM audit_log WHERE sequence = 1"),
+    "the last audit row is gone": (
+        invariants.audit_end,
+        "DELETE FROM audit_log WHERE sequence = (SELECT num_rows FROM audit_head)",
+    ),
+    "all of the audit log is gone": (invariants.audit_end, "DELETE FROM audit_log"),
+    "an audit log that was cut short, and its head, too": (
+        invariants.audit_end,
+        "UPDATE audit_head SET num_rows = num_rows - 1",
+    ),
+    "the audit log's head is gone": (invariants.audit_end, "DELETE FROM audit_head"),
+    "a job file of another world": (invariants.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
+    "a state that nobody noted": (histories.of_job, job("draft", "status = 'RUNNING'")),
+    "a state that nobody knows": (
+        histories.of_assignments,
+        assignment("done", 1, 1, "true", "state = 'NONSENSE', reason = 'STALE'"),
+    ),
+    "a phase that nobody noted": (
+        histories.of_attempt,
+        attempt("done", 2, 1, "phase = 'COMMITTED', kind = 'EVALUATE'"),
+    ),
+    "a step of a job that is not allowed": (
+        histories.of_job,
+        history("to_state = 'RUNNING'", "to_state = 'COMPLETED'"),
+    ),
+    "a step of an attempt that is gone": (histories.of_attempt, history("to_state = 'COLLECTING'")),
+    "a step of an assignment that is gone": (
+        histories.of_assignments,
+        history("entity = 'assignment' AND to_state = 'TRAINING'"),
+    ),
+    "an assignment that is gone": (
+        histories.of_assignments,
+        "DELETE FROM assignments WHERE job_id = '{done}' AND round = 1",
+    ),
+    "an attempt that is gone": (
+        histories.of_nothing,
+        "DELETE FROM attempts WHERE job_id = '{done}' AND number = 1 AND phase = 'ABANDONED'",
+    ),
+    "a version that nobody noted": (histories.of_versions, history("entity = 'version'")),
+    "a version noted out of order": (histories.of_versions, history("entity = 'version'", "from_state = '5'")),
+    "an entity that nobody knows": (
+        histories.of_nothing,
+        history("entity = 'attempt'", "entity = 'ghost', attempt = 9"),
+    ),
+}

@@ -1,0 +1,51 @@
+"""What an operator sees of `fedplat-server verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from server.test_process import here
+from server.verify.places import Place
+
+
+def test_the_command(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("verify", "--data-dir", str(place.folder), "--database", place.database)
+    status, out, err = here(monkeypatch, capsys, *arguments)
+    assert (status, err) == (0, "")
+    assert out.startswith("checked 3 jobs, 4 attempts, 11 assignments, 5 versions, ")
+    assert out.endswith("MiB): nothing is broken\n")
+    assert json.loads(here(monkeypatch, capsys, *arguments, "--json")[1])["clean"] is True
+
+    place.blob("digest", "done", 2).unlink()
+    status, out, err = here(monkeypatch, capsys, *arguments)
+    assert (status, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0].startswith(f"broken I2: job {place.jobs['done']} version 2: its model is not there; expected the")
+    assert lines[1].endswith("MiB): 1 findings")
+    status, out, err = here(monkeypatch, capsys, *arguments, "--json")
+    assert (status, err) == (1, "")
+    (finding,) = json.loads(out)["findings"]
+    assert finding["place"] == {
+        "job": place.jobs["done"],
+        "version": 2,
+        "round": None,
+        "attempt": None,
+        "client": None,
+    }
+    assert finding["advice"]
+
+
+def test_the_command_where_there_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = here(monkeypatch, capsys, "verify", "--data-dir", str(tmp_path / "nowhere"))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "there is no data folder" in err
+    assert not (tmp_path / "nowhere").exists()
+    status, out, err = here(monkeypatch, capsys, "verify", "--data-dir", str(tmp_path))
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "run fedplat-server db upgrade" in err
+    assert here(monkeypatch, capsys, "verify", "--no-such-option")[0] == 2

@@ -1,0 +1,77 @@
+"""`verify` is quiet about a healthy database, and finds each invariant broken that somebody breaks in it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fedplat_server.store import inspection
+from fedplat_server.verify import files, invariants
+from fedplat_server.verify.checker import verify
+from server import harness
+from server.harness import initial_model, job_file, update_of
+from server.verify.breakages import BREAKAGES, assignment
+from server.verify.places import Place
+
+
+async def test_a_healthy_database_is_clean(place: Place) -> None:
+    report = await verify(place.database, place.folder)
+    assert (report.findings, report.notes) == ([], [])
+    counted = {"jobs": 3, "attempts": 4, "assignments": 11, "versions": 5}
+    assert {name: report.checked[name] for name in counted} == counted
+    # Three jobs with one initial model, two versions, two momenta.
+    assert report.checked["blobs"] == 5
+    assert report.checked["bytes"] > 5 * len(initial_model().buffer)
+
+
+def test_every_check_is_tried() -> None:
+    tried = {check for check, _ in BREAKAGES.values()}
+    assert tried == {check.find for check in invariants.CHECKS} | {files.blobs}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+async def test_what_is_broken_in_the_database_is_found(place: Place, name: str) -> None:
+    check, statement = BREAKAGES[name]
+    if place.database.startswith("postgresql"):  # which would not let some of it happen
+        place.execute("ALTER TABLE assignments DROP CONSTRAINT fk_assignments_attempts")
+    place.execute(statement)
+    report = await verify(place.database, place.folder, live=True)
+    assert check.__name__ in {finding.check for finding in report.findings}, report.findings
+    for finding in report.findings:
+        assert finding.place.job in (place.jobs.values() if finding.invariant != "audit" else [None])
+
+
+async def test_what_is_overdue_is_broken_beside_a_daemon_only(place: Place) -> None:
+    """At rest it waits for the next start; a clock that differs a little, or a busy daemon, is no finding."""
+    place.execute(assignment("open", 1, 1, "state = 'TRAINING'", f"deadline_unix_s = {time.time() - 30.0}"))
+    assert (await verify(place.database, place.folder, live=True)).findings == []
+    place.execute(assignment("open", 1, 1, "state = 'TRAINING'", f"deadline_unix_s = {time.time() - 3600.0}"))
+    report = await verify(place.database, place.folder)
+    assert report.findings == []
+    assert report.notes == ["1 assignments are open after their deadline; a daemon that runs ends them"]
+    (finding,) = (await verify(place.database, place.folder, live=True)).findings
+    assert (finding.invariant, finding.check, finding.place.round) == ("I7", "overdue", 1)
+
+
+async def test_a_long_audit_log_is_read_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "AUDIT_ROWS", 2)
+    report = await verify(place.database, place.folder)
+    assert report.findings == []
+    assert report.checked["audit rows"] > 4
+    place.execute("DELETE FROM audit_log WHERE sequence = 3")
+    report = await verify(place.database, place.folder)
+    assert [finding.check for finding in report.findings] == ["audit_chain", "audit_chain"]
+
+
+async def test_beside_a_running_daemon(place: Place) -> None:
+    """Every look in the middle of rounds sees a consistent database."""
+    async with harness.running(place.folder, database=place.database) as site:
+        job = await site.operator.start(job_file("busy", rounds=5, goal=1))
+        client = await site.enrol()
+        for number in range(5):
+            assignment = await client.assignment()
+            assert (await verify(place.database, place.folder, live=True)).findings == []
+            await client.deliver(assignment.token, update_of(initial_model(), number))
+            assert (await verify(place.database, place.folder, live=True)).findings == []
+        await site.operator.until(job, "job", "COMPLETED")

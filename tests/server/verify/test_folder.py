@@ -1,0 +1,90 @@
+"""`verify` finds files that are damaged or gone, and notes those that nobody needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fedplat_server.verify import records
+from fedplat_server.verify.checker import verify
+from server.verify.places import Place
+
+
+def _replaced(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+def _shortened(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: Sequence[tuple[Callable[[Path], None], str]] = (
+    (Path.unlink, "is not there"),
+    (_a_folder, "is not there"),
+    (_replaced, "has the digest"),
+    (_shortened, "bytes in"),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("which", ["digest", "state_digest"])
+async def test_what_is_broken_in_the_blobs_is_found(
+    place: Place, which: str, damage: tuple[Callable[[Path], None], str]
+) -> None:
+    path, (do, said) = place.blob(which, "done", 1), damage
+    do(path)
+    report = await verify(place.database, place.folder)
+    if which == "state_digest" and said == "bytes in":
+        said = "has the digest"  # nothing says how large it should be
+    (finding,) = report.findings
+    assert (finding.invariant, finding.place) == ("I2", records.Place(place.jobs["done"], version=1))
+    assert said in finding.found
+    assert finding.found.startswith("its model" if which == "digest" else "its optimizer's state")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _replaced, _shortened])
+async def test_what_is_broken_in_the_spool_is_found(place: Place, damage: Callable[[Path], None]) -> None:
+    (path,) = (path for path in (place.folder / "uploads").rglob("*") if path.is_file())
+    damage(path)
+    report = await verify(place.database, place.folder)
+    (finding,) = report.findings
+    assert (finding.invariant, finding.check, finding.place.job) == ("I3", "spooled", place.jobs["open"])
+    assert finding.place.client
+
+
+async def test_files_that_nobody_needs_are_notes(place: Place) -> None:
+    blobs = place.folder / "blobs"
+    (blobs / "left.tmp").write_bytes(b"torn")
+    (blobs / "00" / "00").mkdir(parents=True)
+    (blobs / "00" / "00" / ("0" * 64)).write_bytes(b"orphan")
+    report = await verify(place.database, place.folder)
+    assert report.findings == []
+    assert report.notes == [
+        "1 blobs belong to no version; the next start of the daemon removes them",
+        f"the file left.tmp in {blobs} is no blob",
+    ]
+
+
+async def test_uploads_that_nobody_needs_are_notes(place: Place) -> None:
+    uploads = place.folder / "uploads"
+    (spooled,) = (path for path in uploads.rglob("*") if path.is_file())
+    (uploads / "left.tmp").write_bytes(b"torn")
+    (spooled.parent / "left.tmp").write_bytes(b"torn")
+    ended = uploads / ("0" * 64)
+    ended.mkdir()
+    (ended / spooled.name).write_bytes(b"of an attempt that has ended")
+    (spooled.parent / ("0" * 64 + spooled.name[64:])).write_bytes(b"of a client that takes no part")
+    report = await verify(place.database, place.folder)
+    assert report.findings == []
+    assert report.notes == [
+        "2 uploads belong to no open assignment; they go with the attempt, or with the next start of the daemon",
+        f"the file {(spooled.parent / 'left.tmp').relative_to(uploads)} in {uploads} is no upload",
+        f"the file left.tmp in {uploads} is no upload",
+    ]
