@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: all demo test faults faults-page hostile fuzz check format proto bench clean
+.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -31,6 +31,9 @@ hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest
 fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
 	for target in model update state job_file labels message fields; do \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $$target --seconds 60 || exit 1; done
+
+soak: $(STAMP) ## 200 clients and many faults for 10 minutes; nothing may grow or get lost
+	$(BIN)/python tests/faults/soak.py
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

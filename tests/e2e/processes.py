@@ -68,6 +68,12 @@ class Server:
         """An operator of role admin."""
         return AdminClient(self.profile)
 
+    @property
+    def pid(self) -> int:
+        """The process that runs now."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
