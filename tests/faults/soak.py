@@ -171,7 +171,11 @@ def soak(
             rss_mb = process.memory_info().rss / 2**20
             samples.append(Sample(at_s, rss_mb, process.num_fds(), shown.round))
         admin.cancel(job)
-        report = {"killed": fleet.num_killed, "ended_by_themselves": fleet.num_ended(), "network": dict(network.counts)}
+        report: dict[str, object] = {
+            "killed": fleet.num_killed,
+            "ended_by_themselves": fleet.num_ended(),
+            "network": dict(network.counts),
+        }
     return samples, report
 
 
