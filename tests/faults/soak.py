@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from e2e import processes
 from faults.soak_fleet import POPULATION, TRAINER
-from faults.soak_network import faulty_network
+from faults.soak_network import FaultyNetwork, faulty_network
 from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
@@ -82,12 +82,12 @@ class Sample:
 class Fleet:
     """The client processes; `kill_one` ends one as a power cut would, and starts it again."""
 
-    def __init__(self, folder: Path, server: str, num_clients: int, fault_rate: float) -> None:
+    def __init__(self, folder: Path, ticket: Path, num_clients: int, fault_rate: float) -> None:
         self._rng = random.Random(1)
         self._log = (folder / "clients.log").open("ab")
         self._commands = [
             [
-                *(sys.executable, str(Path(__file__).with_name("soak_fleet.py")), "--server", server),
+                *(sys.executable, str(Path(__file__).with_name("soak_fleet.py")), "--ticket-file", str(ticket)),
                 *("--folder", str(folder / "clients"), "--first", str(first)),
                 *("--count", str(min(PER_PROCESS, num_clients - first)), "--fault-rate", str(fault_rate)),
                 *("--seed", str(first)),
@@ -157,8 +157,10 @@ def soak(
     samples: list[Sample] = []
     with (
         faulty_network(server.address, fault_rate, seed=3) as network,
-        contextlib.closing(Fleet(folder, network.address, num_clients, fault_rate)) as fleet,
-        AdminClient(server.address) as admin,
+        server.admin() as admin,
+        contextlib.closing(
+            Fleet(folder, enrolment(admin, network, folder, num_clients), num_clients, fault_rate)
+        ) as fleet,
         ticking(seconds) as ticks,
     ):
         job = submission.submit(admin, submission.Submission(text, parse_job(text), model)).job_id
@@ -179,6 +181,13 @@ def soak(
     return samples, report
 
 
+def enrolment(admin: AdminClient, network: FaultyNetwork, folder: Path, num_clients: int) -> Path:
+    """A file with a ticket for so many clients, which leads them into the faulty network."""
+    path = folder / "ticket"
+    path.write_text(admin.create_enrolment(POPULATION, num_clients, 3600.0, network.address).ticket)
+    return path
+
+
 @contextlib.contextmanager
 def ticking(seconds: float) -> Generator[Generator[float]]:
     """Seconds since the start, one for each sample, with a progress bar."""
@@ -197,7 +206,7 @@ def ticking(seconds: float) -> Generator[Generator[float]]:
 
 def rounds_of(server: processes.Server) -> dict[str, object]:
     """What became of the attempts and of the clients in them."""
-    with AdminClient(server.address) as admin:
+    with server.admin() as admin:
         rounds = admin.list_rounds("soak", all_attempts=True)
     committed = [r for r in rounds if r.phase == admin_pb2.ATTEMPT_PHASE_COMMITTED]
     counts = {name: sum(getattr(r, name) for r in rounds) for name in ("assigned", "reported", "late", "failed")}

@@ -1,6 +1,6 @@
 """Some clients of the soak test, as threads of one process; see `soak.py`.
 
-    python tests/faults/soak_fleet.py --server HOST:PORT --folder FOLDER --first 0 --count 10 --fault-rate 0.1 --seed 1
+    python tests/faults/soak_fleet.py --ticket-file FILE --folder FOLDER --first 0 --count 10 --fault-rate 0.1 --seed 1
 
 Each client is a whole `fedplat_client.Client`. With the probability `--fault-rate` a training takes longer than the
 deadline allows, fails, or its report is sent twice. Whoever starts this process kills it when it likes.
@@ -26,7 +26,7 @@ SLOW_S = 8.0
 
 
 def main(
-    server: Annotated[str, typer.Option()],
+    ticket_file: Annotated[Path, typer.Option()],
     folder: Annotated[Path, typer.Option()],
     first: Annotated[int, typer.Option()],
     count: Annotated[int, typer.Option()],
@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Run clients until SIGTERM."""
     send_twice_sometimes(random.Random(seed), fault_rate)
-    clients = [make(server, folder, number, fault_rate) for number in range(first, first + count)]
+    clients = [make(ticket_file.read_text(), folder, number, fault_rate) for number in range(first, first + count)]
     threads = [threading.Thread(target=client.run) for client in clients]
     for thread in threads:
         thread.start()
@@ -46,7 +46,7 @@ def main(
         thread.join()
 
 
-def make(server: str, folder: Path, number: int, fault_rate: float) -> Client:
+def make(ticket: str, folder: Path, number: int, fault_rate: float) -> Client:
     """A client that trains by adding its number to each weight."""
     dice = random.Random()
     options = ClientOptions(
@@ -55,7 +55,7 @@ def make(server: str, folder: Path, number: int, fault_rate: float) -> Client:
         check_in_wait_s=20.0,
         inline_limit_bytes=0 if number % 2 else ClientOptions().inline_limit_bytes,  # half of them upload as a stream
     )
-    client = Client(server, population=POPULATION, data_dir=folder / str(number), options=options)
+    client = Client.from_ticket(ticket, data_dir=folder / str(number), options=options)
 
     @client.trainer(TRAINER)
     def train(task: Task) -> TrainResult:
