@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from typing import Final
 
 import msgspec
@@ -28,6 +29,7 @@ MAX_TICKET: Final = 32_768
 """Characters of the longest ticket: a chain of certificates fits."""
 
 _PREFIX = "fpt1."
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,15 +63,28 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
                 f"this is no ticket of this version: expected one line that begins with {_PREFIX}; "
                 "an operator makes one with: fedplat enrolment create"
             )
-        body = line.removeprefix(_PREFIX)
-        try:
-            content = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-            ticket = msgspec.msgpack.decode(content, type=cls)
-        except (binascii.Error, ValueError, msgspec.MsgspecError) as exc:
-            raise TicketError("the ticket is damaged: copy the whole line again, or ask for another one") from exc
+        ticket = _decoded(line.removeprefix(_PREFIX))
+        if ticket is None:  # without a cause: that would show what it stumbled over
+            raise TicketError("the ticket is damaged: copy the whole line again, or ask for another one")
         if not (ticket.server and ticket.population and ticket.secret):
             raise TicketError("the ticket is incomplete: ask for another one")
+        if not is_address(ticket.server):
+            raise TicketError(f"the ticket names no server but {ticket.server[:80]!r}: ask for one with host:port")
         return ticket
+
+
+def _decoded(body: str) -> Ticket | None:
+    try:
+        content = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        return msgspec.msgpack.decode(content, type=Ticket)
+    except (binascii.Error, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is `host:port`, as a server is reached by; an IPv6 address stands in brackets."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and text.isprintable() and 1 <= int(match["port"]) <= 65535
 
 
 def proof_payload(method: str, nonce: bytes, request: bytes) -> bytes:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import grpc
 from fedplat import wire
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.identity import METADATA_CODE, is_address
 from fedplat.wire import handshake
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 
@@ -45,10 +45,7 @@ _CHANNEL_OPTIONS = (
     # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
 )
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")
-_METADATA_CODE = "fedplat-code"
 _PAUSE_S = 0.1
-"""Comes with every refusal that the server itself made."""
 _GONE = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -67,8 +64,7 @@ class AdminClient:
     """
 
     def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
-        match = _ADDRESS.fullmatch(profile.server)
-        if match is None or not 1 <= int(match[3]) <= 65535:
+        if not is_address(profile.server):
             raise ValueError(f"server is {profile.server!r}; expected host:port, for instance {DEFAULT_SERVER}")
         self.profile = profile
         self.server = profile.server
@@ -288,7 +284,7 @@ class AdminClient:
             yield
         except grpc.RpcError as exc:
             code, details = exc.code(), exc.details() or exc.code().name
-            if any(entry.key == _METADATA_CODE for entry in exc.trailing_metadata() or ()):  # fedplat's own words
+            if any(entry.key == METADATA_CODE for entry in exc.trailing_metadata() or ()):  # fedplat's own words
                 if code is grpc.StatusCode.UNAVAILABLE:
                     text = f"the fedplat server at {self.server} does not serve now: {details}"
                     raise ServerUnreachableError(text) from exc

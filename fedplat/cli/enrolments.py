@@ -10,6 +10,7 @@ import typer
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, ServerOption, session
+from fedplat.identity import is_address
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -38,6 +39,8 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
 ) -> None:
     """Make a ticket, by which new clients enrol; prints one line, which is secret until it is used up."""
     expires_s = seconds(expires)
+    if address and not is_address(address):
+        raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, as the clients shall call it")
     with session(context, server, as_json) as here:
         made = here.client.create_enrolment(population, uses, expires_s, address or here.client.server)
         if here.output.as_json:

@@ -52,11 +52,9 @@ class Server:
         self.profile_path = folder / "admin.toml"
         self.ca = folder / "pki" / "ca.pem"
         port = self.address.rpartition(":")[2]
-        subprocess.run(
-            [str(BIN / "fedplat-server"), "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port],
-            check=True,
-            capture_output=True,
-        )
+        init = ["init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port]
+        done = subprocess.run([str(BIN / "fedplat-server"), *init], check=True, capture_output=True, text=True)
+        self.said_by_init = done.stdout + done.stderr
 
     @property
     def profile(self) -> profile.Profile:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from fedplat.aggregate import state_from_bytes
 from fedplat.errors import FedplatError
+from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.labels import compile_expression
 from fedplat.model import Parameters
@@ -95,8 +96,15 @@ def fields(data: bytes) -> None:
             check()
 
 
+def ticket(data: bytes) -> None:
+    """A ticket, as somebody pastes it."""
+    read = Ticket.from_text(_text(data))
+    assert Ticket.from_text(read.to_text()) == read
+    assert repr(read).isprintable()
+
+
 TARGETS: Mapping[str, Target] = {
-    target.__name__: target for target in (model, update, state, job_file, labels, message, fields)
+    target.__name__: target for target in (model, update, state, job_file, labels, message, fields, ticket)
 }
 
 
@@ -142,5 +150,9 @@ _GOOD: Mapping[str, Callable[[], list[bytes]]] = {
     ],
     "labels": _expressions,
     "message": lambda: list(attacks.GOLDEN.values()),
+    "ticket": lambda: [
+        Ticket("fed.example.org:7443", "demo", "s" * 43, True, "-----BEGIN CERTIFICATE-----\n").to_text().encode(),
+        Ticket("[::1]:7443", "a-population", "s" * 43).to_text().encode(),
+    ],
     "fields": lambda: [b"demo", b"5f0c3a52-6d0f-4a83", b"a" * 64, "ünïcödé\n\x1b[2J\0".encode()],
 }

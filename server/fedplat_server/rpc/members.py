@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from grpc import aio
 
+from fedplat.identity import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.rpc import gate, requests
 from fedplat_server.rpc.errors import Code, RefusedError
@@ -39,7 +40,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.CreateEnrolmentRequest, context: Context
     ) -> admin_pb2.CreateEnrolmentResponse:
         """Makes a token and the ticket that carries it."""
-        if not 3 <= len(request.address) <= 255 or not request.address.isprintable():
+        if len(request.address) > 255 or not is_address(request.address):
             raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, as the clients shall call it")
         token, ticket = await self._services.enrolments.create(
             requests.name(request.population, "population"),
