@@ -83,6 +83,9 @@ def save(profile: Profile, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as exc:
+        raise ProfileError(f"the profile {path} cannot be written: {exc.strerror}") from exc
+    try:
         temporary.unlink(missing_ok=True)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(dump(profile))

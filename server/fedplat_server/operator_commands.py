@@ -42,12 +42,18 @@ def add(  # noqa: PLR0913 -- one parameter for each option of the command line
     ca = data_dir / "pki" / "ca.pem"
     trusted = profile.load_ca(ca) if ca.exists() and not insecure else ""
     token, _ = operators.new_operator_token()
-    add_to(database_url(data_dir, database), record, token)
+    url = database_url(data_dir, database)
     made = profile.Profile(server=server, token=token, ca=trusted, insecure=insecure)
     if out is None:
+        add_to(url, record, token)
         sys.stdout.write(profile.dump(made))
         return
-    profile.save(made, out)
+    profile.save(made, out)  # first: an operator whose token nobody has would only take a name
+    try:
+        add_to(url, record, token)
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
     print(f"operator {name} ({record.role}) works with: fedplat --profile {out} status")
 
 

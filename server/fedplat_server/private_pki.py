@@ -79,8 +79,8 @@ class PkiFolder:
         return True
 
     def make_server(self, hosts: Sequence[str], now: datetime.datetime) -> bool:
-        """Makes the server's certificate if there is none; whether it did."""
-        if self.files.certificate.exists():
+        """Makes the server's key and certificate unless both are there; whether it did."""
+        if self.files.certificate.exists() and self.files.key.exists():
             return False
         self._sign(self.authority(), hosts, now)
         return True
@@ -96,7 +96,7 @@ class PkiFolder:
 
     def rotate(self, now: datetime.datetime) -> None:
         """Makes a new authority, which those who trust the old one trust too. Raises `ConfigError`."""
-        old, hosts = self.authority(), self.hosts()
+        hosts, old = self.hosts(), self.authority()
         if len(read(self.ca)) > 1:
             raise ConfigError("the authority is being replaced already; end that with: certificates rotate-ca --finish")
         new = Authority.new(now)

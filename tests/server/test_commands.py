@@ -1,0 +1,295 @@
+"""`fedplat-server init`, `operator` and `certificates`: what they make, what they keep, what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from fedplat.cli import profile
+from fedplat_server import cli, private_pki
+from fedplat_server.audit import AuditRow
+from fedplat_server.command_options import database_url, with_store
+from fedplat_server.operators import OperatorRecord, hash_token
+from fedplat_server.tls import load, utc_now
+
+COMMAND = str(Path(sys.executable).parent / "fedplat-server")
+SECRETS = ("admin.toml", "pki/ca.key", "pki/server.key")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path) -> Run:
+    """Runs a command on the data folder, in this process: (exit status, stdout, stderr)."""
+
+    def here(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments, "--data-dir", str(data)])
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        signal.signal(signal.SIGTERM, before)
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, out, err
+
+    return here
+
+
+def files_of(data: Path) -> dict[str, bytes]:
+    names = (*SECRETS, "pki/ca.pem", "pki/server.pem")
+    return {name: (data / name).read_bytes() for name in names}
+
+
+def operators_of(data: Path) -> list[OperatorRecord]:
+    return with_store(database_url(data, None), lambda store: store.list_operators())
+
+
+def audit_of(data: Path) -> list[AuditRow]:
+    return with_store(database_url(data, None), lambda store: store.list_audit())
+
+
+def is_complete(data: Path) -> None:
+    """What a server needs to start, and the admin to use it, is there and fits together."""
+    load(private_pki.PkiFolder.of(data).files, utc_now())
+    token = profile.load(data / "admin.toml").token
+    found = with_store(database_url(data, None), lambda store: store.operator_by_token(hash_token(token)))
+    assert found is not None
+    assert (found.name, found.role) == ("admin", "admin")
+    for name in SECRETS:
+        assert stat.S_IMODE((data / name).stat().st_mode) == 0o600, name
+
+
+def line_of(result: tuple[int, str, str], status: int) -> str:
+    """The one line of a command that fails."""
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (status, "", 1), result
+    assert err.startswith("fedplat-server: ")
+    return err
+
+
+# --- init ------------------------------------------------------------------------------------------------------------
+
+
+def test_init_makes_all_and_repeated_it_keeps_all(run: Run, data: Path) -> None:
+    status, out, err = run("init", "--host", "fed.example.org", "--host", "10.0.0.7")
+    assert (status, err) == (0, "")
+    is_complete(data)
+    assert profile.load(data / "admin.toml").server == "fed.example.org:7443"
+    assert f"fedplat --profile {data / 'admin.toml'} status" in out
+    before = files_of(data)
+    status, out, err = run("init", "--host", "fed.example.org")
+    assert (status, err, "made" in out) == (0, "", False)
+    assert files_of(data) == before
+    assert [one.name for one in operators_of(data)] == ["admin"]
+    assert [row.action for row in audit_of(data)].count("operator added") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "made"),
+    [
+        (["pki/server.pem"], "server certificate"),
+        (["pki/server.key"], "server certificate"),
+        (["pki/server.pem", "pki/server.key"], "server certificate"),
+        (["fedplat.sqlite"], "database"),
+        (["admin.toml", "fedplat.sqlite"], "operator admin"),
+    ],
+)
+def test_init_completes_what_is_missing(run: Run, data: Path, missing: list[str], made: str) -> None:
+    run("init")
+    before = files_of(data)
+    for name in missing:
+        (data / name).unlink()
+    status, out, err = run("init")
+    assert (status, err) == (0, "")
+    assert f"made the {made}" in out
+    is_complete(data)
+    for name, content in files_of(data).items():
+        assert content == before[name] or name in missing or name.startswith("pki/server."), name
+
+
+def test_init_replaces_no_operator_whose_profile_was_taken_away(run: Run, data: Path) -> None:
+    """The profile belongs on the operator's machine."""
+    run("init")
+    (data / "admin.toml").rename(data / "elsewhere.toml")
+    status, out, _ = run("init")
+    assert status == 0
+    assert "kept the operator admin, whose profile is not here" in out
+    assert not (data / "admin.toml").exists()
+
+
+def test_init_refuses_a_profile_of_another_database(run: Run, data: Path) -> None:
+    run("init")
+    foreign = profile.Profile(token="fedplat_op_" + "x" * 43)
+    (data / "admin.toml").unlink()
+    profile.save(foreign, data / "admin.toml")
+    status, _, err = run("init")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has a token that this database does not know" in err
+
+
+def test_init_says_when_the_certificate_is_for_somebody_else(run: Run) -> None:
+    run("init", "--host", "one.example.org")
+    status, _, err = run("init", "--host", "two.example.org")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "certificates renew" in err
+    assert "--host one.example.org --host two.example.org" in err
+
+
+KILLED = """
+import os, signal, sys
+from fedplat_server import cli, private_pki, init_command
+from fedplat.cli import profile
+from fedplat_server.store import schema
+
+left = int(sys.argv.pop(1))
+
+def deadly(module, name):
+    real = getattr(module, name)
+    def step(*arguments, **options):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*arguments, **options)
+    setattr(module, name, step)
+
+deadly(private_pki, "replace")
+deadly(profile, "save")
+deadly(schema, "upgrade")
+deadly(init_command, "add_to")
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_init_that_was_killed_can_be_repeated(run: Run, data: Path, step: int) -> None:
+    """Killed before each of its durable steps: four files, the database, the profile, the operator."""
+    command = [sys.executable, "-c", KILLED, str(step), "init", "--data-dir", str(data)]
+    killed = subprocess.run(command, capture_output=True, check=False, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    status, _, err = run("init")
+    assert (status, err) == (0, "")
+    is_complete(data)
+
+
+@pytest.mark.parametrize("host", ["", "a b", "host:1", "http://host"])
+def test_init_with_a_host_that_cannot_be_makes_nothing(run: Run, data: Path, host: str) -> None:
+    assert "expected a host name or an address" in line_of(run("init", "--host", host), 2)
+    assert not (data / "pki").exists()
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_is_added_listed_and_removed(run: Run, data: Path, tmp_path: Path) -> None:
+    run("init")
+    out_file = tmp_path / "ben.toml"
+    status, out, err = run("operator", "add", "ben", "--role", "viewer", "--expires", "90d", "--out", str(out_file))
+    token = profile.load(out_file).token
+    assert (status, err, token in out) == (0, "", False)
+    assert stat.S_IMODE(out_file.stat().st_mode) == 0o600
+    status, listed, _ = run("operator", "list")
+    assert (status, token in listed) == (0, False)
+    assert any(line.startswith("ben") and "viewer" in line and "expires" in line for line in listed.splitlines())
+    assert run("operator", "remove", "ben") == (0, "operator ben was removed\n", "")
+    assert "ben" not in run("operator", "list")[1]
+    assert [(row.actor, row.action, row.subject) for row in audit_of(data)][-2:] == [
+        ("host", "operator added", "ben"),
+        ("host", "operator removed", "ben"),
+    ]
+
+
+def test_a_profile_on_stdout_is_all_that_is_printed(run: Run, data: Path) -> None:
+    run("init")
+    _, out, _ = run("operator", "add", "ben", "--role", "operator", "--server", "fed.example.org:7443")
+    (data / "ben.toml").write_text(out)
+    made = profile.load(data / "ben.toml")
+    assert made.server == "fed.example.org:7443"
+    assert x509.load_pem_x509_certificates(made.ca.encode())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "status"),
+    [
+        (("add", "ben", "--role", "root"), "expected viewer, operator, admin", 2),
+        (("add", "a b", "--role", "viewer"), "operator name", 2),
+        (("add", "", "--role", "viewer"), "operator name", 2),
+        (("add", "ben", "--role", "viewer", "--expires", "soon"), "such as 90d", 2),
+        (("add", "admin", "--role", "viewer"), "admin", 1),
+        (("remove", "nobody"), "nobody", 1),
+    ],
+)
+def test_wrong_arguments_for_operators(run: Run, data: Path, arguments: list[str], said: str, status: int) -> None:
+    run("init")
+    assert said in line_of(run("operator", *arguments), status)
+    assert [one.name for one in operators_of(data)] == ["admin"]
+
+
+def test_an_operator_whose_profile_cannot_be_written_is_not_made(run: Run, data: Path, tmp_path: Path) -> None:
+    """Else nobody would know its token, and its name were taken."""
+    run("init")
+    (tmp_path / "file").write_text("")
+    where = str(tmp_path / "file" / "ben.toml")
+    assert "cannot be written" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", where), 1)
+    taken = tmp_path / "taken.toml"
+    taken.write_text("")
+    assert "is there already" in line_of(run("operator", "add", "ben", "--role", "viewer", "--out", str(taken)), 2)
+    free = tmp_path / "free.toml"
+    line_of(run("operator", "add", "admin", "--role", "viewer", "--out", str(free)), 1)
+    assert not free.exists()
+    assert [one.name for one in operators_of(data)] == ["admin"]
+
+
+def test_operators_need_a_database(run: Run) -> None:
+    assert "db upgrade" in line_of(run("operator", "list"), 1)
+    assert "db upgrade" in line_of(run("operator", "add", "ben", "--role", "viewer"), 1)
+
+
+# --- certificates ----------------------------------------------------------------------------------------------------
+
+
+def test_certificates_are_shown_and_renewed(run: Run, data: Path) -> None:
+    run("init", "--host", "fed.example.org")
+    status, shown, err = run("certificates", "show")
+    assert (status, err) == (0, "")
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["server", "trusted"]
+    assert "fed.example.org" in shown
+    before = files_of(data)
+    assert run("certificates", "renew")[0] == 0
+    after = files_of(data)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"pki/server.pem", "pki/server.key"}
+    is_complete(data)
+    assert "fed.example.org" in run("certificates", "show")[1]
+    run("certificates", "renew", "--host", "two.example.org")
+    shown = run("certificates", "show")[1]
+    assert ("two.example.org" in shown, "fed.example.org" in shown) == (True, False)
+    assert [row.subject for row in audit_of(data) if row.action == "certificates changed"] == ["init", "renew", "renew"]
+
+
+@pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])
+def test_certificates_that_are_not_there(run: Run, command: str) -> None:
+    assert "fedplat-server init makes it" in line_of(run("certificates", command), 2)
+
+
+def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:
+    run("init")
+    before = files_of(data)
+    assert "expected a host name" in line_of(run("certificates", "renew", "--host", "a b"), 2)
+    assert "begin with: certificates rotate-ca" in line_of(run("certificates", "rotate-ca", "--finish"), 2)
+    (data / "pki" / "ca.key").write_text("rubbish")
+    assert "the certificate authority" in line_of(run("certificates", "renew"), 2)
+    after = files_of(data)
+    assert {name for name in before if before[name] != after[name]} == {"pki/ca.key"}
