@@ -159,9 +159,8 @@ class Client:
                     raise
                 except ServerError as exc:
                     delay_s = backoff.next_s(exc.retry)
-                    _logger.warning(
-                        "The server cannot be used: %s", exc, extra={**self._fields, "retry_s": round(delay_s, 3)}
-                    )
+                    fields = {**self._fields, "retry_s": round(delay_s, 3)}
+                    _logger.warning("The server cannot be used: %s", session.explained(exc), extra=fields)
 
     @contextlib.contextmanager
     def _started(self) -> Generator[tuple[Session, Work]]:

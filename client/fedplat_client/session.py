@@ -10,11 +10,19 @@ import msgspec
 
 from fedplat import wire
 from fedplat.identity import Ticket
+from fedplat.wire import handshake
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._version import __version__
 from fedplat_client.access import SignedAccess
 from fedplat_client.connection import Connection, version_check
-from fedplat_client.errors import CallRefusedError, EnrolmentError, IdentityError, RevokedError
+from fedplat_client.errors import (
+    CallRefusedError,
+    EnrolmentError,
+    IdentityError,
+    RevokedError,
+    ServerError,
+    ServerUnavailableError,
+)
 from fedplat_client.identity import DataDirectory, Identity
 from fedplat_client.stopping import StopSignal
 from fedplat_client.transport import Method
@@ -98,6 +106,14 @@ class Session:
             wait_s=wait_s,
         )
         return self._door.connection.check_in(request, self._stop)
+
+    def explained(self, exc: ServerError) -> ServerError:
+        """An error in better words, if the server and what the client trusts do not go together."""
+        known = self._identity
+        if not known.tls or exc.code != "UNAVAILABLE":
+            return exc
+        problem = handshake.problem(known.server, ca=known.ca)
+        return ServerUnavailableError(exc.code, f"{known.server}: {problem}", exc.retry) if problem else exc
 
     def forget_enrolment(self) -> None:
         """Makes the next `enrol` ask anew, of a server that does not know this client. Raises `EnrolmentError`.
