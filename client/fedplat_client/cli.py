@@ -17,6 +17,7 @@ from fedplat_client import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.errors import DataDirectoryError
+from fedplat_client.options import ClientOptions
 from fedplat_client.task import Task
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -47,6 +48,7 @@ class _RunOptions(TypedDict):
     evaluators: tuple[str, ...]
     labels: tuple[str, ...]
     data_dir: Path | None
+    mtls: bool
     max_tasks: int | None
     log_level: str
 
@@ -85,6 +87,13 @@ def main() -> None:
 @click.option(
     "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where identity and models are kept."
 )
+@click.option(
+    "--mtls",
+    is_flag=True,
+    envvar="FEDPLAT_MTLS",
+    show_envvar=True,
+    help="Show the server a certificate, on its port for those, instead of signing each call.",
+)
 @click.option("--max-tasks", type=click.IntRange(min=0), help="Stop after this many tasks.")
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)
 def run(**options: Unpack[_RunOptions]) -> None:
@@ -119,7 +128,7 @@ def _client(options: _RunOptions) -> Client:
 
 def _connected(options: _RunOptions, labels: dict[str, str]) -> Client:
     """The client that a ticket names; else the one that the data directory knows."""
-    server, population = options["server"], options["population"]
+    server, population, settings = options["server"], options["population"], ClientOptions(mtls=options["mtls"])
     ticket = tickets.find(options["ticket"], options["ticket_file"])
     if ticket is not None:
         if (server or ticket.server, population or ticket.population) != (ticket.server, ticket.population):
@@ -127,12 +136,12 @@ def _connected(options: _RunOptions, labels: dict[str, str]) -> Client:
                 f"the ticket is for {ticket.population!r} at {ticket.server}, --server and --population say otherwise; "
                 "give one or the other"
             )
-        return Client.from_ticket(ticket.to_text(), labels=labels, data_dir=options["data_dir"])
+        return Client.from_ticket(ticket.to_text(), labels=labels, data_dir=options["data_dir"], options=settings)
     if server and population:
-        return Client(server, population=population, labels=labels, data_dir=options["data_dir"])
+        return Client(server, population=population, labels=labels, data_dir=options["data_dir"], options=settings)
     if server or population:
         raise _UsageError("--server and --population belong together; a ticket says both")
-    return Client.from_ticket(labels=labels, data_dir=options["data_dir"])
+    return Client.from_ticket(labels=labels, data_dir=options["data_dir"], options=settings)
 
 
 def _label(text: str) -> tuple[str, str]:

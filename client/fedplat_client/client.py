@@ -14,6 +14,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import identity, stopping, tickets, transport, worker
 from fedplat_client.access import SignedAccess
 from fedplat_client.cache import ModelCache
+from fedplat_client.certificates import CertificateAccess
 from fedplat_client.connection import Connection
 from fedplat_client.errors import (
     Cancelled,
@@ -169,7 +170,8 @@ class Client:
             key = self._directory.signing_key(known)
             channel = stack.enter_context(transport.connect(self._server, tls=known.tls, ca=known.ca))
             access = SignedAccess(channel, key, self._options.call_timeout_s)
-            calls = Connection(access, self._options.call_timeout_s)
+            shown = stack.enter_context(self._certificates(access, known)) if self._options.mtls else access
+            calls = Connection(shown, self._options.call_timeout_s)
             profile = Profile(
                 ticket=self._ticket,
                 population=self._population,
@@ -192,6 +194,9 @@ class Client:
                 stop=self._stop,
             )
             yield Session(Door(access, calls), self._directory, known, profile, self._stop), hand.work
+
+    def _certificates(self, access: SignedAccess, known: identity.Identity) -> CertificateAccess:
+        return CertificateAccess(access, self._directory, known, self._options.call_timeout_s, self._options.clock)
 
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()

@@ -20,6 +20,7 @@ _HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
 _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
 _FAIL = Method("Fail", fleet_pb2.FailResponse)
+_RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
 _DOWNLOAD = Method("Download", model_pb2.Chunk)
 _UPLOAD = Method("Upload", fleet_pb2.UploadResponse)
 
@@ -51,6 +52,12 @@ class Connection:
         """The number of bytes of an update that the server has."""
         request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
         return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s).received_bytes
+
+    def renew_certificate(
+        self, request: fleet_pb2.RenewCertificateRequest, signal: StopSignal
+    ) -> fleet_pb2.RenewCertificateResponse:
+        """Asks for a certificate for TLS; only a signed call is answered."""
+        return self._call(_RENEW_CERTIFICATE, request, signal, self._timeout_s)
 
     def report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         """Commits an update. No signal cancels it: whether it was accepted is worth the wait."""

@@ -9,7 +9,9 @@ FedplatError
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
     └── ServerError                a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
-        │   └── SessionLostError           the session is gone; the same call works in another one
+        │   ├── SessionLostError           the session is gone; the same call works in another one
+    │   ├── CertificateExpiredError    the client's certificate has expired; the same call works with the next one
+    │   └── UnreachableError           nobody answered at all: the connection broke, or there was none
         ├── IdentityError              the server does not accept who this client says it is
         │   ├── UnknownClientError         it knows no such client
         │   ├── FencedError                another process runs with the same identity
@@ -70,6 +72,14 @@ class ServerUnavailableError(ServerError):
 
 class SessionLostError(ServerUnavailableError):
     """The server does not know the session, for instance because it was restarted; the client opens another one."""
+
+
+class CertificateExpiredError(ServerUnavailableError):
+    """The client's certificate has expired; the client gets another one."""
+
+
+class UnreachableError(ServerUnavailableError):
+    """The server has not answered at all: there is no connection to it, or it broke."""
 
 
 class IdentityError(ServerError):

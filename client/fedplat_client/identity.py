@@ -4,6 +4,7 @@
 <data_dir>/<server>/<population>/lock            held while a process runs as this client
                                  identity.json   who the client is, and how it knows its server
                                  identity.key    its private key, which never leaves this folder
+                                 tls.key         its key for TLS, if it shows certificates (fedplat_client.certificates)
                                  models/         the model cache (fedplat_client.cache)
 ```
 Files are readable by their owner only.
@@ -24,7 +25,7 @@ import platformdirs
 
 from fedplat.identity import Ticket
 from fedplat_client.errors import DataDirectoryError
-from fedplat_client.keys import SigningKey, new_signing_key
+from fedplat_client.keys import SigningKey, new_signing_key, new_tls_key
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +66,7 @@ class DataDirectory:
         self._population = population
         self._identity = self.path / "identity.json"
         self._key = self.path / "identity.key"
+        self._tls_key = self.path / "tls.key"
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
@@ -124,6 +126,18 @@ class DataDirectory:
                 f"{self._key} is damaged ({exc}). Restore it from a backup, "
                 f"or delete {self._identity} to enrol as a new client"
             ) from exc
+
+    def tls_key(self) -> bytes:
+        """The private key for TLS, PEM; a new one, if there is none, which is stored before it is returned.
+
+        Nobody knows the client by it: it may be deleted at any time.
+        """
+        try:
+            if not self._tls_key.exists():
+                self._write(self._tls_key, new_tls_key())
+            return self._tls_key.read_bytes()
+        except OSError as exc:
+            raise DataDirectoryError(f"{self._tls_key} cannot be read: {exc}; delete it to get another one") from exc
 
     def save(self, identity: Identity) -> None:
         """Stores the identity; after a crash the file is the old one or the new one, whole."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 
@@ -15,6 +16,18 @@ def new_signing_key() -> bytes:
 def new_tls_key() -> bytes:
     """A fresh key for TLS, PEM (PKCS #8)."""
     return _pem(ec.generate_private_key(ec.SECP256R1()))
+
+
+def signing_request(tls_key: bytes) -> bytes:
+    """A request for a certificate (PKCS #10, DER); the server chooses the name in it. Raises `ValueError`."""
+    try:
+        key = serialization.load_pem_private_key(tls_key, password=None)
+    except (TypeError, UnsupportedAlgorithm) as exc:  # encrypted, or of a kind that nobody knows
+        raise ValueError("it is no plain private key") from exc
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("it is no ECDSA key")
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.DER)
 
 
 class SigningKey:

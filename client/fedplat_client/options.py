@@ -35,6 +35,8 @@ class ClientOptions:
     """Largest update that travels with its report, without an upload of its own."""
     cache_limit_bytes: int = 2 * 2**30
     """Size of the model cache; the model in use may exceed it."""
+    mtls: bool = False
+    """Show the server a short-lived certificate instead of signing each call."""
     rng: random.Random = field(default_factory=random.SystemRandom)
     wait: Callable[[StopSignal, float], bool] = StopSignal.wait
     clock: Callable[[], float] = time.monotonic

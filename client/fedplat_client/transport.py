@@ -16,6 +16,7 @@ from fedplat import identity, wire
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.errors import (
     CallRefusedError,
+    CertificateExpiredError,
     FencedError,
     IdentityError,
     RevokedError,
@@ -23,6 +24,7 @@ from fedplat_client.errors import (
     ServerUnavailableError,
     SessionLostError,
     UnknownClientError,
+    UnreachableError,
 )
 from fedplat_client.stopping import StopSignal
 
@@ -64,15 +66,20 @@ _BY_CODE: dict[str, type[ServerError]] = {
     "CLIENT_UNKNOWN": UnknownClientError,
     "FENCED": FencedError,
     "REVOKED": RevokedError,
+    "CERTIFICATE_EXPIRED": CertificateExpiredError,
+    "NO_CERTIFICATES": IdentityError,
 }
 _SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 
 
-def connect(server: str, *, tls: bool = False, ca: str = "") -> grpc.Channel:
-    """Opens a channel to `host:port`; with TLS, `ca` (PEM) is trusted instead of the platform's authorities."""
+def connect(server: str, *, tls: bool = False, ca: str = "", shown: tuple[bytes, bytes] | None = None) -> grpc.Channel:
+    """Opens a channel to `host:port`; with TLS, `ca` (PEM) is trusted instead of the platform's authorities.
+
+    `shown`: the client's own key and certificate, PEM.
+    """
     if not tls:
         return grpc.insecure_channel(server, options=_CHANNEL_OPTIONS, compression=grpc.Compression.NoCompression)
-    credentials = grpc.ssl_channel_credentials(ca.encode() or None)
+    credentials = grpc.ssl_channel_credentials(ca.encode() or None, *(shown or ()))
     return grpc.secure_channel(server, credentials, _CHANNEL_OPTIONS, grpc.Compression.NoCompression)
 
 
@@ -135,6 +142,8 @@ def translated(exc: grpc.RpcError) -> ServerError:
     said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(identity.METADATA_CODE)
     if (known := _BY_CODE.get(str(said))) is not None:
         return known(status.name, text)
+    if status is grpc.StatusCode.UNAVAILABLE and said is None:
+        return UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:
         return ServerUnavailableError(status.name, text, _retry_window(exc))
     if status is grpc.StatusCode.UNAUTHENTICATED:

@@ -42,6 +42,13 @@ def common(version: Annotated[bool, typer.Option("--version", help="Show the ver
 @app.command()
 def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     listen: Annotated[str, typer.Option(envvar="FEDPLAT_LISTEN", help="HOST:PORT to serve.")] = DEFAULT_LISTEN,
+    mtls_listen: Annotated[
+        str,
+        typer.Option(
+            envvar="FEDPLAT_MTLS_LISTEN",
+            help="HOST:PORT to serve to clients that show a certificate, which DATA_DIR/pki signs. Default: nowhere.",
+        ),
+    ] = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
     tls_certificate: Annotated[
@@ -49,7 +56,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key (PEM).")] = None,
     tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Authorities that clients' certificates may come from (PEM).")
+        Path | None, typer.Option(metavar="FILE", help="The authorities to know it by, if they are private (PEM).")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS, on loopback only.")] = False,
     insecure_anywhere: Annotated[
@@ -82,8 +89,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level {log_level}: expected DEBUG, INFO, WARNING or ERROR")
     host = _host(listen, "--listen")
-    if advertise:
-        _host(advertise, "--advertise")
+    for address, option in ((mtls_listen, "--mtls-listen"), (advertise, "--advertise")):
+        if address:
+            _host(address, option)
     if not 0.3 <= lease_s <= 3600.0:
         raise ConfigError(f"--lease-s {lease_s}: expected a number of seconds, at least 0.3 and at most an hour")
     if not math.isfinite(grace_s):
@@ -107,6 +115,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         lease=LeaseTimes.of(lease_s),
         reflection=reflection,
         tls=files,
+        mtls_listen=mtls_listen,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(

@@ -65,6 +65,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     to `module:function` or `/path/to/file.py:function`, and one call of an evaluator may take `evaluation_s`.
     Other daemons of the database reach this one at `advertise` (empty: where it listens).
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
+    At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
     """
 
     listen: str
@@ -88,6 +89,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     reflection: bool = False
     tls: TlsFiles | None = None
+    mtls_listen: str = ""
 
     @property
     def blob_dir(self) -> Path:

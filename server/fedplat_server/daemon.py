@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
@@ -31,7 +32,6 @@ from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavaila
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.callers import Callers
-from fedplat_server.identity.certificates import Issuer
 from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.rpc import serving
@@ -51,13 +51,19 @@ class Daemon:
     """One server process. `port` is known once it has started.
 
     Of several daemons on one PostgreSQL one leads, and the others pass calls on to it. A daemon may change from one
-    to the other at any time; its port stays.
+    to the other at any time; its port stays. `utc_now` is the clock by which clients' certificates are judged.
     """
 
-    def __init__(self, config: ServerConfig, open_store: OpenStore = open_store) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        open_store: OpenStore = open_store,
+        utc_now: Callable[[], datetime.datetime] = tls.utc_now,
+    ) -> None:
         self._config = config
+        self._utc_now = utc_now
         self._open_store = open_store
-        self.port = 0
+        self.port = self.mtls_port = 0
         self.started = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -70,8 +76,8 @@ class Daemon:
         config = self._config
         with folder.held(config.data_dir, shared=config.is_shared):
             async with contextlib.AsyncExitStack() as stack:
-                endpoint = serving.Endpoint(config)
-                self.port = endpoint.port
+                endpoint = serving.Endpoint(config, self._utc_now)
+                self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
                 stack.push_async_callback(endpoint.stop, 0)
                 watching = asyncio.create_task(self._watch(endpoint.certificates), name="certificates")
                 stack.push_async_callback(_cancel, watching)
@@ -99,7 +105,7 @@ class Daemon:
             if is_serving:
                 await self._announce(endpoint)
 
-        follower = Follower(candidate.holder, endpoint.switch, tell, self._config.tls)
+        follower = Follower(candidate.holder, endpoint.switch, tell, self._config.tls, endpoint.peers.client_of)
         try:
             return await self._unless_stopped(election.elect(follower.follow))
         finally:
@@ -130,7 +136,7 @@ class Daemon:
         await stack.enter_async_context(_severed_when_lost(store))
         if tenure.lease.term:
             await store.fence(tenure.lease.term)
-        parts = await _Parts.make(self._config, store, tenure.lease, endpoint.certificates)
+        parts = await _Parts.make(self._config, store, tenure.lease, endpoint)
         stack.push_async_callback(parts.close)
         parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, parts.runner_task)
@@ -152,7 +158,8 @@ class Daemon:
         if not self.started.is_set():
             await endpoint.start()
             self.started.set()
-            logs.get().info("the server is ready", port=self.port, data_dir=str(self._config.data_dir))
+            ports = {"port": self.port} | ({"mtls_port": self.mtls_port} if self.mtls_port else {})
+            logs.get().info("the server is ready", **ports, data_dir=str(self._config.data_dir))
 
     async def _unless_stopped(self, work: Awaitable[_T], *guards: asyncio.Task[None]) -> _T | None:
         """Waits for work, unless the daemon shall stop: a database may answer late, or never. Raises as guards do."""
@@ -215,9 +222,7 @@ class _Parts:
         self._aggregation = aggregation
 
     @classmethod
-    async def make(
-        cls, config: ServerConfig, store: Store, lease: Lease, certificates: tls.Certificates | None
-    ) -> _Parts:
+    async def make(cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint) -> _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Only what the database names is real: the rest was left by a crash.
@@ -240,9 +245,10 @@ class _Parts:
             jobs=jobs,
             clients=clients,
             callers=Callers(store, clients),
-            enrolments=Enrolments(store, clients, lambda: Trust.of(certificates)),
+            enrolments=Enrolments(store, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store, clients),
-            issuer=Issuer(None),
+            issuer=endpoint.issuer,
+            peers=endpoint.peers,
             desk=Desk(),
             blobs=blobs,
             uploads=uploads,
@@ -251,7 +257,8 @@ class _Parts:
             conflicts=Conflicts(store),
             started_unix_s=time.time(),
             new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
-            certificates=certificates,
+            certificates=endpoint.certificates,
+            mtls_port=endpoint.mtls_port,
         )
         return cls(services, Aggregation(blobs, uploads, runner.post))
 

@@ -2,7 +2,8 @@
 
 `Authority` signs certificates for servers and, for a short time each, for clients. Its key stays in the data folder,
 readable by its owner only. All keys that TLS sees are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there.
-Certificates follow RFC 5280; a client's has its id as the common name and as a URI (`fedplat:client:<id>`).
+Certificates follow RFC 5280; a client's has its id, and the number of the session that it was asked for in, as the
+common name (`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`).
 """
 
 from __future__ import annotations
@@ -108,11 +109,11 @@ class Authority:
         return self._leaf(builder, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def for_client(
-        self, client_id: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, valid: datetime.timedelta
+        self, name: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, valid: datetime.timedelta
     ) -> x509.Certificate:
-        """A certificate for a client."""
-        builder = _builder(_name(client_id), self.certificate.subject, public_key, now, valid)
-        uri = x509.UniformResourceIdentifier(f"fedplat:client:{client_id}")
+        """A certificate for a client; `name` is `<id>/<number>`."""
+        builder = _builder(_name(name), self.certificate.subject, public_key, now, valid)
+        uri = x509.UniformResourceIdentifier(f"fedplat:client:{name}")
         builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
         return self._leaf(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 

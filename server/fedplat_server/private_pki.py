@@ -7,6 +7,7 @@ those who know only the old one, and those who know only the new one, both find 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import ipaddress
@@ -67,6 +68,17 @@ class PkiFolder:
             found = Authority.load(self.ca, self._next_key)  # a crash came before the last step of `rotate`
             self._next_key.replace(self.ca_key)
             return found
+
+    def authority_in_use(self) -> Authority:
+        """The present authority, for a server that runs while it may be replaced: changes nothing.
+
+        Raises `ConfigError`.
+        """
+        with contextlib.suppress(ConfigError):
+            return Authority.load(self.ca, self.ca_key)
+        with contextlib.suppress(ConfigError):
+            return Authority.load(self.ca, self._next_key)
+        return Authority.load(self.ca, self.ca_key)  # the replacement has ended meanwhile, or something is wrong
 
     def make_authority(self, now: datetime.datetime) -> bool:
         """Makes the authority if there is none; whether it did."""

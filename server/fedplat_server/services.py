@@ -16,7 +16,7 @@ from fedplat_server.desk import Desk
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.callers import Callers
-from fedplat_server.identity.certificates import Issuer
+from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.rpc.errors import Code, RefusedError
@@ -105,6 +105,7 @@ class Services:
     enrolments: Enrolments
     revocation: Revocation
     issuer: Issuer
+    peers: Peers
     desk: Desk
     blobs: BlobStore
     uploads: UploadStore

@@ -100,10 +100,10 @@ class Certificates:
         """Days until the certificate expires; negative when it has."""
         return (self.loaded.expires - self._clock()).total_seconds() / 86_400
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Credentials that ask `refresh` at every handshake."""
+    def credentials(self, *, of_both: bool = False) -> grpc.ServerCredentials:
+        """Credentials that ask `refresh` at every handshake. `of_both`: who connects must show one of `ca`, too."""
         # None, for "go on with what you have", is missing in the types of gRPC.
-        return grpc.dynamic_ssl_server_credentials(self.loaded.configuration(), cast(Any, self._fetch))
+        return grpc.dynamic_ssl_server_credentials(self.loaded.configuration(), cast(Any, self._fetch), of_both)
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         return self.loaded.configuration() if self.refresh() else None

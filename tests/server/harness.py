@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 import time
@@ -288,7 +289,7 @@ async def running(
         limits=limits or Limits(refusal_delay_s=0.0),
         **settings,
     )
-    daemon = Daemon(made, open_faulty)
+    daemon = Daemon(made, open_faulty, lambda: datetime.datetime.fromtimestamp(clock(), datetime.UTC))
     task = asyncio.create_task(daemon.run(), name="daemon")
     started = asyncio.create_task(daemon.started.wait())
     await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)

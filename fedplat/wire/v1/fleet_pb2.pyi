@@ -3,8 +3,9 @@
 isort:skip_file
 What clients say to the server. Every call starts at the client, so that clients need no open port.
 
-Who calls is known by the client certificate of the connection, where there is one. Otherwise every call is signed
-with the client's Ed25519 key (fedplat.identity has the bytes that are signed), and carries as metadata
+On the port that asks for client certificates, the connection's says who calls. On the other one, and for
+RenewCertificate on both, every call is signed with the client's Ed25519 key (fedplat.identity has the bytes that are
+signed), and carries as metadata
   fedplat-signature-bin   the signature
   fedplat-session         the session id, and
   fedplat-counter         a number that was not used in the session before.
@@ -235,19 +236,23 @@ class RenewCertificateResponse(_message.Message):
 
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    VALID_S_FIELD_NUMBER: _builtins.int
     certificate: _builtins.str
     """PEM."""
     port: _builtins.int
     """The port, on the same host, where the server asks for client certificates."""
+    valid_s: _builtins.float
+    """How long the certificate is good, in seconds from now."""
     def __init__(
         self,
         *,
         certificate: _builtins.str = ...,
         port: _builtins.int = ...,
+        valid_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "port", b"port", "valid_s", b"valid_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,8 +3,9 @@
 isort:skip_file
 What clients say to the server. Every call starts at the client, so that clients need no open port.
 
-Who calls is known by the client certificate of the connection, where there is one. Otherwise every call is signed
-with the client's Ed25519 key (fedplat.identity has the bytes that are signed), and carries as metadata
+On the port that asks for client certificates, the connection's says who calls. On the other one, and for
+RenewCertificate on both, every call is signed with the client's Ed25519 key (fedplat.identity has the bytes that are
+signed), and carries as metadata
   fedplat-signature-bin   the signature
   fedplat-session         the session id, and
   fedplat-counter         a number that was not used in the session before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fedplat_server import logs
 from fedplat_server.cluster.gateway import Gateway
@@ -13,12 +14,18 @@ from fedplat_server.tls import TlsFiles
 
 
 class Follower:
-    """Turns the switch to whoever leads. `tell` hears whether callers can be served."""
+    """Turns the switch to whoever leads. `tell` hears whether callers can be served; `client_of`: see `Gateway`."""
 
     def __init__(
-        self, name: str, switch: Switch, tell: Callable[[bool], Awaitable[None]], tls: TlsFiles | None = None
+        self,
+        name: str,
+        switch: Switch,
+        tell: Callable[[bool], Awaitable[None]],
+        tls: TlsFiles | None,
+        client_of: Callable[[Any], str],
     ) -> None:
         self._name = name
+        self._client_of = client_of
         self._tls = tls
         self._switch = switch
         self._tell = tell
@@ -31,7 +38,7 @@ class Follower:
         if earlier is not None and earlier.lease.term == lease.term:
             return
         logs.get().info("another daemon leads; this one is a gateway to it", term=lease.term, leader=lease.address)
-        gateway = Gateway(lease, self._name, self._tls)
+        gateway = Gateway(lease, self._name, self._tls, self._client_of)
         self._switch.turn(gateway)
         await self._leave()
         self._gateway = gateway

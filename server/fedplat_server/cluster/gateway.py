@@ -49,17 +49,10 @@ def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
     return aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=_OPTIONS, compression=none)
 
 
-def nobody(_: Context) -> str:
-    """The client that a call is known to come from, on a port that knows none."""
-    return ""
-
-
 class Gateway:
-    """The route to a leader. `client_of` tells which client a call is known to come from ("": none)."""
+    """The route to a leader. `client_of` tells which client the connection of a call is known to be of ("": none)."""
 
-    def __init__(
-        self, lease: Lease, name: str, tls: TlsFiles | None = None, client_of: Callable[[Context], str] = nobody
-    ) -> None:
+    def __init__(self, lease: Lease, name: str, tls: TlsFiles | None, client_of: Callable[[Context], str]) -> None:
         self.calls = Calls()
         self.lease = lease
         self._name = name

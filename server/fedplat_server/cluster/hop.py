@@ -28,11 +28,12 @@ _OWN_TO_A_CONNECTION = ("user-agent", "content-type", "te", "grpc-", ":")
 class Hop:
     """A call that came by a gateway: which one, and what it knows of the caller.
 
-    `client_id`: the client that the caller proved to be to the gateway ("": none). `peer`: its address, as gRPC has it.
+    `client`: the client that the caller proved to be to the gateway by its certificate (see `Peers.client_of`; "":
+    none). `peer`: its address, as gRPC has it.
     """
 
     gateway: str
-    client_id: str = ""
+    client: str = ""
     peer: str = ""
 
 
@@ -45,7 +46,7 @@ def marked(metadata: Iterable[tuple[str, str | bytes]], secret: str, hop: Hop) -
     """The metadata of a call as it is passed on."""
     dropped = (_PREFIX, *_OWN_TO_A_CONNECTION)
     kept = [(key, value) for key, value in metadata if not key.startswith(dropped)]
-    return [*kept, (_SECRET, secret), (_GATEWAY, hop.gateway), (_CLIENT, hop.client_id), (_PEER, hop.peer)]
+    return [*kept, (_SECRET, secret), (_GATEWAY, hop.gateway), (_CLIENT, hop.client), (_PEER, hop.peer)]
 
 
 def read(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> Hop | None:

@@ -14,7 +14,7 @@ from fedplat import identity
 from fedplat_server.audit import SERVER, Action, AuditEntry
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
-from fedplat_server.identity.sessions import Session, Sessions
+from fedplat_server.identity.sessions import Sessions
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
@@ -22,11 +22,16 @@ from fedplat_server.store.port import Store
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What is known of a call before anything of it is believed; `request` is its first message as it came."""
+    """What is known of a call before anything of it is believed; `request` is its first message as it came.
+
+    `certified`: the client whose certificate its connection shows, and the number of the session that it got it in, as
+    `<id>/<number>`, which TLS has proven ("": it shows none).
+    """
 
     method: str
     metadata: Mapping[str, str | bytes]
     request: bytes
+    certified: str = ""
 
     def binary(self, name: str) -> bytes:
         """A binary value of the metadata; empty if there is none."""
@@ -46,6 +51,7 @@ class Callers:
         self._store = store
         self._book = book
         self._sessions = Sessions()
+        self._told: dict[str, int] = {}  # the highest number of a client that was noted as fenced
         self._challenges = Challenges(secrets.token_bytes(32))
 
     def challenge(self) -> bytes:
@@ -73,7 +79,17 @@ class Callers:
         return session_id
 
     async def authenticate(self, call: Call) -> ClientRecord:
-        """The client that makes a call."""
+        """The client that makes a call; what else one says that shows a certificate does not matter."""
+        if not call.certified:
+            return await self.authenticate_by_key(call)
+        client_id, _, number = call.certified.rpartition("/")
+        client = await self._book.find(client_id)
+        await self._refuse_fenced(client, int(number))
+        self._book.seen(client.client_id)
+        return client
+
+    async def authenticate_by_key(self, call: Call) -> ClientRecord:
+        """The client that has signed a call, whatever its connection shows."""
         client = await self._by_session(call)
         self._book.seen(client.client_id)
         return client
@@ -87,21 +103,25 @@ class Callers:
             raise RefusedError(Code.SESSION_UNKNOWN)
         client = await self._book.find(session.client_id)
         _verify(client.public_key, call, identity.call_payload(call.method, session_id, counter, call.request))
-        if session.number < client.session_number:
-            await self._tell_fenced(session)
-            raise RefusedError(Code.FENCED)
+        await self._refuse_fenced(client, session.number)
         window = session.window.accept(counter)
         if window is None:
             raise RefusedError(Code.REPLAYED)
         session.window = window
         return client
 
-    async def _tell_fenced(self, session: Session) -> None:
-        """Two places use one key: a restarted client does not speak under its old session again."""
-        if not session.told_fenced:
-            session.told_fenced = True
-            told = AuditEntry(SERVER, Action.CLIENT_FENCED, session.client_id, {"session": session.number})
+    async def _refuse_fenced(self, client: ClientRecord, number: int) -> None:
+        """Lets nobody speak under an older session than the latest, and notes the first call of each that does.
+
+        Then two places use one key: a restarted client does not speak under its old session again.
+        """
+        if number >= client.session_number:
+            return
+        if self._told.get(client.client_id, 0) < number:
+            self._told[client.client_id] = number
+            told = AuditEntry(SERVER, Action.CLIENT_FENCED, client.client_id, {"session": number})
             await self._store.append_audit([told])
+        raise RefusedError(Code.FENCED)
 
 
 def _verify(public_key: bytes, call: Call, payload: bytes) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat_server import pki
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.store.fleet import ClientRecord
 
 VALID = datetime.timedelta(hours=24)
 MAX_REQUEST_BYTES = 8192
-_URI = "fedplat:client:"
+_URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
 _CACHE_SIZE = 10_000
 
 
@@ -24,23 +27,25 @@ def utc_now() -> datetime.datetime:
 
 
 class Issuer:
-    """Signs certificates with the authority's key; without one (None) it signs none. Raises `RefusedError`."""
+    """Signs certificates with the present authority's key; without one (None) it signs none. Raises `RefusedError`."""
 
     def __init__(
         self,
-        authority: pki.Authority | None,
+        authority: Callable[[], pki.Authority] | None,
         valid: datetime.timedelta = VALID,
         now: Callable[[], datetime.datetime] = utc_now,
     ) -> None:
         self._authority = authority
-        self._valid = valid
+        self.valid = valid
         self._now = now
 
-    def issue(self, client_id: str, signing_request: bytes) -> str:
-        """A certificate (PEM) for a client, for the key that has signed the request (PKCS #10, DER)."""
+    def issue(self, client: ClientRecord, signing_request: bytes) -> str:
+        """A certificate (PEM) for a client in its present session, for the key that has signed the request (DER)."""
         if self._authority is None:
             raise RefusedError(Code.NO_CERTIFICATES)
-        certificate = self._authority.for_client(client_id, _requested_key(signing_request), self._now(), self._valid)
+        key = _requested_key(signing_request)
+        name = f"{client.client_id}/{client.session_number}"
+        certificate = self._authority().for_client(name, key, self._now(), self.valid)
         return pki.certificate_pem(certificate).decode()
 
 
@@ -70,16 +75,23 @@ class Peers:
         self._now = now
         self._known: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
 
-    def client_id(self, certificate: bytes) -> str:
-        """The client that a certificate (PEM) names. Raises `RefusedError` if it names none or has expired."""
+    def client_of(self, context: Any) -> str:
+        """The client, as `<id>/<number>`, that the connection of a call shows the certificate of.
+
+        Empty on a port that asks for none. Raises `RefusedError` if the certificate names nobody or has expired.
+        """
+        shown: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ())
+        return self._client(shown[0]) if shown else ""
+
+    def _client(self, certificate: bytes) -> str:
         if certificate not in self._known:
             self._known[certificate] = _read(certificate)
             while len(self._known) > _CACHE_SIZE:
                 self._known.popitem(last=False)
-        client_id, expires = self._known[certificate]
+        name, expires = self._known[certificate]
         if self._now() >= expires:
             raise RefusedError(Code.CERTIFICATE_EXPIRED, f"it was good until {expires:%Y-%m-%d %H:%M:%S} UTC")
-        return client_id
+        return name
 
 
 def _read(certificate: bytes) -> tuple[str, datetime.datetime]:
@@ -88,7 +100,7 @@ def _read(certificate: bytes) -> tuple[str, datetime.datetime]:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as exc:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN) from exc
-    uris = [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith(_URI)]
-    if len(uris) != 1:
+    found = [_URI.fullmatch(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    if len(found) != 1 or found[0] is None:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN)
-    return uris[0].removeprefix(_URI), loaded.not_valid_after_utc
+    return found[0][1], loaded.not_valid_after_utc

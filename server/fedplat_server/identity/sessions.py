@@ -14,12 +14,11 @@ MAX_OF_CLIENT = 4
 
 @dataclasses.dataclass(slots=True)
 class Session:
-    """A session: the `number`-th of its client. `told_fenced`: its owner was told that a newer one has begun."""
+    """A session: the `number`-th of its client."""
 
     client_id: str
     number: int
     window: Window = dataclasses.field(default_factory=Window)
-    told_fenced: bool = False
 
 
 class Sessions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any, TypeAlias
 
 from grpc import aio
@@ -47,7 +49,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             token=request.token,
             public_key=request.public_key,
         )
-        self._services.callers.require_proof(call_of(context), newcomer.public_key)
+        self._services.callers.require_proof(_call(context), newcomer.public_key)
         record = await self._services.enrolments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
@@ -57,32 +59,44 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         """Begins a session, and ends the one before."""
         self._services.quotas.stranger(self._peer(context))
         requests.protocol_version(request.protocol_version)
-        session_id = await self._services.callers.open_session(call_of(context), request.client_id)
+        session_id = await self._services.callers.open_session(_call(context), request.client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     async def RenewCertificate(
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
-        """Gives a client a certificate for TLS."""
-        client = await self._known(context)
+        """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
+        client = await self._counted(self._services.callers.authenticate_by_key(_call(context)), context)
         self._services.quotas.request(client.client_id)
-        certificate = self._services.issuer.issue(client.client_id, request.signing_request)
-        return fleet_pb2.RenewCertificateResponse(certificate=certificate, port=self._services.mtls_port)
+        issuer = self._services.issuer
+        certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
+        return fleet_pb2.RenewCertificateResponse(
+            certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
+        )
 
     def _peer(self, context: Context) -> str:
         return hop.of(context, self._services.lease.secret).peer
 
     async def _known(self, context: Context) -> ClientRecord:
-        """The client that calls; whoever is none is counted with the strangers."""
+        """The client that calls."""
+        return await self._counted(self._authenticate(context), context)
+
+    async def _authenticate(self, context: Context) -> ClientRecord:
+        passed_on = hop.read(context.invocation_metadata() or (), self._services.lease.secret)
+        certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
+        return await self._services.callers.authenticate(_call(context, certified))
+
+    async def _counted(self, client: Awaitable[ClientRecord], context: Context) -> ClientRecord:
+        """Whoever is no client is counted with the strangers."""
         try:
-            return await self._services.callers.authenticate(call_of(context))
+            return await client
         except RefusedError:
             self._services.quotas.stranger(self._peer(context))
             raise
 
 
-def call_of(context: Context) -> Call:
+def _call(context: Context, certified: str = "") -> Call:
     """What is known of the call that this task serves."""
     incoming = boundary.INCOMING.get()
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
-    return Call(incoming.method, metadata, incoming.request)
+    return Call(incoming.method, metadata, incoming.request, certified)

@@ -1,7 +1,9 @@
-"""The gRPC server: its services, its options, and the port that it listens on."""
+"""The gRPC server: its services, its options, and the ports that it listens on."""
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
@@ -14,13 +16,15 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from fedplat_server.cluster.switch import Collector, Here, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
+from fedplat_server.identity.certificates import Issuer, Peers
+from fedplat_server.private_pki import PkiFolder
 from fedplat_server.rpc.admin import AdminService
 from fedplat_server.rpc.boundary import Boundary
 from fedplat_server.rpc.fleet import FleetService
 from fedplat_server.rpc.gate import Gate
 from fedplat_server.rpc.health import Health
 from fedplat_server.services import Services
-from fedplat_server.tls import Certificates
+from fedplat_server.tls import Certificates, TlsFiles
 
 _SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
@@ -51,11 +55,30 @@ def route(services: Services) -> Here:
     return Here(collector.handlers, gate.admit)
 
 
-class Endpoint:
-    """The port of this daemon, from its start to its end; whoever leads, calls go where the switch lets them go."""
+def _of_both(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCredentials:
+    """The server's own certificate, and only clients with one of the private authority. Raises `ConfigError`."""
+    if config.tls is None:
+        raise ConfigError("--mtls-listen needs TLS; leave --insecure out")
+    try:
+        folder.authority_in_use()
+    except ConfigError as exc:
+        raise ConfigError(
+            f"--mtls-listen needs the private authority of {folder.folder}, which signs the clients' certificates "
+            f"({exc}); fedplat-server init makes one"
+        ) from exc
+    files = TlsFiles(config.tls.certificate, config.tls.key, folder.ca)
+    return Certificates(files).credentials(of_both=True)
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Takes the port. Callers wait until `start`. Raises `ConfigError` if the port cannot be had."""
+
+class Endpoint:
+    """The ports of this daemon, from its start to its end; whoever leads, calls go where the switch lets them go.
+
+    On the second one, `mtls_port` (0: none), everybody shows a certificate of a client: gRPC for Python cannot leave
+    that open on one port. `peers` reads these certificates, `issuer` makes them.
+    """
+
+    def __init__(self, config: ServerConfig, utc_now: Callable[[], datetime.datetime]) -> None:
+        """Takes the ports. Callers wait until `start`. Raises `ConfigError` if they cannot be had."""
         self.switch = Switch(_SERVICES)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         self._server = aio.server(
@@ -67,15 +90,25 @@ class Endpoint:
         if config.reflection:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
+        credentials = self.certificates.credentials() if self.certificates is not None else None
+        self.port = self._bind(config.listen, "--listen", credentials)
+        self.peers = Peers(utc_now)
+        self.issuer = Issuer(None)
+        self.mtls_port = 0
+        if config.mtls_listen:
+            folder = PkiFolder.of(config.data_dir)
+            self.mtls_port = self._bind(config.mtls_listen, "--mtls-listen", _of_both(config, folder))
+            self.issuer = Issuer(folder.authority_in_use, now=utc_now)
+
+    def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         try:
-            if self.certificates is None:
-                self.port = self._server.add_insecure_port(config.listen)
-            else:
-                self.port = self._server.add_secure_port(config.listen, self.certificates.credentials())
+            if credentials is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, credentials)
         except RuntimeError as exc:
             raise ConfigError(
-                f"cannot listen on {config.listen}: the port is taken or the address is not this machine's; "
-                "choose another with --listen HOST:PORT"
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+                f"choose another with {option} HOST:PORT"
             ) from exc
 
     async def start(self) -> None:

@@ -1,0 +1,55 @@
+"""What a client that shows certificates keeps, and what it says; with a real server: tests/server/test_mtls.py."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from fedplat.wire.v1 import model_pb2
+from fedplat_client import Client, DataDirectoryError, EnrolmentError, Task, TrainResult
+from fedplat_client.access import SignedAccess
+from fedplat_client.certificates import CertificateAccess
+from fedplat_client.identity import DataDirectory, Identity
+from fedplat_client.keys import SigningKey, new_signing_key, new_tls_key, signing_request
+from fedplat_client.stopping import StopSignal
+from fedplat_client.transport import connect
+
+
+def no_op(task: Task) -> TrainResult:
+    return TrainResult(parameters=task.parameters, num_examples=1)
+
+
+def test_the_key_for_tls_is_private_and_stays(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path, "server:1", "demo")
+    with directory.locked():
+        key = directory.tls_key()
+        assert directory.tls_key() == key
+        assert stat.S_IMODE((directory.path / "tls.key").stat().st_mode) == 0o600
+    assert x509.load_der_x509_csr(signing_request(key)).is_signature_valid
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", new_signing_key(), new_tls_key()[:100]])
+def test_a_damaged_key_gives_one_clear_line(content: bytes, tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path, "127.0.0.1:1", "demo")
+    with directory.locked(), connect("127.0.0.1:1") as channel:
+        (directory.path / "tls.key").write_bytes(content)
+        signed = SignedAccess(channel, SigningKey(new_signing_key()), 1.0)
+        identity = Identity("key", "127.0.0.1:1", "demo", tls=True)
+        with (
+            CertificateAccess(signed, directory, identity, 1.0) as access,
+            pytest.raises(DataDirectoryError, match=r"tls\.key is damaged .*delete it to get another one"),
+        ):
+            access.let_in("/method", b"", StopSignal())
+
+
+def test_without_tls_a_certificate_is_of_no_use(
+    make_client: Callable[..., Client], model: model_pb2.ModelRef, tmp_path: Path
+) -> None:
+    client = make_client(mtls=True)
+    client.add_trainer("digits", no_op)
+    with pytest.raises(EnrolmentError, match="without TLS"):
+        client.run()
