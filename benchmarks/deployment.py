@@ -40,7 +40,6 @@ def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     deployment = Deployment(address, folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
-    environment["FEDPLAT_CA"] = str(folder / "pki" / "ca.pem")
     server = str(BIN / "fedplat-server")
     init = [server, "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
     if subprocess.run(init, stdout=subprocess.DEVNULL).returncode:

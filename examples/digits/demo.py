@@ -57,7 +57,6 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         # Many processes share this machine: one thread each, or they only get in each other's way.
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
-        self._environment["FEDPLAT_CA"] = str(folder / "pki" / "ca.pem")
 
     def start(self, name: str, command: Sequence[str]) -> None:
         """Starts a process; what it prints goes to a file of its name."""
