@@ -32,7 +32,9 @@ def test_the_key_for_tls_is_private_and_stays(tmp_path: Path) -> None:
     assert x509.load_der_x509_csr(signing_request(key)).is_signature_valid
 
 
-@pytest.mark.parametrize("content", [b"", b"rubbish", new_signing_key(), new_tls_key()[:100]])
+@pytest.mark.parametrize(
+    "content", [b"", b"rubbish", new_signing_key(), new_tls_key()[:100]], ids=["empty", "rubbish", "not text", "cut"]
+)
 def test_a_damaged_key_gives_one_clear_line(content: bytes, tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "127.0.0.1:1", "demo")
     with directory.locked(), connect("127.0.0.1:1") as channel:
