@@ -13,6 +13,7 @@ import pytest
 
 import fedplat_client
 from client.fake_fleet import FakeFleet, serving
+from client.trainers import add_one
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
@@ -27,11 +28,6 @@ from fedplat_client import (
 from fedplat_client.stopping import StopSignal
 
 MakeClient = Callable[..., Client]
-
-
-def add_one(task: Task) -> TrainResult:
-    task.parameters["weight"] += np.float32(1)
-    return TrainResult(parameters=task.parameters, num_examples=3, metrics={"loss": 0.5})
 
 
 def update_of(fleet: FakeFleet, index: int = 0) -> Parameters:

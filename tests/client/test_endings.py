@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from client.fake_fleet import FakeFleet
+from client.trainers import add_one
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import (
     Cancelled,
@@ -23,11 +24,6 @@ from fedplat_client import (
 from fedplat_client.stopping import StopSignal
 
 MakeClient = Callable[..., Client]
-
-
-def add_one(task: Task) -> TrainResult:
-    task.parameters["weight"] += np.float32(1)
-    return TrainResult(parameters=task.parameters, num_examples=3, metrics={"loss": 0.5})
 
 
 @pytest.mark.fault("F34")

@@ -22,10 +22,11 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncGenerator, Generator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 CHUNK_BYTES = 1 << 16
 _QUEUE_CHUNKS = 64
+Held = TypeVar("Held")
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close without a farewell
 
 _Chunk: TypeAlias = tuple[float, bytes]
@@ -266,17 +267,30 @@ class Remote:
 @contextlib.contextmanager
 def in_thread(target: str) -> Generator[Remote]:
     """A proxy to `host:port`, in an event loop and a thread of its own."""
-    ready: list[Remote] = []
+
+    @contextlib.asynccontextmanager
+    async def remote() -> AsyncGenerator[Remote]:
+        async with running(target) as proxy:
+            yield Remote(proxy, asyncio.get_running_loop())
+
+    with held_in_thread(remote()) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def held_in_thread(context: contextlib.AbstractAsyncContextManager[Held]) -> Generator[Held]:
+    """An asynchronous context, held open in an event loop and a thread of its own."""
+    ready: list[Held] = []
     started, ending = threading.Event(), asyncio.Event()
 
-    async def serve() -> None:
-        async with running(target) as proxy:
-            ready.append(Remote(proxy, asyncio.get_running_loop()))
+    async def hold() -> None:
+        async with context as held:
+            ready.append(held)
             started.set()
             await ending.wait()
 
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="fault proxy")
+    thread = threading.Thread(target=loop.run_until_complete, args=(hold(),), name="fault proxy")
     thread.start()
     started.wait()
     try:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 
 from faults import proxy
 
@@ -57,25 +56,14 @@ class FaultyNetwork:
 @contextlib.contextmanager
 def faulty_network(target: str, rate: float, seed: int) -> Generator[FaultyNetwork]:
     """A faulty network in front of `host:port`, in a thread of its own."""
-    ready: list[FaultyNetwork] = []
-    started, ending = threading.Event(), asyncio.Event()
 
-    async def serve() -> None:
+    @contextlib.asynccontextmanager
+    async def made() -> AsyncGenerator[FaultyNetwork]:
         async with proxy.running(target) as network:
             faulty = FaultyNetwork(network, rate, random.Random(seed))
             making = asyncio.create_task(faulty.run())
-            ready.append(faulty)
-            started.set()
-            await ending.wait()
+            yield faulty
             making.cancel()
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="faulty network")
-    thread.start()
-    started.wait()
-    try:
-        yield ready[0]
-    finally:
-        loop.call_soon_threadsafe(ending.set)
-        thread.join()
-        loop.close()
+    with proxy.held_in_thread(made()) as faulty:
+        yield faulty

@@ -7,11 +7,11 @@ import re
 from collections.abc import Collection, Mapping
 
 from fedplat import wire
+from fedplat_server import files
 from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import Code, RefusedError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_name(text: str) -> bool:
@@ -31,7 +31,7 @@ def name(text: str, what: str) -> str:
 
 def digest(text: str) -> str:
     """A SHA-256 in lower-case hexadecimal."""
-    if not _DIGEST.fullmatch(text):
+    if not files.is_digest(text):
         raise RefusedError(Code.INVALID_REQUEST, "a digest must be 64 lower-case hexadecimal digits")
     return text
 
