@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench clean
+.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -50,8 +50,11 @@ proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
 		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
 
-bench: $(STAMP) ## benchmarks that need no peer
+bench: $(STAMP) ## benchmarks that need no peer, in under 10 minutes
 	$(BIN)/python benchmarks/round_overhead.py
+
+bench-page: $(STAMP) ## put the saved results into docs/performance.md
+	$(BIN)/python benchmarks/page.py
 
 clean: ## everything that the project made here, but its .venv
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

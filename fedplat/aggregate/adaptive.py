@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from fedplat.aggregate.algebra import State, Wrapper
-from fedplat.aggregate.mean import blocks
 from fedplat.aggregate.optimizer import server_optimizer
-from fedplat.model import Vector
+from fedplat.model import Vector, blocks
 
 SecondMoment = Callable[[Vector, Vector], Vector]
 """The next v, from the last v and Δ², entry by entry; changes neither."""

@@ -12,8 +12,7 @@ import math
 import numpy as np
 
 from fedplat.aggregate.algebra import Partial, Rule, Wrapper
-from fedplat.aggregate.mean import BLOCK, blocks
-from fedplat.model import Vector
+from fedplat.model import BLOCK, Vector, blocks
 
 # Scaled entries are rounded to float32, which could lift the norm by up to 2⁻²³ of itself; the bound must
 # hold after rounding too.

@@ -6,15 +6,11 @@ arXiv 1602.05629, Algorithm 1, the sum over clients of n_k / n times the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from fedplat.aggregate.algebra import Partial, Rule, State
-from fedplat.model import Vector
+from fedplat.model import BLOCK, Vector, blocks
 
-BLOCK = 1 << 16
-"""Elements worked on at a time: operands and scratch of this size stay in a core's cache."""
 MAX_WEIGHT = 1e30
 """Weights beyond it would leave the range of the float32 sums."""
 
@@ -28,11 +24,6 @@ def weighted_mean() -> Rule:
     an impossible weight, and when nothing was folded or every weight was 0.
     """
     return Rule(init=_init, start=_start, fold=_fold, merge=_merge, apply=_apply)
-
-
-def blocks(size: int) -> Iterator[slice]:
-    """Slices of `BLOCK` elements that cover `size` elements."""
-    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
 def _init(size: int) -> State:

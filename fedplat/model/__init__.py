@@ -24,15 +24,27 @@ import numpy.typing as npt
 
 from fedplat.errors import ModelError
 from fedplat.model import header
+from fedplat.model.blocks import BLOCK, Blocks, Vector, blocks
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "FLOATING", "Bytes", "Carry", "Parameters", "Schema", "Segment", "TensorSpec", "Vector"]
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "FLOATING",
+    "Blocks",
+    "Bytes",
+    "Carry",
+    "Parameters",
+    "Schema",
+    "Segment",
+    "TensorSpec",
+    "Vector",
+    "blocks",
+]
 
-Vector = npt.NDArray[np.float32]
-"""One float32 vector: the floating-point entries of a model, in canonical order."""
 Bytes = npt.NDArray[np.uint8]
 """The flat buffer."""
 

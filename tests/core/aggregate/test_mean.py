@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplat.aggregate import weighted_mean
-from fedplat.aggregate.mean import BLOCK, blocks
+from fedplat.model import BLOCK, blocks
 
 RULE = weighted_mean()
 

@@ -1,0 +1,37 @@
+"""A model's vector in blocks: what does not fit a processor's cache, or memory, is worked on piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Vector: TypeAlias = npt.NDArray[np.float32]
+"""One float32 vector: the floating-point entries of a model, in canonical order."""
+
+BLOCK = 1 << 16
+"""Elements worked on at a time: operands and scratch of this size stay in a core's cache."""
+
+
+class Blocks(Protocol):
+    """A float32 vector that is read from its beginning, as often as wanted, and need not be in memory as a whole.
+
+    Each block has `BLOCK` elements, but the last one. It may be changed by nobody, and is valid until the next one
+    is drawn.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        ...
+
+    def __iter__(self) -> Iterator[Vector]:
+        """The blocks, in order."""
+        ...
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Slices of `BLOCK` elements that cover `size` elements."""
+    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
