@@ -4,6 +4,7 @@
 FedplatError
 ├── JobFileError      a job file that cannot be used: names the key, the value and what was expected
 ├── ModelError        bytes that are no model, or a model that does not fit its schema
+├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
 ├── LabelError        an expression over client labels that cannot be read
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
@@ -27,6 +28,10 @@ class JobFileError(FedplatError):
 
 class ModelError(FedplatError):
     """Bytes that are no model, or a model that does not fit its schema."""
+
+
+class CodecError(FedplatError):
+    """A compressed vector that cannot be read, or a vector that cannot be compressed."""
 
 
 class LabelError(FedplatError):

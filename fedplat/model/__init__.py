@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fedplat.errors import ModelError
 from fedplat.model import header
-from fedplat.model.blocks import BLOCK, Blocks, Vector, blocks
+from fedplat.model.blocks import BLOCK, Blocks, Vector, VectorBlocks, blocks
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ __all__ = [
     "Segment",
     "TensorSpec",
     "Vector",
+    "VectorBlocks",
     "blocks",
 ]
 

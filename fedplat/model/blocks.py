@@ -32,6 +32,30 @@ class Blocks(Protocol):
         ...
 
 
+class VectorBlocks:
+    """A vector in memory as `Blocks`: slices of it, which copy nothing.
+
+    Raises `ValueError` if it is no float32 vector.
+
+    >>> [block.tolist() for block in VectorBlocks(np.array([1, 2], np.float32))]
+    [[1.0, 2.0]]
+    """
+
+    def __init__(self, vector: Vector) -> None:
+        if vector.dtype != np.float32 or vector.ndim != 1:
+            raise ValueError(f"the vector is {vector.dtype} {list(vector.shape)}; expected float32 of one dimension")
+        self._vector = vector
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._vector.size
+
+    def __iter__(self) -> Iterator[Vector]:
+        """The blocks, in order."""
+        return (self._vector[block] for block in blocks(self._vector.size))
+
+
 def blocks(size: int) -> Iterator[slice]:
     """Slices of `BLOCK` elements that cover `size` elements."""
     return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))

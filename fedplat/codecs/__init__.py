@@ -1,0 +1,26 @@
+"""Compression of updates: codecs between a model's one float32 vector and bytes.
+
+`codec.py` says what a codec is; each is one file with an options record (the `[compression]` tables of a job file),
+whose `build()` makes the codec. To add one: write one new file (the paper in its docstring), add its record to
+`Options` and one row to `CODECS` below, and one row to the table of `tests/core/codecs/test_contract.py`.
+
+Integer entries of a model are carried beside the vector and are not the codecs' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedplat.codecs.bf16 import Bf16
+from fedplat.codecs.codec import Codec, Payload
+from fedplat.errors import CodecError
+
+Options = Bf16
+"""How vectors are compressed, in a job file: a union that its key `codec` tells apart."""
+
+CODECS: Mapping[str, type[Options]] = {
+    "bf16": Bf16,
+}
+"""The options record of each codec, by its name in a job file."""
+
+__all__ = ["CODECS", "Bf16", "Codec", "CodecError", "Options", "Payload"]

@@ -1,0 +1,142 @@
+"""What a codec is: a frozen record of pure functions between a float32 vector and the bytes of a payload.
+
+- `write(vector, rng)` yields the payload, one chunk for each block of the vector;
+- `read(source, size)` yields the blocks again, from chunks that anyone may have sent;
+- `max_bytes(size)` is the most that the payload of a vector of this size can have;
+- `open(payload)` gives the chunks of a payload (an outer stage such as zstd unpacks them here).
+
+A payload says neither which codec wrote it nor how long the vector is: both are the job's and the schema's, so a
+sender can declare nothing that the reader would have to believe. An empty vector has an empty payload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import CodecError
+from fedplat.model import Blocks, Vector
+
+Payload: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+"""A compressed vector; a file that is mapped into memory (`numpy.memmap`) serves as well."""
+
+
+class Source(Protocol):
+    """The bytes of a payload, from its beginning to its end, once."""
+
+    def take(self, count: int) -> memoryview | bytes:
+        """The next `count` bytes; raises `CodecError` where there are fewer."""
+        ...
+
+    def finish(self) -> None:
+        """Raises `CodecError` unless all bytes were taken."""
+        ...
+
+
+class PlainSource:
+    """The bytes of a payload as they are; `take` copies nothing."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._position = 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all bytes were taken."""
+        return self._position == len(self._payload)
+
+    def take(self, count: int) -> memoryview:
+        """The next `count` bytes."""
+        end = self._position + count
+        if end > len(self._payload):
+            raise CodecError(f"the payload ends after {len(self._payload)} bytes; expected {end} or more")
+        part = self._payload[self._position : end]
+        self._position = end
+        return part
+
+    def finish(self) -> None:
+        """Raises `CodecError` unless all bytes were taken."""
+        if not self.at_end:
+            raise CodecError(f"the payload has {len(self._payload)} bytes; expected {self._position}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A codec; see the module's docstring for the functions that it is made of.
+
+    `unbiased`: the mean of what is decoded, over the randomness of `encode`, is the vector. Who uses another codec
+    round after round wraps it in `with_error_feedback`.
+
+    >>> codec = Bf16().build()
+    >>> vector = VectorBlocks(np.array([1, -2.5, 1e-3], np.float32))
+    >>> payload = b"".join(codec.encode(vector, np.random.default_rng(1)))
+    >>> len(payload), codec.max_bytes(3)
+    (6, 6)
+    >>> [block.tolist() for block in codec.decode(payload, 3)]
+    [[1.0, -2.5, 0.00099945068359375]]
+    """
+
+    write: Callable[[Blocks, np.random.Generator], Iterator[bytes]]
+    read: Callable[[Source, int], Iterator[Vector]]
+    max_bytes: Callable[[int], int]
+    unbiased: bool
+    open: Callable[[memoryview], Source] = PlainSource
+
+    def encode(self, vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
+        """The payload in pieces, whose lengths mean nothing; the same bytes for equal vectors and generators.
+
+        Reads the vector block by block, so memory does not grow with it. Raises `CodecError`, at the block
+        concerned, for entries that are NaN or infinite, or too large for the codec.
+        """
+        return self.write(_Finite(vector), rng)
+
+    def decode(self, payload: Payload, size: int) -> Blocks:
+        """The vector of `size` elements in a payload: finite float32, the same bits on every machine.
+
+        Nothing of the payload is believed, and memory does not grow with it. Raises `CodecError` at once if it is
+        too long, and while the blocks are drawn if anything else is wrong with it: whoever drew all of them has
+        checked it.
+        """
+        content = memoryview(payload.data if isinstance(payload, np.ndarray) else payload)
+        if len(content) > (limit := self.max_bytes(size)):
+            raise CodecError(f"the payload has {len(content)} bytes; expected at most {limit}")
+        return _Decoded(self, content, size)
+
+
+def array(source: Source, dtype: str, count: int) -> npt.NDArray[Any]:
+    """The next `count` numbers of a payload; read-only."""
+    kind = np.dtype(dtype)
+    return np.frombuffer(source.take(count * kind.itemsize), kind)
+
+
+class _Decoded:
+    def __init__(self, codec: Codec, payload: memoryview, size: int) -> None:
+        self._codec, self._payload, self._size = codec, payload, size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Vector]:
+        source = self._codec.open(self._payload)
+        yield from self._codec.read(source, self._size)
+        source.finish()
+
+
+class _Finite:
+    def __init__(self, vector: Blocks) -> None:
+        self._vector = vector
+
+    @property
+    def size(self) -> int:
+        return self._vector.size
+
+    def __iter__(self) -> Iterator[Vector]:
+        for block in self._vector:
+            if not np.isfinite(block).all():
+                raise CodecError("the vector has NaN or infinite entries and cannot be compressed")
+            yield block
