@@ -82,6 +82,8 @@ class Board:
         else:
             attempt.assigned += 1
         states[event.to_state] += 1
+        if event.to_state == "REPORTED":
+            attempt.update_bytes += event.update_bytes
         for field, names in _COUNTED.items():
             setattr(attempt, field, max(0, sum(states[name] for name in names)))
         if attempt.phase in _OPEN:

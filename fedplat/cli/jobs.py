@@ -235,4 +235,7 @@ def _sentence(attempt: admin_pb2.Round) -> str:
         f"{attempt.assigned} assigned, {attempt.reported} of {attempt.goal} reported, {attempt.late} late, "
         f"{attempt.failed} failed, {attempt.rejected} rejected"
     )
+    if attempt.update_bytes and attempt.reported:
+        mean = attempt.update_bytes / attempt.reported
+        text += f", {formats.size(attempt.update_bytes)} received ({formats.size(mean)} for each update)"
     return text + (f" ({attempt.reason})" if attempt.reason else "")

@@ -32,6 +32,7 @@ ROUND_COLUMNS = (
     "#LATE",
     "#FAILED",
     "#REJECTED",
+    "#RECEIVED",
     "#TIME",
     "METRICS",
 )
@@ -141,6 +142,7 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
             f"late {attempt.late}",
             f"failed {attempt.failed}",
             f"rejected {attempt.rejected}",
+            f"received {_received(attempt)}" if attempt.update_bytes else "",
             formats.duration(attempt.seconds),
             formats.metrics(attempt.client_metrics, {}),
             attempt.reason,
@@ -162,6 +164,7 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.late),
         str(attempt.failed),
         str(attempt.rejected),
+        _received(attempt),
         _time(attempt),
         _outcome(attempt),
     )
@@ -179,6 +182,11 @@ def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
         _time(attempt),
         _outcome(attempt),
     )
+
+
+def _received(attempt: admin_pb2.Round) -> str:
+    """The size of all updates, as they were sent."""
+    return formats.size(attempt.update_bytes) if attempt.update_bytes else formats.NOTHING
 
 
 def _time(attempt: admin_pb2.Round) -> str:

@@ -11,7 +11,10 @@ from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, Mo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """One change of one state. `entity`: job, attempt, assignment or version; `kind`: an attempt's."""
+    """One change of one state. `entity`: job, attempt, assignment or version; `kind`: an attempt's.
+
+    `update_bytes`: of an assignment that was reported.
+    """
 
     entity: str
     from_state: str
@@ -22,6 +25,7 @@ class HistoryRow:
     reason: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kind: str = ""
+    update_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,4 +110,5 @@ def _assignment_row(key: AttemptKey, earlier: Assignment | None, assignment: Ass
         client_id=assignment.client_id,
         reason=assignment.text or (assignment.reason or ""),
         metrics=assignment.metrics,
+        update_bytes=assignment.update_bytes,
     )

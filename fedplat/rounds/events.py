@@ -102,6 +102,7 @@ class UpdateReported(AttemptEvent):
     digest: str
     num_examples: float
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    update_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ class Assignment:
     """One client's participation in one attempt.
 
     `took_s` is the time from the assignment to the report; `weight` what the update counts for; `report_number` (1,
-    2, ...) the place of the report in its attempt, which is the order in which updates are folded.
+    2, ...) the place of the report in its attempt, which is the order in which updates are folded; `update_bytes` the
+    size of the update as it was received.
     """
 
     client_id: str
@@ -57,6 +58,7 @@ class Assignment:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     took_s: float | None = None
     report_number: int | None = None
+    update_bytes: int = 0
 
     @property
     def is_busy(self) -> bool:

@@ -71,6 +71,7 @@ class Reason(StrEnum):
     UNKNOWN_TRAINER = "UNKNOWN_TRAINER"
     CLIENT_STOPPED = "CLIENT_STOPPED"
     TRANSFER_FAILED = "TRANSFER_FAILED"
+    UNKNOWN_CODEC = "UNKNOWN_CODEC"
     REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
     REJECTED_NONFINITE = "REJECTED_NONFINITE"
@@ -83,7 +84,7 @@ class Reason(StrEnum):
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
     Reason.NOT_SELECTED: "enough other clients were selected",
-    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers or evaluators",
+    Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
     Reason.DRAINING: "the server is stopping",
     Reason.OVERLOADED: "the server holds as many waiting clients as it may",
     Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
@@ -97,6 +98,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
+    Reason.UNKNOWN_CODEC: "the client does not know the job's codec or one of its options",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
@@ -107,7 +109,15 @@ REASON_TEXTS: Mapping[Reason, str] = {
 }
 """Every reason in words for people."""
 
-FAILURES = frozenset({Reason.TRAINER_ERROR, Reason.UNKNOWN_TRAINER, Reason.CLIENT_STOPPED, Reason.TRANSFER_FAILED})
+FAILURES = frozenset(
+    {
+        Reason.TRAINER_ERROR,
+        Reason.UNKNOWN_TRAINER,
+        Reason.CLIENT_STOPPED,
+        Reason.TRANSFER_FAILED,
+        Reason.UNKNOWN_CODEC,
+    }
+)
 """What a client may say when it gives an assignment up."""
 
 JOB_TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {

@@ -226,6 +226,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         metrics=dict(event.metrics),
         took_s=context.now - assignment.assigned_at,
         report_number=attempt.num_reported + 1,
+        update_bytes=event.update_bytes,
     )
     after = closing.put(job, reported)
     commands: tuple[Command, ...] = ()

@@ -59,6 +59,7 @@ class _Attempt:
             ended_unix_s=self.ended_unix_s,
             metrics=dict(now.metrics),
             counts=Counter(assignment.state for assignment in self.assignments.values()),
+            update_bytes=sum(assignment.update_bytes for assignment in self.assignments.values()),
         )
 
 

@@ -152,8 +152,8 @@ class UploadStore:
             file.sealed = True
             return file.path
 
-    def persist(self, key: UploadKey, digest: str) -> None:
-        """Makes a complete update outlive a power failure. Costs nothing if it does already.
+    def persist(self, key: UploadKey, digest: str) -> int:
+        """Makes a complete update outlive a power failure, and returns its size. Costs nothing if it does already.
 
         A sync that failed is never tried again: the kernel may have dropped what it could not write, and would say
         yes. The update is thrown away, to be sent again. Raises `UploadError` if it is not there, `BlobFullError` or
@@ -174,6 +174,7 @@ class UploadStore:
         if not file.durable and not isinstance(file, MemoryFile):
             self._sync_folder(key)
         file.durable = True
+        return file.received
 
     def discard(self, key: UploadKey) -> None:
         """Throws away what a client uploaded for an attempt."""

@@ -76,6 +76,17 @@ async def expect_only_good(site: Site, job: str, good: RawClient, token: str, ba
     assert recorded[bad.client_id].reason
 
 
+async def test_the_bytes_of_accepted_updates_are_counted(site: Site) -> None:
+    job, (one, two), tokens = await pair(site)
+    await one.deliver(tokens[0], UPDATE)
+    await two.report_inline(tokens[1], OTHER.to_bytes())
+    await site.operator.until(job, "job", "COMPLETED")
+    size = len(UPDATE.to_bytes())
+    assert [attempt.update_bytes for attempt in await site.operator.rounds(job)] == [2 * size]
+    reported = [event.update_bytes for event in await site.operator.events(job) if event.to_state == "REPORTED"]
+    assert reported == [size, size]
+
+
 @pytest.mark.fault("F22", "F23", "F24", "F25")
 async def test_updates_that_do_not_fit(site: Site, subtests: pytest.Subtests) -> None:
     for name, (content, reason) in BAD_UPDATES.items():

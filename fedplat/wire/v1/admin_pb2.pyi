@@ -446,6 +446,7 @@ class Round(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     CLIENT_METRICS_FIELD_NUMBER: _builtins.int
     SERVER_METRICS_FIELD_NUMBER: _builtins.int
+    UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -465,6 +466,8 @@ class Round(_message.Message):
     opened_unix_s: _builtins.float
     seconds: _builtins.float
     """0 while the attempt is open."""
+    update_bytes: _builtins.int
+    """Bytes of the updates that were accepted, as they were received: compressed, if the job says so."""
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Weighted means of the metrics that clients reported."""
@@ -495,10 +498,11 @@ class Round(_message.Message):
         seconds: _builtins.float = ...,
         client_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         server_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        update_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -562,6 +566,7 @@ class JobEvent(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
@@ -574,6 +579,8 @@ class JobEvent(_message.Message):
     reason: _builtins.str
     kind: Global___AttemptKind.ValueType
     """Of an attempt: training or federated evaluation."""
+    update_bytes: _builtins.int
+    """Of an assignment that was reported: bytes of its update, as it was received."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -590,10 +597,11 @@ class JobEvent(_message.Message):
         reason: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         kind: Global___AttemptKind.ValueType = ...,
+        update_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

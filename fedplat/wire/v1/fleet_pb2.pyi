@@ -288,6 +288,7 @@ class CheckInRequest(_message.Message):
     TRAINERS_FIELD_NUMBER: _builtins.int
     EVALUATORS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     software_version: _builtins.str
     wait_s: _builtins.float
@@ -302,6 +303,10 @@ class CheckInRequest(_message.Message):
 
     @_builtins.property
     def evaluators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the codecs that the client's software knows."""
+
     def __init__(
         self,
         *,
@@ -311,10 +316,11 @@ class CheckInRequest(_message.Message):
         trainers: _abc.Iterable[_builtins.str] | None = ...,
         evaluators: _abc.Iterable[_builtins.str] | None = ...,
         wait_s: _builtins.float = ...,
+        codecs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluators", b"evaluators", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "evaluators", b"evaluators", "labels", b"labels", "protocol_version", b"protocol_version", "software_version", b"software_version", "trainers", b"trainers", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,6 +421,7 @@ class Assignment(_message.Message):
     TRAINING_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     UPLOAD_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    UPLINK_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, single use; names this assignment in all later calls."""
     job_id: _builtins.str
@@ -429,6 +436,8 @@ class Assignment(_message.Message):
     upload_timeout_s: _builtins.float
     heartbeat_s: _builtins.float
     """How often the server wants to hear from the client, in seconds."""
+    uplink: _builtins.str
+    """The codec that the update shall be encoded with, and its options: JSON, such as {"codec":"bf16"}. Empty: none."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -448,10 +457,11 @@ class Assignment(_message.Message):
         training_timeout_s: _builtins.float = ...,
         upload_timeout_s: _builtins.float = ...,
         heartbeat_s: _builtins.float = ...,
+        uplink: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

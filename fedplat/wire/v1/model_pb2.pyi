@@ -29,7 +29,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_NOT_SELECTED: _Reason.ValueType  # 2
     """Check-in: work exists, but enough other clients were selected."""
     REASON_NOT_ELIGIBLE: _Reason.ValueType  # 3
-    """Check-in: no running job accepts the client's labels or its trainers."""
+    """Check-in: no running job accepts the client's labels, its trainers or its codecs."""
     REASON_DRAINING: _Reason.ValueType  # 4
     """The server is stopping; come back later."""
     REASON_OVERLOADED: _Reason.ValueType  # 5
@@ -56,6 +56,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The client was stopped by its owner."""
     REASON_TRANSFER_FAILED: _Reason.ValueType  # 23
     """The client could not transfer the model or the update."""
+    REASON_UNKNOWN_CODEC: _Reason.ValueType  # 25
+    """The client does not know the codec of the job, or one of its options."""
     REASON_REVOKED: _Reason.ValueType  # 24
     """An operator revoked the client."""
     REASON_REJECTED_SCHEMA: _Reason.ValueType  # 30
@@ -80,7 +82,7 @@ REASON_NO_WORK: Reason.ValueType  # 1
 REASON_NOT_SELECTED: Reason.ValueType  # 2
 """Check-in: work exists, but enough other clients were selected."""
 REASON_NOT_ELIGIBLE: Reason.ValueType  # 3
-"""Check-in: no running job accepts the client's labels or its trainers."""
+"""Check-in: no running job accepts the client's labels, its trainers or its codecs."""
 REASON_DRAINING: Reason.ValueType  # 4
 """The server is stopping; come back later."""
 REASON_OVERLOADED: Reason.ValueType  # 5
@@ -107,6 +109,8 @@ REASON_CLIENT_STOPPED: Reason.ValueType  # 22
 """The client was stopped by its owner."""
 REASON_TRANSFER_FAILED: Reason.ValueType  # 23
 """The client could not transfer the model or the update."""
+REASON_UNKNOWN_CODEC: Reason.ValueType  # 25
+"""The client does not know the codec of the job, or one of its options."""
 REASON_REVOKED: Reason.ValueType  # 24
 """An operator revoked the client."""
 REASON_REJECTED_SCHEMA: Reason.ValueType  # 30

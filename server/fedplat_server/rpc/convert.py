@@ -101,6 +101,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         seconds=ended - attempt.opened_unix_s if ended is not None else 0.0,
         client_metrics=dict(attempt.metrics),
         server_metrics=dict(server_metrics),
+        update_bytes=attempt.update_bytes,
     )
 
 
@@ -131,4 +132,5 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         reason=row.reason,
         metrics=dict(row.metrics),
         kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
+        update_bytes=row.update_bytes,
     )

@@ -268,7 +268,7 @@ class FleetService(MembershipService):
             return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, text)
         if bad := requests.why_metrics_are_bad(request.metrics, self._limits):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
-        found = services.runner.coordinator.find(key, client_id)
+        found, update_bytes = services.runner.coordinator.find(key, client_id), 0
         if found is not None and found[0].kind is AttemptKind.TRAIN:
             try:
                 problem = await self._check_update(key, client_id, request)
@@ -276,11 +276,12 @@ class FleetService(MembershipService):
                 await self._tidy_up(key, UploadKey(*key, client_id))
             if problem is not None:
                 return await self._reject(key, client_id, *problem)
-            await self._persist(key, client_id, request.digest)
+            update_bytes = await self._persist(key, client_id, request.digest)
         elif request.digest:
             return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
+        metrics = dict(request.metrics)
         return await services.runner.submit(
-            UpdateReported(key, client_id, request.digest, request.num_examples, dict(request.metrics))
+            UpdateReported(key, client_id, request.digest, request.num_examples, metrics, update_bytes)
         )
 
     async def _check_update(
@@ -299,10 +300,13 @@ class FleetService(MembershipService):
         base = services.blobs.path(services.jobs.state(key.job_id).latest.digest)
         return await asyncio.to_thread(intake.check_update, path, base)
 
-    async def _persist(self, key: AttemptKey, client_id: str, digest: str) -> None:
-        """Makes an update outlive this process before anybody is told that it was accepted. Raises `RefusedError`."""
+    async def _persist(self, key: AttemptKey, client_id: str, digest: str) -> int:
+        """Makes an update outlive this process before anybody is told that it was accepted; its size.
+
+        Raises `RefusedError`.
+        """
         try:
-            await asyncio.to_thread(self._services.uploads.persist, UploadKey(*key, client_id), digest)
+            return await asyncio.to_thread(self._services.uploads.persist, UploadKey(*key, client_id), digest)
         except BlobFullError:
             raise
         except SpoolError as exc:

@@ -30,7 +30,10 @@ class JobRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """An attempt with its assignments counted; `ended_unix_s` is None while it is open."""
+    """An attempt with its assignments counted; `ended_unix_s` is None while it is open.
+
+    `update_bytes` is the size of all updates that were reported.
+    """
 
     key: AttemptKey
     kind: AttemptKind
@@ -44,6 +47,7 @@ class AttemptRecord:
     ended_unix_s: float | None
     metrics: Mapping[str, float]
     counts: Mapping[AssignmentState, int]
+    update_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

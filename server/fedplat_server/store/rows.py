@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy
@@ -120,8 +120,8 @@ def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
     return found.with_assignments(cohort)
 
 
-def attempt_record(row: Row, counts: Mapping[AssignmentState, int]) -> AttemptRecord:
-    """A row of `attempts` with its assignments counted."""
+def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
+    """A row of `attempts` with its assignments counted; `tally` has a row for each of their states."""
     return AttemptRecord(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -134,7 +134,8 @@ def attempt_record(row: Row, counts: Mapping[AssignmentState, int]) -> AttemptRe
         opened_unix_s=row.opened_unix_s,
         ended_unix_s=row.ended_unix_s,
         metrics=row.metrics,
-        counts=counts,
+        counts={AssignmentState(one.state): one.total for one in tally},
+        update_bytes=sum(int(one.update_bytes) for one in tally),
     )
 
 
@@ -161,6 +162,7 @@ def assignment_values(key: AttemptKey, assignment: Assignment, revision: int, ep
         "assigned_unix_s": epoch_unix_s + assignment.assigned_at,
         "deadline_unix_s": epoch_unix_s + assignment.deadline_at,
         "report_number": assignment.report_number,
+        "update_bytes": assignment.update_bytes,
     }
 
 
@@ -182,6 +184,7 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
         metrics=row.metrics,
         took_s=row.took_s,
         report_number=row.report_number,
+        update_bytes=row.update_bytes,
     )
 
 
@@ -237,10 +240,11 @@ def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
         "reason": row.reason,
         "metrics": row.metrics,
         "kind": row.kind,
+        "update_bytes": row.update_bytes,
     }
 
 
 def history_record(row: Row) -> HistoryRecord:
     """A row of `history`."""
     columns = (row.entity, row.from_state, row.to_state, row.round, row.attempt, row.client_id, row.reason)
-    return HistoryRecord(row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind))
+    return HistoryRecord(row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind, row.update_bytes))

@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
-from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
@@ -142,14 +142,14 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         if not all_attempts:
             query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
         group = (assignments.c.round, assignments.c.number, assignments.c.state)
-        tally = select(*group, func.count().label("total")).where(assignments.c.job_id == job_id).group_by(*group)
+        tally = _tally(*group).where(assignments.c.job_id == job_id)
 
         async def work(connection: AsyncConnection) -> list[AttemptRecord]:
-            counts: dict[tuple[int, int], dict[AssignmentState, int]] = {}
+            tallies: dict[tuple[int, int], list[rows.Row]] = {}
             for row in await connection.execute(tally):
-                counts.setdefault((row.round, row.number), {})[AssignmentState(row.state)] = row.total
+                tallies.setdefault((row.round, row.number), []).append(row)
             found = await connection.execute(query)
-            return [rows.attempt_record(row, counts.get((row.round, row.number), {})) for row in found]
+            return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
 
         return await self._database.read(work)
 
@@ -160,10 +160,8 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
             row = await _newest(connection, job_id)
             if row is None:
                 return None
-            state = assignments.c.state
-            tally = select(state, func.count().label("total")).where(_of_attempt(row)).group_by(state)
-            counts = {AssignmentState(one.state): one.total for one in await connection.execute(tally)}
-            return rows.attempt_record(row, counts)
+            tally = _tally(assignments.c.state).where(_of_attempt(row))
+            return rows.attempt_record(row, (await connection.execute(tally)).all())
 
         return await self._database.read(work)
 
@@ -243,6 +241,12 @@ async def _newest(connection: AsyncConnection, job_id: str) -> rows.Row | None:
     newest = (attempts.c.round.desc(), attempts.c.number.desc())
     query = select(attempts).where(attempts.c.job_id == job_id).order_by(*newest).limit(1)
     return (await connection.execute(query)).one_or_none()
+
+
+def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
+    """How many assignments there are in each group, and the bytes of their updates."""
+    update_bytes = func.sum(assignments.c.update_bytes).label("update_bytes")
+    return select(*group, func.count().label("total"), update_bytes).group_by(*group)
 
 
 def _of_attempt(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:

@@ -167,6 +167,7 @@ assignments = Table(
     Column("assigned_unix_s", Float, nullable=False, server_default="0"),
     Column("deadline_unix_s", Float, nullable=False, server_default="0"),
     Column("report_number", Integer),
+    Column("update_bytes", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -208,6 +209,7 @@ history = Table(
     Column("reason", Words, nullable=False),
     Column("metrics", Metrics, nullable=False),
     Column("kind", String, nullable=False),
+    Column("update_bytes", BigInteger, nullable=False, server_default="0"),
     Index(None, "job_id", "sequence"),
 )
 

@@ -9,7 +9,9 @@ def script() -> list[admin_pb2.JobEvent]:
     """Two rounds of a job: one abandoned attempt, one late and one failed client, and an evaluation."""
     event = admin_pb2.JobEvent
 
-    def assignment(place: tuple[int, int], client: str, before: str, after: str) -> admin_pb2.JobEvent:
+    def assignment(
+        place: tuple[int, int], client: str, before: str, after: str, update_bytes: int = 0
+    ) -> admin_pb2.JobEvent:
         return event(
             entity="assignment",
             round=place[0],
@@ -17,6 +19,7 @@ def script() -> list[admin_pb2.JobEvent]:
             client_id=client,
             from_state=before,
             to_state=after,
+            update_bytes=update_bytes,
         )
 
     def attempt(place: tuple[int, int], before: str, after: str, reason: str = "", **metrics: float):
@@ -40,13 +43,13 @@ def script() -> list[admin_pb2.JobEvent]:
         *(assignment(b, f"client-{i}", "", "TRAINING") for i in range(4)),
         attempt(b, "SELECTING", "COLLECTING"),
         assignment(b, "client-0", "TRAINING", "UPLOADING"),
-        assignment(b, "client-0", "UPLOADING", "REPORTED"),
-        assignment(b, "client-1", "TRAINING", "REPORTED"),
+        assignment(b, "client-0", "UPLOADING", "REPORTED", 1500),
+        assignment(b, "client-1", "TRAINING", "REPORTED", 548),
         assignment(b, "client-2", "TRAINING", "FAILED"),
         assignment(b, "client-3", "TRAINING", "LATE"),
         attempt(b, "COLLECTING", "COMMITTING"),
-        assignment(b, "client-0", "REPORTED", "MERGED"),
-        assignment(b, "client-1", "REPORTED", "MERGED"),
+        assignment(b, "client-0", "REPORTED", "MERGED", 1500),
+        assignment(b, "client-1", "REPORTED", "MERGED", 548),
         attempt(b, "COMMITTING", "COMMITTED", loss=0.5),
         event(entity="version", round=1, attempt=2, from_state="0", to_state="1"),
         event(entity="version", round=1, attempt=2, from_state="1", to_state="1", metrics={"accuracy": 0.75}),

@@ -142,6 +142,7 @@ def test_the_board_counts_what_the_events_say():
     assert abandoned.reason == "3 of 8 clients came"
     assert (trained.round, trained.attempt, trained.assigned) == (1, 2, 4)
     assert (trained.reported, trained.late, trained.failed, trained.rejected) == (2, 1, 1, 0)
+    assert trained.update_bytes == 2048
     assert dict(trained.client_metrics) == {"loss": 0.5}
     assert dict(trained.server_metrics) == {"accuracy": 0.75}
     assert evaluated.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
@@ -182,7 +183,8 @@ def test_lines_tell_attempts_scores_and_states():
     assert printed == [
         "job digits is RUNNING",
         "round 1/3  abandoned  assigned 0  reported 0  late 0  failed 0  rejected 0  1.0 s  3 of 8 clients came",
-        "round 1/3 attempt 2  committed  assigned 4  reported 2  late 1  failed 1  rejected 0  14.0 s  loss 0.5",
+        "round 1/3 attempt 2  committed  assigned 4  reported 2  late 1  failed 1  rejected 0  "
+        "received 2.0 KiB  14.0 s  loss 0.5",
         "round 1/3  scored by the server  accuracy 0.75",
         "round 1/3 attempt 3  evaluation committed  assigned 1  reported 1  late 0  failed 0  rejected 0  5.0 s  "
         "accuracy 0.7",

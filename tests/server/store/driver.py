@@ -132,7 +132,7 @@ class Driver:
             key, _ = self.cohort(job_id)
             metrics = {"loss": 1 / 3 + self.now, "accuracy": 0.5}
             digest = digest_of("update", key, client_id)
-            await self.send(UpdateReported(key, client_id, digest, 17.0, metrics))
+            await self.send(UpdateReported(key, client_id, digest, 17.0, metrics, update_bytes=2**33))
         await self.aggregate(job_id)
 
     async def aggregate(self, job_id: str) -> None:

@@ -121,6 +121,7 @@ async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     first, evaluation, late = everything[:3]
     assert (first.kind, first.base_version, first.goal, first.minimum, first.target) == (AttemptKind.TRAIN, 0, 3, 2, 5)
     assert first.counts == {AssignmentState.MERGED: 3, AssignmentState.FAILED: 1, AssignmentState.REJECTED: 1}
+    assert (first.update_bytes, late.update_bytes) == (3 * 2**33, 2**33)
     assert first.metrics.keys() == {"loss", "accuracy"}
     assert evaluation.kind is AttemptKind.EVALUATE
     assert late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
