@@ -6,7 +6,8 @@ a `server_*` or other wrapper), add its record to `Options` and one row to `RULE
 table of `tests/core/aggregate/test_contract.py`.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
->>> step, state = rule.apply(rule.init(2), rule.fold(rule.start(2), np.array([3.0, 4.0], np.float32), 1.0))
+>>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))
+>>> step, state = rule.apply(rule.init(2), rule.fold(rule.start(2), update, 1.0))
 >>> step.round(3)
 array([0.6, 0.8], dtype=float32)
 """

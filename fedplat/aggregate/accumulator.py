@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Rule, State
 from fedplat.errors import ModelError
-from fedplat.model import FLOATING, Parameters, Schema, Segment, Vector
+from fedplat.model import DTYPES, FLOATING, Parameters, Schema, Segment, Values, Vector, blocks
 
 
 class Accumulator:
@@ -45,14 +45,14 @@ class Accumulator:
         """Sum of their weights."""
         return self._partial.weight
 
-    def fold(self, update: Parameters, weight: float) -> None:
-        """Adds one update (a difference from the base version, see `Parameters.minus`).
+    def fold(self, update: Values, weight: float) -> None:
+        """Adds one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.
 
         Raises `ModelError` when its schema is another, `ValueError` when the rule refuses it; nothing is
-        added then.
+        added then. After any other error, from reading the update say, the accumulator is of no use any more.
         """
         self._check(update, "update")
-        self._partial = self._rule.fold(self._partial, update.to_vector(), weight)
+        self._partial = self._rule.fold(self._partial, update.to_blocks(), weight)
         if self._schema.carry == "max":
             self._carry_largest(update)
 
@@ -69,19 +69,21 @@ class Accumulator:
             model.segment(run)[...] = largest
         return model, next_state
 
-    def _carry_largest(self, update: Parameters) -> None:
+    def _carry_largest(self, update: Values) -> None:
         for run in self._schema.segments:
             if run.dtype in FLOATING:
                 continue
-            values = update.segment(run)
             largest = self._carried.get(run)
             if largest is None:
-                self._carried[run] = values.copy()
+                largest = self._carried[run] = np.empty(run.count, DTYPES[run.dtype])
+                for block, values in zip(blocks(run.count), update.carried(run), strict=True):
+                    largest[block] = values
             else:
-                np.maximum(largest, values, out=largest)
+                for block, values in zip(blocks(run.count), update.carried(run), strict=True):
+                    np.maximum(largest[block], values, out=largest[block])
 
-    def _check(self, parameters: Parameters, what: str) -> None:
-        if difference := parameters.schema.difference_from(self._schema):
+    def _check(self, values: Values, what: str) -> None:
+        if difference := values.schema.difference_from(self._schema):
             raise ModelError(f"the {what} does not fit the attempt: {difference}")
 
 

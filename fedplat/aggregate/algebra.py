@@ -5,11 +5,13 @@ the reduction over clients spelled out so that it can stream):
 
 - `init(size)` makes the state that lives as long as the job (a momentum, say): named vectors, may be empty;
 - `start(size)` makes the empty partial result of one attempt;
-- `fold(partial, update, weight)` adds one client's update; memory does not grow with the number of updates;
+- `fold(partial, update, weight)` adds one client's update, which is read block by block, more than once if need be,
+  so that it need not be in memory; nor does memory grow with the number of updates;
 - `merge(left, right)` combines two partial results (gateways, pool ranks);
 - `apply(state, partial)` ends the attempt: the step to add to the model, and the next state.
 
-`fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update.
+`fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update. What
+`fold` refuses with a `ValueError` has changed nothing; when reading the update fails, the partial result is lost.
 New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from fedplat.model import Vector
+from fedplat.model import Blocks, Vector
 
 State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
@@ -38,8 +40,8 @@ class Rule:
     """An aggregation rule; see the module's docstring for the five functions.
 
     >>> rule = weighted_mean()
-    >>> partial = rule.fold(rule.start(2), np.array([1.0, 3.0], np.float32), 1.0)
-    >>> partial = rule.fold(partial, np.array([4.0, 0.0], np.float32), 2.0)
+    >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), 1.0)
+    >>> partial = rule.fold(partial, VectorBlocks(np.array([4.0, 0.0], np.float32)), 2.0)
     >>> step, state = rule.apply(rule.init(2), partial)
     >>> step
     array([3., 1.], dtype=float32)
@@ -47,7 +49,7 @@ class Rule:
 
     init: Callable[[int], State]
     start: Callable[[int], Partial]
-    fold: Callable[[Partial, Vector, float], Partial]
+    fold: Callable[[Partial, Blocks, float], Partial]
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
 

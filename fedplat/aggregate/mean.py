@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedplat.aggregate.algebra import Partial, Rule, State
-from fedplat.model import BLOCK, Vector, blocks
+from fedplat.model import BLOCK, Blocks, Vector, blocks
 
 MAX_WEIGHT = 1e30
 """Weights beyond it would leave the range of the float32 sums."""
@@ -18,9 +18,9 @@ MAX_WEIGHT = 1e30
 def weighted_mean() -> Rule:
     """A rule whose step is the sum of weight times update, divided by the sum of the weights.
 
-    Updates are float32 of shape [size]; a weight is 0 to `MAX_WEIGHT`, in any unit (examples, say). The sums
+    Updates have [size] entries; a weight is 0 to `MAX_WEIGHT`, in any unit (examples, say). The sums
     are float32, so the order of the updates changes the result by rounding only, and the same order gives
-    the same bits. `fold`, `merge` and `apply` raise `ValueError`: on an update of another shape or dtype, on
+    the same bits. `fold`, `merge` and `apply` raise `ValueError`: on an update of another size, on
     an impossible weight, and when nothing was folded or every weight was 0.
     """
     return Rule(init=_init, start=_start, fold=_fold, merge=_merge, apply=_apply)
@@ -34,21 +34,22 @@ def _start(size: int) -> Partial:
     return Partial(np.zeros(size, np.float32))
 
 
-def _fold(partial: Partial, update: Vector, weight: float) -> Partial:
+def _fold(partial: Partial, update: Blocks, weight: float) -> Partial:
     total = partial.total
-    _check_fits(total, update)
+    _check_fits(total, update.size)
     if not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(f"the weight is {weight}; expected a number from 0 to {MAX_WEIGHT:g}")
     scratch = np.empty(min(BLOCK, total.size), np.float32)
-    for block in blocks(total.size):
+    for block, values in zip(blocks(total.size), update, strict=True):
         part = total[block]
-        scaled = np.multiply(update[block], weight, out=scratch[: part.size])
+        # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.
+        scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: part.size])
         np.add(part, scaled, out=part)
     return Partial(total, partial.weight + weight, partial.num_updates + 1)
 
 
 def _merge(left: Partial, right: Partial) -> Partial:
-    _check_fits(left.total, right.total)
+    _check_fits(left.total, right.total.size)
     np.add(left.total, right.total, out=left.total)
     return Partial(left.total, left.weight + right.weight, left.num_updates + right.num_updates)
 
@@ -61,6 +62,6 @@ def _apply(state: State, partial: Partial) -> tuple[Vector, State]:
     return partial.total / np.float32(partial.weight), state
 
 
-def _check_fits(total: Vector, update: Vector) -> None:
-    if update.shape != total.shape or update.dtype != np.float32:
-        raise ValueError(f"the update is {update.dtype} {list(update.shape)}; expected float32 {list(total.shape)}")
+def _check_fits(total: Vector, size: int) -> None:
+    if size != total.size:
+        raise ValueError(f"the update has {size} entries; expected {total.size}")

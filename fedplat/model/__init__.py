@@ -6,8 +6,8 @@ buffer; the library is the oracle in the tests. Every model has exactly one file
 order* (by decreasing item size, then dtype, then the order in which they were given), without gaps, so each view
 is aligned, each dtype is one contiguous run, and two files of equal schema have equal headers, byte for byte.
 
-Averaging knows only `Parameters.to_vector()`: all floating-point entries as one float32 vector (float16,
-bfloat16 and float64 are converted). Entries of other dtypes (counters such as BatchNorm's) are carried, not
+Averaging knows only `Parameters.to_blocks()`: all floating-point entries as one float32 vector, read block by block
+(float16, bfloat16 and float64 are converted). Entries of other dtypes (counters such as BatchNorm's) are carried, not
 averaged, by the schema's `carry` rule: "keep" leaves the base version's value, "max" takes the largest value
 that a merged update had.
 """
@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from fedplat.errors import ModelError
 from fedplat.model import header
-from fedplat.model.blocks import BLOCK, Blocks, Vector, VectorBlocks, blocks
+from fedplat.model.blocks import BLOCK, Blocks, Vector, VectorBlocks, blocks, is_finite
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
+from fedplat.model.values import Bytes, FloatingBlocks, Values
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +42,12 @@ __all__ = [
     "Schema",
     "Segment",
     "TensorSpec",
+    "Values",
     "Vector",
     "VectorBlocks",
     "blocks",
+    "is_finite",
 ]
-
-Bytes = npt.NDArray[np.uint8]
-"""The flat buffer."""
 
 
 class Parameters(Mapping[str, npt.NDArray[Any]]):
@@ -162,12 +162,21 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         if len(runs) == 1 and runs[0].dtype == "F32":
             return self.segment(runs[0])
         vector = np.empty(self.schema.num_floating, np.float32)
-        start = 0
-        with np.errstate(over="ignore"):
-            for run in runs:
-                vector[start : start + run.count] = self.segment(run)
-                start += run.count
+        for block, values in zip(blocks(vector.size), self.to_blocks(), strict=True):
+            vector[block] = values
         return vector
+
+    def to_blocks(self) -> Blocks:
+        """The entries of `to_vector`, block by block: views where they are float32, else converted as they are read."""
+        return FloatingBlocks(self.schema, lambda: self._read)
+
+    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        """The entries of one run of another dtype in blocks, which are views."""
+        values = self.segment(run)
+        return (values[block] for block in blocks(values.size))
+
+    def _read(self, start: int, size: int) -> Bytes:
+        return self.buffer[start : start + size]
 
     def plus(self, step: Vector) -> Parameters:
         """These parameters with `step` (float32 [num_floating]) added; computed at least in float32.
@@ -210,18 +219,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     def is_finite(self) -> bool:
         """Whether no floating-point entry is NaN or infinite, as it is or as the float32 of `to_vector`."""
-        block = 1 << 18  # elements; keeps the temporary mask in the cache and memory flat
-        for run in self.schema.segments:
-            if run.dtype in FLOATING:
-                values = self.segment(run)
-                for start in range(0, run.count, block):
-                    part = values[start : start + block]
-                    if run.dtype == "F64":  # 1e300 is finite, and infinite once it is averaged
-                        with np.errstate(over="ignore"):
-                            part = part.astype(np.float32)
-                    if not np.isfinite(part).all():
-                        return False
-        return True
+        return is_finite(self.to_blocks())
 
     def to_bytes(self) -> bytes:
         """The safetensors file."""

@@ -59,3 +59,8 @@ class VectorBlocks:
 def blocks(size: int) -> Iterator[slice]:
     """Slices of `BLOCK` elements that cover `size` elements."""
     return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
+
+
+def is_finite(values: Blocks) -> bool:
+    """Whether no entry is NaN or infinite."""
+    return all(np.isfinite(block).all() for block in values)

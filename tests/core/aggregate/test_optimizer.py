@@ -13,7 +13,7 @@ import torch
 import fedplat.aggregate
 from fedplat import aggregate
 from fedplat.aggregate import FedAdagrad, FedAdam, FedAvg, FedAvgM, Rule
-from fedplat.model import Parameters, Vector
+from fedplat.model import Parameters, Vector, VectorBlocks
 
 SIZE = 400
 
@@ -25,7 +25,7 @@ def deltas(num_rounds: int = 6) -> list[Vector]:
 def final(rule: Rule) -> Vector:
     model, state = np.zeros(SIZE, np.float32), rule.init(SIZE)
     for delta in deltas():
-        step, state = rule.apply(state, rule.fold(rule.start(SIZE), delta, 5.0))
+        step, state = rule.apply(state, rule.fold(rule.start(SIZE), VectorBlocks(delta), 5.0))
         model = model + step
     return model
 
@@ -62,10 +62,10 @@ def test_optimizers_with_other_memories_nest():
     outer = adam.build()
     inner_state, outer_state, state = momentum.build().init(SIZE), outer.init(SIZE), rule.init(SIZE)
     for delta in deltas():
-        partial = rule.fold(rule.start(SIZE), delta, 1.0)
+        partial = rule.fold(rule.start(SIZE), VectorBlocks(delta), 1.0)
         step, state = rule.apply(state, partial)
         middle, inner_state = momentum.build().apply(inner_state, partial)
-        expected, outer_state = outer.apply(outer_state, outer.fold(outer.start(SIZE), middle, 1.0))
+        expected, outer_state = outer.apply(outer_state, outer.fold(outer.start(SIZE), VectorBlocks(middle), 1.0))
         assert step.tobytes() == expected.tobytes()
 
 
@@ -105,7 +105,7 @@ def test_exported_names_are_pinned():
 
 
 def test_the_examples_of_the_docstrings_are_true():
-    globals_ = {**vars(aggregate), "np": np, "Parameters": Parameters}
+    globals_ = {**vars(aggregate), "np": np, "Parameters": Parameters, "VectorBlocks": VectorBlocks}
     attempted = 0
     for info in pkgutil.iter_modules(fedplat.aggregate.__path__, "fedplat.aggregate."):
         result = doctest.testmod(importlib.import_module(info.name), extraglobs=globals_)
