@@ -7,17 +7,17 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import sqlalchemy
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from fedplat_server.errors import LeadershipLostError
-from fedplat_server.store.engine import NUM_READERS, WRITES, ConflictError, num_writers, translated
+from fedplat_server.store.engine import NUM_READERS, ConflictError, num_writers, translated
+from fedplat_server.store.transactions import Transactions, Work
 
 MAX_TRIES = 5
 """How often a transaction is tried that the database rolls back because of another one."""
 
 _T = TypeVar("_T")
-Work = Callable[[AsyncConnection], Awaitable[_T]]
 
 
 class Database:
@@ -28,12 +28,11 @@ class Database:
     a lock of SQLite behind for a while.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._writing = engine.execution_options(**{WRITES: True})
-        # One snapshot for all queries of a transaction. In SQLite each has that anyhow.
-        snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        self._reading = engine.execution_options(**snapshot) if self.dialect == "postgresql" else engine
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        engine = transactions.engine
+        self.dialect = engine.dialect.name
+        """The kind of database: sqlite or postgresql."""
         # Who waits, waits here, in order: SQLite's busy handler is unfair, and the pool gives up after a while.
         self._readers = asyncio.Semaphore(NUM_READERS)
         self._writers = asyncio.Semaphore(num_writers(engine.url))
@@ -48,18 +47,13 @@ class Database:
         def on_close(connection: Any, _: object) -> None:
             self._connections.discard(connection)
 
-        event.listen(engine.sync_engine, "connect", on_connect)
-        event.listen(engine.sync_engine, "close", on_close)
-
-    @property
-    def dialect(self) -> str:
-        """The kind of database: sqlite or postgresql."""
-        return self._engine.dialect.name
+        event.listen(engine, "connect", on_connect)
+        event.listen(engine, "close", on_close)
 
     async def close(self) -> None:
         """Waits for transactions that still run, and lets go of every connection."""
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._engine.dispose()
+        await self._transactions.close()
 
     def fence(self, check: Work[None]) -> None:
         """From now on every transaction that writes begins with a check, which raises if it must not."""
@@ -88,16 +82,19 @@ class Database:
         return await self._to_the_end(self._writers, self._write, work)
 
     async def _read(self, work: Work[_T]) -> _T:
-        with translated(self._engine.url):
-            async with self._reading.connect() as connection:
-                return await work(connection)
+        with translated(self._transactions.engine.url):
+            return await self._transactions.run(work, writes=False)
 
     async def _write(self, work: Work[_T]) -> _T:
-        with translated(self._engine.url):
-            async with self._writing.begin() as connection:
-                if self._fence is not None:
-                    await self._fence(connection)
-                return await work(connection)
+        fence = self._fence
+
+        def fenced(connection: sqlalchemy.Connection) -> _T:
+            if fence is not None:
+                fence(connection)
+            return work(connection)
+
+        with translated(self._transactions.engine.url):
+            return await self._transactions.run(fenced, writes=True)
 
     async def _to_the_end(
         self, queue: asyncio.Semaphore, run: Callable[[Work[_T]], Awaitable[_T]], work: Work[_T]

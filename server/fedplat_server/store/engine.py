@@ -106,7 +106,24 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
         }
         return create_async_engine(url, pool_pre_ping=True, connect_args=options, **pool)
     engine = create_async_engine(url, **pool)
+    _set_up_sqlite(engine.sync_engine, foreign_keys)
 
+    def on_connect(connection: Any, _: object) -> None:
+        connection.run_async(_use_wal)
+
+    event.listen(engine.sync_engine, "connect", on_connect)
+    return engine
+
+
+def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
+    """An engine for the URL of a SQLite database that `create_engine` has opened before, so that it has its log."""
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0}
+    engine = sqlalchemy.create_engine(url.set(drivername="sqlite"), **pool)
+    _set_up_sqlite(engine, foreign_keys=True)
+    return engine
+
+
+def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:
     def on_connect(connection: Any, _: object) -> None:
         # Else the driver begins late, and never for a SELECT: no snapshot, and "database is locked" when a
         # transaction that has read begins to write. See "Transactions with SQLite" in SQLAlchemy's documentation.
@@ -119,15 +136,13 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
         ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
-        connection.run_async(_use_wal)
 
     def on_begin(connection: sqlalchemy.Connection) -> None:
         writes = connection.get_execution_options().get(WRITES)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
-    event.listen(engine.sync_engine, "connect", on_connect)
-    event.listen(engine.sync_engine, "begin", on_begin)
-    return engine
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
 
 
 async def _use_wal(connection: aiosqlite.Connection) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Connection, func, select
 
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase
@@ -16,9 +15,9 @@ from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StoreError
-from fedplat_server.store import rows, schema, sql_people, writes
+from fedplat_server.store import rows, schema, sql_people, transactions, writes
 from fedplat_server.store.database import Database
-from fedplat_server.store.engine import async_url, create_engine
+from fedplat_server.store.engine import async_url
 from fedplat_server.store.port import (
     AttemptRecord,
     HistoryRecord,
@@ -38,14 +37,14 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     """
     url = async_url(database)
     await schema.require_head(url)
-    return SqlStore(create_engine(url), clock)
+    return SqlStore(transactions.to(url), clock)
 
 
 class SqlStore(SqlFleet, sql_people.SqlPeople):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
-    def __init__(self, engine: AsyncEngine, clock: Callable[[], float] = time.time) -> None:
-        self._database = Database(engine)
+    def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:
+        self._database = Database(ways)
         self._clock = clock
 
     async def close(self) -> None:
@@ -60,10 +59,7 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         """Rejects every write from now on once the lease has another term; see the port."""
         self._database.fence(lambda connection: require_term(connection, term))
 
-        async def nothing(_: AsyncConnection) -> None:
-            pass
-
-        await self._database.write(nothing)
+        await self._database.write(lambda _: None)
 
     async def sever(self) -> None:
         """Ends whatever is under way; see the port."""
@@ -88,13 +84,13 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         insert = insert.on_conflict_do_nothing(index_elements=["idempotency_key"])
         row = rows.history_values(state.job_id, HistoryRow("job", "", state.status), now)
 
-        async def work(connection: AsyncConnection) -> JobRecord:
-            if (await connection.execute(insert)).rowcount == 1:
+        def work(connection: Connection) -> JobRecord:
+            if connection.execute(insert).rowcount == 1:
                 version = rows.version_values(state.job_id, state.latest, now)
-                await connection.execute(model_versions.insert().values(version))
-                await connection.execute(history.insert().values(row))
-                await sql_people.append(connection, audit, now)
-            return (await _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key))[0]
+                connection.execute(model_versions.insert().values(version))
+                connection.execute(history.insert().values(row))
+                sql_people.append(connection, audit, now)
+            return _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
 
         with crash.step("create_job"):
             return await self._database.write(work)
@@ -110,9 +106,9 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         """Writes changes, all or none; see the port."""
         batch = writes.flatten(changes, writes.Batch(self._clock(), now, save_id))
 
-        async def work(connection: AsyncConnection) -> None:
-            await writes.write(connection, batch)
-            await sql_people.append(connection, audit, batch.unix_s)
+        def work(connection: Connection) -> None:
+            writes.write(connection, batch)
+            sql_people.append(connection, audit, batch.unix_s)
 
         if batch.jobs or audit:
             with crash.step("save"):
@@ -123,8 +119,8 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         # A save holds the lock on its jobs' rows until its fate is decided, also if nobody waits for it any more.
         locked = select(jobs.c.save_id).where(jobs.c.job_id == job_id).with_for_update()
 
-        async def work(connection: AsyncConnection) -> str:
-            return (await connection.execute(locked)).scalar_one()
+        def work(connection: Connection) -> str:
+            return connection.execute(locked).scalar_one()
 
         return await self._database.write(work)
 
@@ -144,11 +140,11 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         group = (assignments.c.round, assignments.c.number, assignments.c.state)
         tally = _tally(*group).where(assignments.c.job_id == job_id)
 
-        async def work(connection: AsyncConnection) -> list[AttemptRecord]:
+        def work(connection: Connection) -> list[AttemptRecord]:
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for row in await connection.execute(tally):
+            for row in connection.execute(tally):
                 tallies.setdefault((row.round, row.number), []).append(row)
-            found = await connection.execute(query)
+            found = connection.execute(query)
             return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
 
         return await self._database.read(work)
@@ -156,12 +152,12 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
         """The newest attempt; see the port."""
 
-        async def work(connection: AsyncConnection) -> AttemptRecord | None:
-            row = await _newest(connection, job_id)
+        def work(connection: Connection) -> AttemptRecord | None:
+            row = _newest(connection, job_id)
             if row is None:
                 return None
             tally = _tally(assignments.c.state).where(_of_attempt(row))
-            return rows.attempt_record(row, (await connection.execute(tally)).all())
+            return rows.attempt_record(row, connection.execute(tally).all())
 
         return await self._database.read(work)
 
@@ -180,17 +176,17 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
         mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
 
-        async def work(connection: AsyncConnection) -> None:
-            await connection.execute(lock)
-            row = (await connection.execute(select(model_versions).where(mine))).one_or_none()
+        def work(connection: Connection) -> None:
+            connection.execute(lock)
+            row = connection.execute(select(model_versions).where(mine)).one_or_none()
             if row is None:
                 raise StoreError(f"job {job_id} has no version {version}")
             if row.metrics == metrics and metrics:
                 return  # said before, and the reply was lost
-            await connection.execute(model_versions.update().where(mine).values(metrics=metrics))
+            connection.execute(model_versions.update().where(mine).values(metrics=metrics))
             number = str(version)
             said = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
-            await connection.execute(history.insert().values(rows.history_values(job_id, said, now)))
+            connection.execute(history.insert().values(rows.history_values(job_id, said, now)))
 
         with crash.step("metrics"):
             await self._database.write(work)
@@ -213,34 +209,34 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         return frozenset(row.digest for row in await self._all(models.union(states)))
 
     async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
-        async def work(connection: AsyncConnection) -> Sequence[rows.Row]:
-            return (await connection.execute(query)).all()
+        def work(connection: Connection) -> Sequence[rows.Row]:
+            return connection.execute(query).all()
 
         return await self._database.read(work)
 
 
-async def _load_jobs(
-    connection: AsyncConnection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
+def _load_jobs(
+    connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
 ) -> list[JobRecord]:
     query = select(jobs).order_by(jobs.c.sequence)
     if which is not None:
         query = query.where(which)
-    return [await _load_job(connection, row, epoch_unix_s) for row in (await connection.execute(query)).all()]
+    return [_load_job(connection, row, epoch_unix_s) for row in connection.execute(query).all()]
 
 
-async def _load_job(connection: AsyncConnection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
+def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
     latest = select(model_versions).where(
         model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
     )
-    version = rows.model_version((await connection.execute(latest)).one())
-    last = await _last_attempt(connection, row.job_id, epoch_unix_s)
-    return rows.job_record(row, version, last, await _durations(connection, row.job_id))
+    version = rows.model_version(connection.execute(latest).one())
+    last = _last_attempt(connection, row.job_id, epoch_unix_s)
+    return rows.job_record(row, version, last, _durations(connection, row.job_id))
 
 
-async def _newest(connection: AsyncConnection, job_id: str) -> rows.Row | None:
+def _newest(connection: Connection, job_id: str) -> rows.Row | None:
     newest = (attempts.c.round.desc(), attempts.c.number.desc())
     query = select(attempts).where(attempts.c.job_id == job_id).order_by(*newest).limit(1)
-    return (await connection.execute(query)).one_or_none()
+    return connection.execute(query).one_or_none()
 
 
 def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
@@ -255,16 +251,16 @@ def _of_attempt(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
     return sqlalchemy.and_(*(c == v for c, v in zip(mine, (row.job_id, row.round, row.number), strict=True)))
 
 
-async def _last_attempt(connection: AsyncConnection, job_id: str, epoch_unix_s: float) -> Attempt | None:
-    row = await _newest(connection, job_id)
+def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> Attempt | None:
+    row = _newest(connection, job_id)
     if row is None:
         return None
     cohort = select(assignments).where(_of_attempt(row))
-    found = await connection.execute(cohort.order_by(assignments.c.client_id))
+    found = connection.execute(cohort.order_by(assignments.c.client_id))
     return rows.attempt(row, [rows.assignment(one, epoch_unix_s) for one in found])
 
 
-async def _durations(connection: AsyncConnection, job_id: str) -> tuple[float, ...]:
+def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
     same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
     query = (
         select(assignments.c.took_s)
@@ -274,5 +270,5 @@ async def _durations(connection: AsyncConnection, job_id: str) -> tuple[float, .
         .order_by(assignments.c.reported_revision.desc())
         .limit(REMEMBERED_DURATIONS)
     )
-    newest_first = [row.took_s for row in await connection.execute(query)]
+    newest_first = [row.took_s for row in connection.execute(query)]
     return tuple(reversed(newest_first))

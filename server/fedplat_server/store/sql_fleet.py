@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, select
 
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
@@ -30,9 +29,9 @@ class SqlFleet:
         """Adds a token."""
         insert = enrolment_tokens.insert().values(rows.token_values(token, token_hash))
 
-        async def work(connection: AsyncConnection) -> None:
-            await connection.execute(insert)
-            await sql_people.append(connection, audit, self._clock())
+        def work(connection: Connection) -> None:
+            connection.execute(insert)
+            sql_people.append(connection, audit, self._clock())
 
         await self._database.write(work)
 
@@ -64,13 +63,13 @@ class SqlFleet:
         insert = writes.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
         mine = clients.c.idempotency_key == enrolment.idempotency_key
 
-        async def work(connection: AsyncConnection) -> ClientRecord:
-            is_new = (await connection.execute(insert)).rowcount == 1
+        def work(connection: Connection) -> ClientRecord:
+            is_new = connection.execute(insert).rowcount == 1
             if is_new:
-                await _use_token(connection, enrolment, now)
+                _use_token(connection, enrolment, now)
             else:
-                await connection.execute(clients.update().where(mine).values(said))
-            row = (await connection.execute(select(clients).where(mine))).one_or_none()
+                connection.execute(clients.update().where(mine).values(said))
+            row = connection.execute(select(clients).where(mine)).one_or_none()
             if row is None:
                 raise EnrolmentError("another client has this public key")
             if row.population != enrolment.population:
@@ -80,7 +79,7 @@ class SqlFleet:
             if row.public_key != enrolment.public_key:
                 raise EnrolmentError("this client is enrolled with another public key")
             if is_new:
-                await sql_people.append(connection, audit, now)
+                sql_people.append(connection, audit, now)
             return rows.client_record(row)
 
         with crash.step("enroll"):
@@ -127,11 +126,11 @@ class SqlFleet:
     ) -> rows.Row | None:
         """Changes the row that there is, and returns it."""
 
-        async def work(connection: AsyncConnection) -> rows.Row | None:
-            await connection.execute(table.update().where(which).values(values))
-            row = (await connection.execute(select(table).where(which))).one_or_none()
+        def work(connection: Connection) -> rows.Row | None:
+            connection.execute(table.update().where(which).values(values))
+            row = connection.execute(select(table).where(which)).one_or_none()
             if row is not None:
-                await sql_people.append(connection, audit, self._clock())
+                sql_people.append(connection, audit, self._clock())
             return row
 
         return await self._database.write(work)
@@ -141,7 +140,7 @@ def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:
     return {"revoked_unix_s": sqlalchemy.func.coalesce(table.c.revoked_unix_s, now)}
 
 
-async def _use_token(connection: AsyncConnection, enrolment: Enrolment, now: float) -> None:
+def _use_token(connection: Connection, enrolment: Enrolment, now: float) -> None:
     tokens = enrolment_tokens
     mine = tokens.c.token_hash == enrolment.token_hash
     valid = (
@@ -151,15 +150,15 @@ async def _use_token(connection: AsyncConnection, enrolment: Enrolment, now: flo
         & tokens.c.revoked_unix_s.is_(None)
     )
     used = tokens.update().where(mine & valid).values(num_left=tokens.c.num_left - 1)
-    if (await connection.execute(used)).rowcount == 1:
+    if connection.execute(used).rowcount == 1:
         return
-    row = (await connection.execute(select(tokens).where(mine))).one_or_none()
+    row = connection.execute(select(tokens).where(mine)).one_or_none()
     token = rows.enrolment_token(row) if row is not None else None
     raise token_refused(token, enrolment.population, now)
 
 
-def _all(query: sqlalchemy.Select[Any]) -> Callable[[AsyncConnection], Any]:
-    async def work(connection: AsyncConnection) -> Any:
-        return (await connection.execute(query)).all()
+def _all(query: sqlalchemy.Select[Any]) -> Callable[[Connection], Any]:
+    def work(connection: Connection) -> Any:
+        return connection.execute(query).all()
 
     return work

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import sqlalchemy
-from sqlalchemy import Float, func, select
+from sqlalchemy import Connection, Float, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from fedplat_server.cluster import lease as rules
@@ -26,13 +26,13 @@ _T = TypeVar("_T")
 _MINE = leases.c.name == NAME
 
 
-async def require_term(connection: AsyncConnection, term: int) -> None:
+def require_term(connection: Connection, term: int) -> None:
     """The fence: raises `LeadershipLostError` unless this is the lease's term until the transaction has ended.
 
     The lock lets other writers of the term and its renewals pass; who takes the lease waits for it.
     """
     lock = select(leases.c.term).where(_MINE).with_for_update(read=True, key_share=True)
-    found = (await connection.execute(lock)).scalar_one_or_none()
+    found = connection.execute(lock).scalar_one_or_none()
     if found != term:
         raise LeadershipLostError(f"another daemon leads: its term is {found}, that of this one was {term}")
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Select, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Select, select
 
 from fedplat_server import audit as log
 from fedplat_server.audit import AuditEntry, AuditHead, AuditRow
@@ -18,7 +17,7 @@ from fedplat_server.store.database import Database
 from fedplat_server.store.tables import audit_head, audit_log, operators
 
 
-async def append(connection: AsyncConnection, entries: Sequence[AuditEntry], unix_s: float) -> None:
+def append(connection: Connection, entries: Sequence[AuditEntry], unix_s: float) -> None:
     """Appends audit entries in the transaction of a change.
 
     The last step of every transaction that does so: the head's row stays locked until its end, so nobody forks the
@@ -26,10 +25,10 @@ async def append(connection: AsyncConnection, entries: Sequence[AuditEntry], uni
     """
     if not entries:
         return
-    at = (await connection.execute(select(audit_head).with_for_update())).one()
+    at = connection.execute(select(audit_head).with_for_update()).one()
     appended, head = log.chain(entries, unix_s, AuditHead(at.num_rows, at.hash))
-    await connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
-    await connection.execute(audit_head.update().values(dataclasses.asdict(head)))
+    connection.execute(audit_log.insert(), [dataclasses.asdict(row) for row in appended])
+    connection.execute(audit_head.update().values(dataclasses.asdict(head)))
 
 
 class SqlPeople:
@@ -44,20 +43,20 @@ class SqlPeople:
         insert = writes.insert(self._database.dialect, operators).values(values)
         insert = insert.on_conflict_do_nothing(index_elements=["name"])
 
-        async def work(connection: AsyncConnection) -> None:
-            if (await connection.execute(insert)).rowcount != 1:
+        def work(connection: Connection) -> None:
+            if connection.execute(insert).rowcount != 1:
                 raise OperatorError(f"there is an operator {operator.name} already; remove it first or choose another")
-            await append(connection, audit, self._clock())
+            append(connection, audit, self._clock())
 
         await self._database.write(work)
 
     async def remove_operator(self, name: str, audit: Sequence[AuditEntry] = ()) -> None:
         """Removes an operator; see the port."""
 
-        async def work(connection: AsyncConnection) -> None:
-            if (await connection.execute(operators.delete().where(operators.c.name == name))).rowcount != 1:
+        def work(connection: Connection) -> None:
+            if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
                 raise OperatorError(f"there is no operator {name}")
-            await append(connection, audit, self._clock())
+            append(connection, audit, self._clock())
 
         await self._database.write(work)
 
@@ -86,8 +85,8 @@ class SqlPeople:
         return AuditHead(row.num_rows, row.hash)
 
     async def _rows(self, query: Select[Any]) -> Sequence[rows.Row]:
-        async def work(connection: AsyncConnection) -> Sequence[rows.Row]:
-            return (await connection.execute(query)).all()
+        def work(connection: Connection) -> Sequence[rows.Row]:
+            return connection.execute(query).all()
 
         return await self._database.read(work)
 

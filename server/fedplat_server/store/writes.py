@@ -11,8 +11,8 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import sqlalchemy
+from sqlalchemy import Connection
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.rounds import AttemptKey, Change
 from fedplat_server import crash
@@ -79,25 +79,25 @@ def flatten(changes: Iterable[Change], batch: Batch) -> Batch:
     return batch
 
 
-async def write(connection: AsyncConnection, batch: Batch) -> None:
+def write(connection: Connection, batch: Batch) -> None:
     """Writes a batch. The jobs come first: their rows stay locked, so nobody else writes to these jobs meanwhile."""
     # In one order for everybody, else two writers of the same jobs may wait for each other.
     for job_id in sorted(batch.jobs):
         names = {"this_job": job_id, "expected_revision": batch.expected[job_id]}
-        result = await connection.execute(_COMPARE_AND_SET, names | batch.jobs[job_id])
+        result = connection.execute(_COMPARE_AND_SET, names | batch.jobs[job_id])
         if result.rowcount != 1:
             raise stale(job_id, batch.expected[job_id])
     dialect = connection.dialect.name
-    await _execute(connection, upsert_attempts(dialect), list(batch.attempts.values()))
-    await _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
-    await _execute(connection, tables.model_versions.insert(), batch.versions)
-    await _execute(connection, tables.history.insert(), batch.history)
+    _execute(connection, upsert_attempts(dialect), list(batch.attempts.values()))
+    _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
+    _execute(connection, tables.model_versions.insert(), batch.versions)
+    _execute(connection, tables.history.insert(), batch.history)
     crash.point("save.uncommitted")
 
 
-async def _execute(connection: AsyncConnection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:
+def _execute(connection: Connection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:
     if values:
-        await connection.execute(statement, values)
+        connection.execute(statement, values)
 
 
 def insert(dialect: str, table: sqlalchemy.Table) -> postgresql.Insert | sqlite.Insert:

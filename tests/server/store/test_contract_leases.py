@@ -121,7 +121,7 @@ async def test_a_term_ends_only_after_the_writes_that_passed_its_fence(postgres:
         lease = await leases.take(ONE, "s1", 0.0)
         assert lease is not None
         async with old._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
-            await require_term(writing, 1)
+            await writing.run_sync(require_term, 1)
             taking = asyncio.create_task(leases.take(TWO, "s2", LONG_S))
             await until_blocked(writing, "leases", taking)
         # Committed: whoever takes the lease sees what was written.
@@ -139,7 +139,7 @@ async def test_a_renewal_does_not_wait_for_writes_that_passed_the_fence(postgres
         lease = await leases.take(ONE, "s1", LONG_S)
         assert lease is not None
         async with other._engine.begin() as writing:  # pyright: ignore[reportPrivateUsage]
-            await require_term(writing, 1)
+            await writing.run_sync(require_term, 1)
             assert await leases.renew(lease, LONG_S)
     finally:
         await other.close()

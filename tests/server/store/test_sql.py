@@ -14,6 +14,7 @@ from sqlalchemy import event, text
 from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.store import transactions
 from fedplat_server.store.database import MAX_TRIES
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import SqlStore, open_store
@@ -144,13 +145,13 @@ async def _in_order(coroutines: Any) -> None:
 
 @pytest.mark.fault("F7")
 async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
-    engine, limit = create_engine(async_url(sqlite)), [2**30]
+    ways, limit = transactions.to(async_url(sqlite)), [2**30]
 
     def on_begin(connection: Any) -> None:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}")
 
-    event.listen(engine.sync_engine, "begin", on_begin)
-    store = SqlStore(engine)
+    event.listen(ways.engine, "begin", on_begin)
+    store = SqlStore(ways)
     await store.create_job(draft("one"), JOB_FILE, "one")
     limit[0] = 1
     with pytest.raises(StoreUnavailableError, match="database or disk is full"):
