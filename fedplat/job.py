@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo
 from msgspec.structs import fields as struct_fields
 
-from fedplat import aggregate, labels
+from fedplat import aggregate, codecs, labels
 from fedplat.errors import JobFileError, LabelError
 
 Scalar = bool | int | float | str
@@ -132,6 +132,17 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
     clip_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
 
 
+class Compression(Struct, frozen=True, forbid_unknown_fields=True):
+    """How what travels is compressed. `uplink`: the codec of the updates that clients send (none: float32 as it is)."""
+
+    uplink: codecs.Options | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the codecs that a client has to know."""
+        return frozenset() if self.uplink is None else frozenset({str(self.uplink.__struct_config__.tag)})
+
+
 class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):
     """Federated evaluation: `goal` clients score the committed model on their data and report metrics only."""
 
@@ -170,6 +181,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     deadlines: Deadlines = Deadlines()
     retry: Retry = Retry()
     updates: Updates = Updates()
+    compression: Compression = Compression()
     aggregation: aggregate.Options = aggregate.FedAvg()
     evaluation: Evaluation = Evaluation()
 

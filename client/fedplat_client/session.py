@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fedplat import wire
+from fedplat.codecs import CODECS
 from fedplat.identity import Ticket
 from fedplat.wire import handshake
 from fedplat.wire.v1 import fleet_pb2
@@ -103,6 +104,7 @@ class Session:
             labels=self._profile.labels,
             trainers=self._profile.trainers,
             evaluators=self._profile.evaluators,
+            codecs=sorted(CODECS),
             wait_s=wait_s,
         )
         return self._door.connection.check_in(request, self._stop)

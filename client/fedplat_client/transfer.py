@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from fedplat import wire
@@ -39,19 +41,56 @@ def download(connection: Connection, model: model_pb2.ModelRef, part: Path, cont
             patience.broken(broken, retry, progress=now > have)
 
 
-def upload(connection: Connection, token: str, update: Parameters, control: Control) -> str:
-    """Sends an update and returns its digest.
+@dataclass(frozen=True)
+class Content:
+    """What is uploaded: pieces of memory, which nobody changes meanwhile."""
+
+    pieces: tuple[memoryview, ...]
+
+    @classmethod
+    def of(cls, update: Parameters) -> Content:
+        """The safetensors file of an update, without making it."""
+        return cls((memoryview(update.schema.header), update.buffer.data))
+
+    @classmethod
+    def joined(cls, parts: Iterable[bytes]) -> Content:
+        """Many small parts as one piece."""
+        whole = bytearray()
+        for part in parts:
+            whole += part
+        return cls((memoryview(whole),))
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all pieces."""
+        return sum(map(len, self.pieces))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all pieces."""
+        sha256 = hashlib.sha256()
+        for piece in self.pieces:
+            sha256.update(piece)
+        return sha256.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """All pieces in one."""
+        return b"".join(self.pieces)
+
+
+def upload(connection: Connection, token: str, content: Content, control: Control) -> None:
+    """Sends an update.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
     """
-    digest, size_bytes = digest_of(update), update.schema.file_size_bytes
+    digest, size_bytes = content.digest, content.size_bytes
     patience = _Patience(control, "the upload of the update")
     offset = 0
     while True:
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
         retry = None
         try:
-            have = connection.upload(header, _parts(offset, update), _positive(control.remaining_s), control.signal)
+            have = connection.upload(header, _parts(offset, content), _positive(control.remaining_s), control.signal)
             broken = "the server took a part only"
         except ServerUnavailableError as exc:
             have, broken, retry = None, str(exc), exc.retry
@@ -64,18 +103,11 @@ def upload(connection: Connection, token: str, update: Parameters, control: Cont
             if have is None:
                 patience.broken(broken, retry, progress=False)
         if have == size_bytes:
-            return digest
+            return
         if have > size_bytes:
             raise TransferError(f"the server has {have} bytes of the update; expected {size_bytes} at most")
         patience.broken(broken, retry, progress=have > offset)
         offset = have
-
-
-def digest_of(parameters: Parameters) -> str:
-    """SHA-256 of the safetensors file, computed without making the file."""
-    sha256 = hashlib.sha256(parameters.schema.header)
-    sha256.update(parameters.buffer.data)
-    return sha256.hexdigest()
 
 
 class _Patience:
@@ -126,8 +158,8 @@ def _query(connection: Connection, token: str, digest: str, control: Control, br
         raise TransferError(f"the server does not take the update: {exc}") from exc
 
 
-def _parts(start: int, update: Parameters) -> Iterator[bytes]:
-    for part in (memoryview(update.schema.header), update.buffer.data):
+def _parts(start: int, content: Content) -> Iterator[bytes]:
+    for part in content.pieces:
         for begin in range(start, len(part), wire.UPLOAD_CHUNK_BYTES):
             yield bytes(part[begin : begin + wire.UPLOAD_CHUNK_BYTES])
         start = max(0, start - len(part))

@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from fedplat.errors import ModelError
+import numpy as np
+
+from fedplat import codecs
+from fedplat.errors import CodecError, ModelError
 from fedplat.model import Parameters
+from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import transfer
 from fedplat_client.cache import ModelCache
@@ -27,6 +31,7 @@ from fedplat_client.heartbeat import Heartbeat
 from fedplat_client.options import Backoff, ClientOptions
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+from fedplat_client.transfer import Content
 
 _TEXT_LIMIT = 500
 _FAIL_ATTEMPTS = 3
@@ -73,8 +78,8 @@ class Worker:
         fields = _fields(assignment)
         _logger.info("Work on a task begins.", extra=fields)
         try:
-            request, update = self._produce(assignment, control)
-            return self._report(request, update, control, fields)
+            request, content = self._produce(assignment, control)
+            return self._report(request, content, control, fields)
         except Cancelled:
             stop = control.signal.stop
         except _AssignmentFailedError as exc:
@@ -95,9 +100,9 @@ class Worker:
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, control: Control
-    ) -> tuple[fleet_pb2.ReportRequest, Parameters | None]:
+    ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
         """Everything up to the report, under the heartbeat."""
-        run = self._function(assignment)
+        run, codec = self._function(assignment), _codec(assignment)
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
             base = self._model(assignment.model, control)
@@ -105,12 +110,12 @@ class Worker:
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
-            update = _update(result, base) if isinstance(result, TrainResult) else None
-            if update is not None:
+            content = self._content(result, base, codec) if isinstance(result, TrainResult) else None
+            if content is not None:
                 control.trained = True
-                self._attach(request, update, control)
+                self._attach(request, content, control)
         control.signal.check()
-        return request, update
+        return request, content
 
     def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
         """Within it, the end of the client is the end of the task."""
@@ -138,17 +143,30 @@ class Worker:
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be got: {exc}"
             ) from exc
 
-    def _attach(self, request: fleet_pb2.ReportRequest, update: Parameters, control: Control) -> None:
-        """Uploads the update, or puts a small one into the report."""
-        if update.schema.file_size_bytes > self.options.inline_limit_bytes:
-            request.digest = self._send(request.token, update, control)
-        else:
-            request.update = update.to_bytes()
-            request.digest = transfer.digest_of(update)
-
-    def _send(self, token: str, update: Parameters, control: Control) -> str:
+    def _content(self, result: TrainResult, base: Parameters, codec: codecs.Options | None) -> Content:
+        """What is sent of a result: the update, encoded if the job says so."""
+        update = _update(result, base)
+        if codec is None:
+            return Content.of(update)
+        rng = np.random.default_rng(self.options.rng.getrandbits(128))
         try:
-            return transfer.upload(self.connection, token, update, control)
+            return Content.joined(Format(codec, base.schema).encode(update, rng))
+        except CodecError as exc:
+            raise _AssignmentFailedError(
+                model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
+            ) from exc
+
+    def _attach(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
+        """Uploads the update, or puts a small one into the report."""
+        request.digest = content.digest
+        if content.size_bytes > self.options.inline_limit_bytes:
+            self._send(request.token, content, control)
+        else:
+            request.update = content.to_bytes()
+
+    def _send(self, token: str, content: Content, control: Control) -> None:
+        try:
+            transfer.upload(self.connection, token, content, control)
         except TransferError as exc:
             control.signal.check()
             raise _AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
@@ -156,7 +174,7 @@ class Worker:
     def _report(
         self,
         request: fleet_pb2.ReportRequest,
-        update: Parameters | None,
+        content: Content | None,
         control: Control,
         fields: Mapping[str, object],
     ) -> Outcome:
@@ -171,9 +189,9 @@ class Worker:
                 if stopped or control.remaining_s <= 0:
                     _logger.warning("The task could not be reported: %s", exc, extra=fields)
                     return Outcome(failed=True)
-                if exc.code == _BYTES_MISSING and update is not None:
+                if exc.code == _BYTES_MISSING and content is not None:
                     with self._stoppable(control):
-                        self._send(request.token, update, control)
+                        self._send(request.token, content, control)
             except CallRefusedError as exc:
                 _logger.warning("The server refused the report: %s", exc, extra=fields)
                 return Outcome(failed=True)
@@ -211,6 +229,14 @@ def _update(result: TrainResult, base: Parameters) -> Parameters:
         raise _AssignmentFailedError(
             model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
         ) from exc
+
+
+def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
+    """How the update shall be encoded; asked before the training, which would be for nothing."""
+    try:
+        return options_from_text(assignment.uplink) if assignment.uplink else None
+    except CodecError as exc:
+        raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
 
 def _installed(functions: Mapping[str, Function], kind: str, name: str) -> Function:

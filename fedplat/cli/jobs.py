@@ -24,6 +24,8 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import JobFileError
+from fedplat.job import parse_job
+from fedplat.updates import options_to_text
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit jobs, follow them and control them.", rich_markup_mode=None)
@@ -128,6 +130,7 @@ def show_job(
             "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
             "rounds": f"{found.round} of {found.num_rounds} committed",
             "model": f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}",
+            "updates": _encoding(found.job_file),
             "created": formats.moment(found.created_unix_s),
         }
         if found.HasField("current"):
@@ -227,6 +230,15 @@ def _watch(here: Session, job: admin_pb2.Job) -> None:
         _print_state(here.output, ended)
     if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
         raise typer.Exit(FAILED)
+
+
+def _encoding(job_file: str) -> str:
+    """How the updates of a job are encoded."""
+    try:
+        uplink = parse_job(job_file).compression.uplink
+    except JobFileError:  # of a newer server
+        return formats.NOTHING
+    return "not compressed" if uplink is None else f"compressed by {options_to_text(uplink)}"
 
 
 def _sentence(attempt: admin_pb2.Round) -> str:

@@ -50,6 +50,7 @@ class ClientCheckedIn:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     trainers: frozenset[str] = frozenset()
     evaluators: frozenset[str] = frozenset()
+    codecs: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

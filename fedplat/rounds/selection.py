@@ -24,7 +24,10 @@ def uniform(client_ids: Sequence[str], count: int, rng: np.random.Generator) -> 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt in selection wants: `target` clients, drawn once `pool` eligible ones wait."""
+    """What an attempt in selection wants: `target` clients, drawn once `pool` eligible ones wait.
+
+    `codecs` are those that a client's software has to know.
+    """
 
     key: AttemptKey
     kind: AttemptKind
@@ -33,6 +36,7 @@ class Demand:
     handler: str
     target: int
     pool: int
+    codecs: frozenset[str] = frozenset()
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Whether the client may take part."""
@@ -40,6 +44,7 @@ class Demand:
         return (
             client.population == self.population
             and self.handler in installed
+            and self.codecs <= client.codecs
             and labels.compile_expression(self.where)(client.labels)
         )
 
@@ -50,9 +55,10 @@ def demand_of(job: JobState) -> Demand | None:
     if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
         return None
     handler, pool = job.spec.trainer, max(job.spec.selection.wait_for, attempt.target)
+    codecs = job.spec.compression.names
     if attempt.kind is AttemptKind.EVALUATE:
         assert job.spec.evaluation.clients is not None
-        handler, pool = job.spec.evaluation.clients.evaluator, attempt.target
+        handler, pool, codecs = job.spec.evaluation.clients.evaluator, attempt.target, frozenset[str]()
     return Demand(
         attempt.key,
         attempt.kind,
@@ -61,6 +67,7 @@ def demand_of(job: JobState) -> Demand | None:
         handler,
         attempt.target,
         pool,
+        codecs,
     )
 
 
@@ -128,6 +135,7 @@ class WaitingRoom:
             by_label = labels.compile_expression(job.spec.selection.where)(client.labels)
             clients = job.spec.evaluation.clients
             evaluates = clients is not None and clients.evaluator in client.evaluators
-            if by_label and (job.spec.trainer in client.trainers or evaluates):
+            trains = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
+            if by_label and (trains or evaluates):
                 return Reason.NOT_SELECTED
         return Reason.NOT_ELIGIBLE

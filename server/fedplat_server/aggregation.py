@@ -21,7 +21,7 @@ from fedplat.model import Parameters
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server import crash, logs
+from fedplat_server import crash, intake, logs
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobError
 from fedplat_server.uploads import UploadKey, UploadStore
@@ -90,16 +90,16 @@ class Aggregation:
         rule = job.spec.rule()
         accumulator = Accumulator(base.schema, rule)
         while isinstance(command := await queue.get(), Fold):
-            await asyncio.to_thread(self._fold, job, accumulator, command)
+            await asyncio.to_thread(self._fold, job, base, accumulator, command)
         return await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
 
-    def _fold(self, job: JobState, accumulator: Accumulator, command: Fold) -> None:
+    def _fold(self, job: JobState, base: Parameters, accumulator: Accumulator, command: Fold) -> None:
         upload_key = UploadKey(*command.key, command.client_id)
         path = self._uploads.complete(upload_key, command.digest)
         if path is None:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
         with np.errstate(over="ignore", invalid="ignore"):  # `_commit` looks at the sum
-            accumulator.fold(Parameters.open(path), command.weight)
+            accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.weight)
         if job.spec.durability == "memory":
             self._uploads.discard(upload_key)
 

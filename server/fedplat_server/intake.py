@@ -1,26 +1,38 @@
 """Checks an update that has arrived: is it exactly what the base version's schema says, and finite?
 
-An update's file must begin with the very header of its base version. So nothing of a foreign header is parsed or
-believed unless the update is refused anyway, and then only to say why.
+An update's file must begin with the very header of its base version; an encoded one with the lines that follow from
+the job's codec and that header (`fedplat.updates`). So nothing of a foreign header is parsed or believed unless the
+update is refused anyway, and then only to say why.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
-from fedplat.errors import ModelError
-from fedplat.model import Parameters
+from fedplat import codecs
+from fedplat.errors import CodecError, ModelError
+from fedplat.model import Parameters, Values, is_finite
 from fedplat.rounds.states import Reason
+from fedplat.updates import Format
 
 
-def size_limit(base_size_bytes: int) -> int:
-    """The most bytes that an upload may announce; room above the exact size lets a misfit be refused by name."""
-    return 2 * base_size_bytes + 2**20
+@lru_cache(maxsize=256)
+def size_limit(base: Path, codec: codecs.Options | None) -> int:
+    """The most bytes that an upload may announce; room above the exact size lets a misfit be refused by name.
+
+    `base` is the file of a version, which never changes.
+    """
+    if codec is None:
+        return 2 * base.stat().st_size + 2**20
+    return Format(codec, Parameters.open(base).schema).max_bytes + 2**20
 
 
-def check_update(update: Path, base: Path) -> tuple[Reason, str] | None:
+def check_update(update: Path, base: Path, codec: codecs.Options | None) -> tuple[Reason, str] | None:
     """Why the update is not acceptable, or None. Reads it once; memory does not grow with it."""
     expected = Parameters.open(base)
+    if codec is not None:
+        return _check_encoded(update, Format(codec, expected.schema))
     header = expected.schema.header
     with update.open("rb") as file:
         same = file.read(len(header)) == header
@@ -31,9 +43,23 @@ def check_update(update: Path, base: Path) -> tuple[Reason, str] | None:
     return None
 
 
+def open_update(update: Path, base: Parameters, codec: codecs.Options | None) -> Values:
+    """An update that was checked, to be folded."""
+    return Parameters.open(update) if codec is None else Format(codec, base.schema).open(update)
+
+
 def public_text(error: ModelError, path: Path) -> str:
     """What is wrong with a file, without where the server keeps it."""
     return str(error).replace(str(path), "the file")
+
+
+def _check_encoded(update: Path, expected: Format) -> tuple[Reason, str] | None:
+    """Decodes it once, block by block."""
+    try:
+        finite = is_finite(expected.open(update).to_blocks())
+    except (ModelError, CodecError) as exc:
+        return Reason.REJECTED_SCHEMA, str(exc)
+    return None if finite else (Reason.REJECTED_NONFINITE, "")
 
 
 def _difference(update: Path, expected: Parameters) -> str:

@@ -263,7 +263,9 @@ def test_a_model_of_many_chunks_moves_in_messages_below_the_limit(fleet: FakeFle
 
 
 def test_the_digest_is_that_of_the_file(base: Parameters) -> None:
-    assert transfer.digest_of(base) == hashlib.sha256(base.to_bytes()).hexdigest()
+    content = transfer.Content.of(base)
+    assert (content.to_bytes(), content.size_bytes) == (base.to_bytes(), len(base.to_bytes()))
+    assert content.digest == hashlib.sha256(base.to_bytes()).hexdigest()
 
 
 def test_waiting_for_a_transfer_ends_with_the_task() -> None:

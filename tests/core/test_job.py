@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedplat import aggregate
+from fedplat import aggregate, model
 from fedplat.errors import JobFileError
 from fedplat.job import MAX_MISTAKES, Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
 
@@ -134,7 +134,7 @@ def test_each_rule_has_a_name_in_job_files(rule: str):
 
 def test_clip_norm_bounds_each_update():
     text = f"{SMALL}[updates]\nclip_norm = 1.0\n[aggregation]\nrule = 'fedavg'\n"
-    update = np.array([3.0, 4.0], np.float32)
+    update = model.VectorBlocks(np.array([3.0, 4.0], np.float32))
     for file, norm in ((SMALL, 5.0), (text, 1.0)):
         rule = parse_job(file).rule()
         step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), update, 1.0))
@@ -396,5 +396,5 @@ def check_usable(spec: JobSpec) -> None:
     values: list[Any] = [spec.weight(1.0), *spec.config.values()]
     assert all(np.isfinite(value) for value in values if not isinstance(value, str))
     rule = spec.rule()
-    step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), np.ones(2, np.float32), 1.0))
+    step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), 1.0))
     assert np.isfinite(step).all()

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from fedplat import codecs
 from fedplat.aggregate import state_from_bytes
 from fedplat.errors import FedplatError
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.labels import compile_expression
 from fedplat.model import Parameters
+from fedplat.updates import Format
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.options import draw_s
 from fedplat_server import intake
@@ -28,6 +30,8 @@ from wire import make_golden
 
 Target = Callable[[bytes], None]
 BASE = attacks.MODEL
+CARRYING = Parameters.from_arrays({"w": np.linspace(-3, 3, 70_000, dtype="f4"), "n": np.arange(3)}, "max")
+CODECS = [record() for record in codecs.CODECS.values()]
 _FOLDER = tempfile.TemporaryDirectory(prefix="fedplat-fuzz-", ignore_cleanup_errors=True)
 _LABELS: Mapping[str, str] = {"region": "eu", "memory_mb": "4096", "nan": "nan"}
 _LIMITS = Limits()
@@ -46,10 +50,26 @@ def update(data: bytes) -> None:
     if not base.exists():
         base.write_bytes(BASE.to_bytes())
     path.write_bytes(data)
-    if intake.check_update(path, base) is None:
+    if intake.check_update(path, base, None) is None:
         taken = Parameters.from_bytes(data)
         assert taken.schema == BASE.schema
         assert np.isfinite(taken.to_vector()).all()
+
+
+def encoded_update(data: bytes) -> None:
+    """An encoded update that a client sends, against its base version: of each codec that it may be for."""
+    base, path = Path(_FOLDER.name) / "carrying", Path(_FOLDER.name) / "encoded"
+    if not base.exists():
+        base.write_bytes(CARRYING.to_bytes())
+    path.write_bytes(data)
+    for options in CODECS:
+        if intake.check_update(path, base, options) is None:
+            taken = intake.open_update(path, CARRYING, options)
+            assert len(data) <= intake.size_limit(base, options)
+            assert sum(block.size for block in taken.to_blocks()) == CARRYING.schema.num_floating
+            for run in CARRYING.schema.segments:
+                if run.dtype == "I64":
+                    assert sum(part.size for part in taken.carried(run)) == run.count
 
 
 def state(data: bytes) -> None:
@@ -104,7 +124,8 @@ def ticket(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Target] = {
-    target.__name__: target for target in (model, update, state, job_file, labels, message, fields, ticket)
+    target.__name__: target
+    for target in (model, update, encoded_update, state, job_file, labels, message, fields, ticket)
 }
 
 
@@ -131,6 +152,11 @@ def _models() -> list[bytes]:
     return [*good, len(text).to_bytes(8, "little") + text + bytes(8)]
 
 
+def _encoded() -> list[bytes]:
+    rng = np.random.default_rng(1)
+    return [b"".join(Format(options, CARRYING.schema).encode(CARRYING, rng)) for options in CODECS]
+
+
 def _expressions() -> list[bytes]:
     return [
         b"region == 'eu' and memory_mb >= 4096",
@@ -142,6 +168,7 @@ def _expressions() -> list[bytes]:
 _GOOD: Mapping[str, Callable[[], list[bytes]]] = {
     "model": _models,
     "update": _models,
+    "encoded_update": _encoded,
     "state": lambda: [Parameters.from_arrays({"m": np.ones(4, np.float32)}).to_bytes(), b""],
     "job_file": lambda: [
         make_golden.JOB_FILE.encode(),

@@ -123,10 +123,16 @@ class RawClient(Signing):
         labels: Mapping[str, str] | None = None,
         trainers: tuple[str, ...] = ("toy",),
         evaluators: tuple[str, ...] = (),
+        codecs: tuple[str, ...] = (),
         version: int = wire.PROTOCOL_VERSION,
     ) -> aio.UnaryUnaryCall[Any, fleet_pb2.CheckInResponse]:
         request = fleet_pb2.CheckInRequest(
-            protocol_version=version, labels=labels, trainers=trainers, evaluators=evaluators, wait_s=wait_s
+            protocol_version=version,
+            labels=labels,
+            trainers=trainers,
+            evaluators=evaluators,
+            codecs=codecs,
+            wait_s=wait_s,
         )
         return self._begin(lambda: self.stub.CheckIn(request, metadata=self.signed("CheckIn", request)))
 

@@ -86,7 +86,7 @@ def test_a_stream_has_to_bring_so_many_bytes_in_each_window() -> None:
 
 def test_bytes_are_counted_for_each_attempt() -> None:
     spent = Quotas(Limits(max_upload_factor=2.0), lambda: 0.0)
-    most = 2 * (2 * 1000 + 2**20)
+    most = 2 * 1000
     spent.upload("c", KEY, 1000, most)
     spent.upload("d", KEY, 1000, most)
     with pytest.raises(RefusedError) as caught:

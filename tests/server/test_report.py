@@ -239,10 +239,10 @@ async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: py
     checking, go_on = threading.Event(), threading.Event()
     check = intake.check_update
 
-    def slow(update: Path, base: Path) -> object:
+    def slow(update: Path, base: Path, codec: None) -> object:
         checking.set()
         assert go_on.wait(harness.PATIENCE_S)
-        return check(update, base)
+        return check(update, base, codec)
 
     monkeypatch.setattr(intake, "check_update", slow)
     job = await site.operator.start(job_file(goal=1))

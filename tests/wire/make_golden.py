@@ -42,6 +42,8 @@ VALUES: dict[str, object] = {
     "num_jobs": {"RUNNING": 2, "COMPLETED": 1},
     "trainers": ["toy", "digits"],
     "evaluators": ["scorer"],
+    "codecs": ["bf16"],
+    "uplink": '{"codec":"bf16"}',
     "trainer": "toy",
     "token": "Zm9ydHktdGhyZWUgY2hhcmFjdGVycyBvZiBiYXNlNjQ",
     "digest": hashlib.sha256(b"a golden model").hexdigest(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fedplat import updates
 from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
@@ -57,6 +58,12 @@ def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
         return spec.trainer
     assert spec.evaluation.clients is not None
     return spec.evaluation.clients.evaluator
+
+
+def uplink(spec: JobSpec, kind: AttemptKind) -> str:
+    """The codec of the updates of an attempt, with its options; empty if there are none, or nothing is encoded."""
+    codec = spec.compression.uplink
+    return updates.options_to_text(codec) if codec is not None and kind is AttemptKind.TRAIN else ""
 
 
 def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:

@@ -60,6 +60,7 @@ class FleetService(MembershipService):
             labels=labels,
             trainers=trainers,
             evaluators=evaluators,
+            codecs=requests.names(request.codecs, "codec", self._limits),
         )
         wait_s = requests.wait_s(request.wait_s, self._limits)
         answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
@@ -209,6 +210,7 @@ class FleetService(MembershipService):
             training_timeout_s=command.training_timeout_s,
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
+            uplink=convert.uplink(spec, command.kind),
         )
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
@@ -238,8 +240,13 @@ class FleetService(MembershipService):
             raise RefusedError(Code.STALE_ASSIGNMENT, found[1].reason or found[1].state)
         return found
 
+    def _size_limit(self, key: AttemptKey) -> int:
+        """The most bytes that an update of the job's open attempt may have."""
+        job = self._services.jobs.state(key.job_id)
+        return intake.size_limit(self._services.blobs.path(job.latest.digest), job.spec.compression.uplink)
+
     async def _check_size(self, key: AttemptKey, client_id: str, size_bytes: int) -> None:
-        limit = intake.size_limit(self._services.jobs.state(key.job_id).latest.size_bytes)
+        limit = self._size_limit(key)
         if size_bytes > limit:
             text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
             await self._reject(key, client_id, Reason.REJECTED_SCHEMA, text)
@@ -248,8 +255,7 @@ class FleetService(MembershipService):
     async def _count_bytes(self, key: AttemptKey, client_id: str, num_bytes: int) -> None:
         """Bounds what a client sends for an attempt, whatever for. Beyond it the assignment is over."""
         try:
-            base_size = self._services.jobs.state(key.job_id).latest.size_bytes
-            self._services.quotas.upload(client_id, key, base_size, num_bytes)
+            self._services.quotas.upload(client_id, key, self._size_limit(key), num_bytes)
         except RefusedError as exc:
             await self._services.runner.submit(AssignmentFailed(key, client_id, Reason.TRANSFER_FAILED, str(exc)))
             raise
@@ -297,8 +303,9 @@ class FleetService(MembershipService):
         path = await asyncio.to_thread(services.uploads.complete, upload_key, digest)
         if path is None:
             raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
-        base = services.blobs.path(services.jobs.state(key.job_id).latest.digest)
-        return await asyncio.to_thread(intake.check_update, path, base)
+        job = services.jobs.state(key.job_id)
+        base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
+        return await asyncio.to_thread(intake.check_update, path, base, codec)
 
     async def _persist(self, key: AttemptKey, client_id: str, digest: str) -> int:
         """Makes an update outlive this process before anybody is told that it was accepted; its size.

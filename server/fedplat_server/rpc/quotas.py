@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import RetryWindow
-from fedplat_server import intake
 from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import Code, RefusedError
 
@@ -134,8 +133,11 @@ class Quotas:
             if not self._streams[client_id]:
                 del self._streams[client_id]
 
-    def upload(self, client_id: str, key: AttemptKey, base_size_bytes: int, num_bytes: int) -> None:
-        """Counts bytes of an update of an attempt, those that are sent again too."""
+    def upload(self, client_id: str, key: AttemptKey, limit_bytes: int, num_bytes: int) -> None:
+        """Counts bytes of an update of an attempt, those that are sent again too.
+
+        `limit_bytes` is the most that one upload may announce.
+        """
         spent = self._spent.pop(client_id, None)
         if spent is None or spent.key != key:  # a client works for one attempt at a time
             spent = _Spent(key)
@@ -143,7 +145,7 @@ class Quotas:
         if len(self._spent) > MAX_REMEMBERED:
             self._spent.popitem(last=False)
         spent.num_bytes += num_bytes
-        limit = self._limits.max_upload_factor * intake.size_limit(base_size_bytes)
+        limit = self._limits.max_upload_factor * limit_bytes
         if spent.num_bytes > limit:
             raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; at most {limit} are taken")
 

@@ -50,6 +50,7 @@ class AssignmentRow:
     took_s: float | None
     reported_revision: int | None
     deadline_unix_s: float
+    update_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

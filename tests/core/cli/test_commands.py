@@ -99,6 +99,16 @@ def test_job_list(run: Run, state: State):
     assert listed[0]["current"] is None
 
 
+def test_job_show_tells_how_updates_are_compressed(run: Run, job: admin_pb2.Job):
+    job.job_file = JOB
+    assert "updates     not compressed\n" in run("job", "show", "digits").stdout
+    job.job_file = f"{JOB}[compression]\nuplink = {{codec = 'bf16'}}\n"
+    job.current.reported, job.current.update_bytes = 2, 3000
+    text = run("job", "show", "digits").stdout
+    assert 'updates     compressed by {"codec":"bf16"}\n' in text
+    assert "0 rejected, 2.9 KiB received (1.5 KiB for each update)\n" in text
+
+
 def test_job_show(run: Run, job: admin_pb2.Job):
     text = run("job", "show", "digits").stdout
     assert f"job         {job.job_id}\n" in text
@@ -106,6 +116,7 @@ def test_job_show(run: Run, job: admin_pb2.Job):
     assert "rounds      1 of 3 committed\n" in text
     assert f"model       version 1, 5.9 KiB, sha256 {job.model.digest}\n" in text
     assert "attempt     round 2 attempt 1 collecting: 11 assigned, 0 of 8 reported, 0 late, 0 failed" in text
+    assert "updates     -\n" in text  # a job file that this version cannot read
     shown = parsed(run("job", "show", job.job_id, "--json"))
     assert shown["current"]["phase"] == "COLLECTING"
     assert shown["model"] == {"version": 1, "digest": job.model.digest, "size_bytes": 6000}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from core.rounds.driver import Driver, assigned, commands_of, make_client, make_job, make_spec
+from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.job import Deadlines, Retry
 from fedplat.rounds import pacing, selection
 from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import Action, ClientLeft
-from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 
 def test_every_set_of_clients_is_equally_likely() -> None:
@@ -84,6 +84,21 @@ def test_only_clients_with_the_labels_and_the_trainer_are_drawn() -> None:
     assert sorted(assigned(driver.do(make_client("two", labels=eu)))) == ["one", "two"]
 
 
+def test_only_clients_that_know_the_codec_are_drawn_to_train() -> None:
+    spec = make_spec(
+        2,
+        compression={"uplink": {"codec": "bf16"}},
+        evaluation={"clients": {"evaluator": EVALUATOR, "goal": 1}},
+    )
+    driver = Driver(make_job(spec=spec)).start()
+    old, knows = make_client("old", codecs=frozenset({"other"})), frozenset({"bf16", "other"})
+    driver.do(old, make_client("none"), make_client("one", codecs=knows))
+    assert sorted(assigned(driver.do(make_client("two", codecs=knows)))) == ["one", "two"]
+    driver.finish("j")
+    assert driver.attempt.kind is AttemptKind.EVALUATE  # for which nothing is encoded
+    assert set(driver.attempt.assignments) <= {"old", "none"}
+
+
 def test_busy_clients_are_never_drawn() -> None:
     driver = Driver(make_job("a", make_spec(2)), make_job("b", make_spec(1)))
     for job_id in ("a", "b"):
@@ -112,6 +127,13 @@ def test_two_jobs_share_a_fleet_fairly() -> None:
 # --- refusals ---
 
 
+def test_a_client_without_the_codec_is_not_eligible() -> None:
+    driver = Driver(make_job(spec=make_spec(2, compression={"uplink": {"codec": "bf16"}}))).start()
+    for codecs, reason in (("bf16", Reason.NOT_SELECTED), ("other", Reason.NOT_ELIGIBLE)):
+        driver.do(make_client("a", codecs=frozenset({codecs})))
+        assert driver.leave("a").reason is reason
+
+
 def test_why_a_client_gets_nothing() -> None:
     driver = Driver(make_job(spec=make_spec(2, selection={"where": "region == 'eu'"})))
     eu = {"region": "eu"}
@@ -125,6 +147,7 @@ def test_why_a_client_gets_nothing() -> None:
     assert reason("a", labels=eu) is Reason.NOT_SELECTED
     assert reason("b", labels={"region": "us"}) is Reason.NOT_ELIGIBLE
     assert reason("c", labels=eu, trainers=frozenset[str]()) is Reason.NOT_ELIGIBLE
+    assert reason("c", labels=eu, codecs=frozenset({"bf16"})) is Reason.NOT_SELECTED
     assert reason("d", labels=eu, population="other") is Reason.NO_WORK
     driver.operate(Action.PAUSE)
     assert reason("a", labels=eu) is Reason.NO_WORK

@@ -7,11 +7,12 @@ from typing import TypeAlias
 
 from fedplat.aggregate import Accumulator, state_from_bytes, state_to_bytes
 from fedplat.job import JobSpec
-from fedplat.model import Parameters
+from fedplat.model import Parameters, Values
+from fedplat.updates import Format
 from fedplat_server.store import inspection
 from fedplat_server.verify import files
 from fedplat_server.verify.records import AssignmentRow, Attempt, Job, VersionRow
-from server.crash.scenario import World, update
+from server.crash.scenario import World, content_of
 from server.harness import digest_of
 
 Result: TypeAlias = tuple[Job, dict[tuple[int, int], Attempt]]
@@ -44,8 +45,11 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
     assert [version.version for version in job.versions] == list(range(job.spec.rounds + 1))
     for before, version in zip(job.versions, job.versions[1:], strict=False):
         cohort = merged(attempts[version.round, version.attempt])
-        updates = [(update(world.numbers[one.client_id], version.round), one) for one in cohort]
-        assert [digest_of(content.to_bytes()) for content, _ in updates] == [one.digest for one in cohort]
+        codec = job.spec.compression.uplink
+        updates = [(content_of(world.numbers[one.client_id], version.round, codec), one) for one in cohort]
+        assert [(digest_of(content), len(content)) for content, _ in updates] == [
+            (one.digest, one.update_bytes) for one in cohort
+        ]
         model, state = _aggregate(job.spec, data_dir / "blobs", before, updates)
         assert (digest_of(model), digest_of(state)) == (version.digest, version.state_digest), (
             f"version {version.version} is not what its updates give"
@@ -53,7 +57,7 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
 
 
 def _aggregate(
-    spec: JobSpec, blobs: Path, before: VersionRow, updates: list[tuple[Parameters, AssignmentRow]]
+    spec: JobSpec, blobs: Path, before: VersionRow, updates: list[tuple[bytes, AssignmentRow]]
 ) -> tuple[bytes, bytes]:
     rule = spec.rule()
     base = Parameters.open(files.path_of(blobs, before.digest))
@@ -62,9 +66,14 @@ def _aggregate(
         state = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
     accumulator = Accumulator(base.schema, rule)
     for content, row in updates:
-        accumulator.fold(content, row.weight)
+        accumulator.fold(_values(content, base, spec), row.weight)
     model, state = accumulator.finish(base, state)
     return model.to_bytes(), state_to_bytes(state)
+
+
+def _values(content: bytes, base: Parameters, spec: JobSpec) -> Values:
+    codec = spec.compression.uplink
+    return Parameters.from_bytes(content) if codec is None else Format(codec, base.schema).decode(content)
 
 
 def check_receipts(world: World, result: Result, *, kept: bool) -> None:

@@ -15,7 +15,9 @@ import grpc
 import numpy as np
 from grpc import aio
 
+from fedplat import codecs
 from fedplat.model import Parameters
+from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from server import harness
 from server.crash.nursery import Nursery, Order, Process
@@ -24,6 +26,7 @@ from server.harness import RawClient, Site, digest_of, job_file
 _T = TypeVar("_T")
 ROUNDS = 3
 NUM_CLIENTS = 3
+CODECS = tuple(codecs.CODECS)
 KILLED = -signal.SIGKILL
 _GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _QUICK = (("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 100))
@@ -46,6 +49,15 @@ def base_model() -> Parameters:
 def update(number: int, round_: int) -> Parameters:
     """What the client of this number sends in a round."""
     return harness.update_of(base_model(), 100 * round_ + number)
+
+
+def content_of(number: int, round_: int, codec: codecs.Options | None) -> bytes:
+    """The file of that update."""
+    values = update(number, round_)
+    if codec is None:
+        return values.to_bytes()
+    rng = np.random.default_rng([number, round_])
+    return b"".join(Format(codec, values.schema).encode(values, rng))
 
 
 def num_examples(number: int) -> float:
@@ -189,13 +201,14 @@ class Member:
     async def take_part(self) -> None:
         """Works until it is cancelled."""
         while True:
-            answer = await self.ask(lambda client: client.check_in(labels={"device": str(self.number)}))
+            answer = await self.ask(lambda client: client.check_in(labels={"device": str(self.number)}, codecs=CODECS))
             if not answer.HasField("assignment"):
                 continue
             work = answer.assignment
             if self.number == 0:
                 await self.ask(lambda client, work=work: client.download(work.model.digest))
-            content = update(self.number, work.round).to_bytes()
+            codec = options_from_text(work.uplink) if work.uplink else None
+            content = content_of(self.number, work.round, codec)
             response = await (self._stream if self.number == 0 else self._inline)(work.token, content)
             if response is not None and response.HasField("receipt"):
                 self.world.receipts.add(Receipt(self.client.client_id, work.round, work.attempt, digest_of(content)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedplat import codecs
 from fedplat_server.verify.checker import verify
 from server.crash import nursery, points, recompute, scenario
 from server.crash.nursery import Nursery, Order
@@ -201,6 +202,18 @@ async def test_killed_in_the_middle_of_a_round(world: World) -> None:
     await check(world)
     _, attempts = await recompute.read(world.order.database)
     assert sorted(attempts) == [(number, 1) for number in range(1, scenario.ROUNDS + 1)]
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize("name", codecs.CODECS)
+async def test_killed_in_the_middle_of_a_round_of_encoded_updates(zygote: Nursery, folder: Path, name: str) -> None:
+    """They are folded again from the spool, as they were encoded."""
+    database = f"sqlite:///{folder / 'fedplat.sqlite'}"
+    world = World(zygote, Order(folder, database, folder.parent / "server.log"))
+    text = scenario.job_text(more=f'[compression]\nuplink = {{codec = "{name}"}}\n')
+    await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
 
 
 # --- the list itself -----------------------------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""The file of an encoded update: what a client sends when its job compresses updates.
+
+```
+fedplat encoded update 1            three lines of ASCII: the format,
+{"codec":"bf16"}                    the codec's options,
+5f0c...                             and the SHA-256 of the header of the base version's file
+payload                             the floating-point entries, as the codec writes them
+carried                             the other entries as they are, if the schema's carry rule reads them
+```
+Both ends know the lines and the length of what is carried beforehand, from the job and the base version. So a reader
+compares them byte for byte, and nothing that the file says of itself is ever believed. A file without compression is
+the safetensors file of the update; the two begin differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fedplat import codecs
+from fedplat.errors import CodecError, ModelError
+from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, blocks
+
+MAGIC = b"fedplat encoded update 1\n"
+_LONGEST_LINE = 1000
+
+
+def options_to_text(options: codecs.Options) -> str:
+    """A codec's name and options as one line of JSON; equal options give equal text."""
+    return msgspec.json.encode(options).decode()
+
+
+def options_from_text(text: str) -> codecs.Options:
+    """The options that `options_to_text` wrote. Raises `CodecError` when this version knows no such codec or option."""
+    try:
+        return msgspec.json.decode(text, type=codecs.Options)
+    except (msgspec.DecodeError, ValueError) as exc:
+        known = ", ".join(codecs.CODECS)
+        raise CodecError(f"the codec {text[:200]!r} is not known here ({exc}); known codecs: {known}") from exc
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The files of encoded updates of one job: its codec, and the schema of its model.
+
+    >>> import numpy as np
+    >>> from fedplat.model import Parameters
+    >>> update = Parameters.from_arrays({"weight": np.array([1.0, -2.5], np.float32)})
+    >>> format = Format(codecs.Bf16(), update.schema)
+    >>> content = b"".join(format.encode(update, np.random.default_rng(1)))
+    >>> [block.tolist() for block in format.decode(content).to_blocks()]
+    [[1.0, -2.5]]
+    """
+
+    options: codecs.Options
+    schema: Schema
+
+    @cached_property
+    def prefix(self) -> bytes:
+        """The lines that every file begins with."""
+        digest = hashlib.sha256(self.schema.header).hexdigest()
+        return MAGIC + f"{options_to_text(self.options)}\n{digest}\n".encode()
+
+    @property
+    def max_bytes(self) -> int:
+        """The most that a file can have."""
+        payload = self.options.build().max_bytes(self.schema.num_floating)
+        return len(self.prefix) + payload + self._carried_bytes
+
+    @cached_property
+    def _carried(self) -> Mapping[Segment, int]:
+        """The runs that are sent as they are, and where each begins among them; none if nobody reads them."""
+        runs = [run for run in self.schema.segments if run.dtype not in FLOATING and self.schema.carry == "max"]
+        ends = itertools.accumulate(run.size_bytes for run in runs)
+        return {run: end - run.size_bytes for run, end in zip(runs, ends, strict=True)}
+
+    @property
+    def _carried_bytes(self) -> int:
+        return sum(run.size_bytes for run in self._carried)
+
+    def encode(self, update: Values, rng: np.random.Generator) -> Iterator[bytes]:
+        """The file of an update of this schema, in pieces. Raises `CodecError` for entries that are not finite."""
+        assert update.schema == self.schema
+        yield self.prefix
+        yield from self.options.build().encode(update.to_blocks(), rng)
+        for run in self._carried:
+            for part in update.carried(run):
+                yield part.tobytes()
+
+    def decode(self, content: codecs.Payload) -> Values:
+        """The update in a file that anyone may have sent; it is read when its blocks are drawn.
+
+        Raises `ModelError` when the file is no encoded update of this job and base version, `CodecError` when its
+        payload is too long, and, while the blocks are drawn, when anything else is wrong with the payload.
+        """
+        view = memoryview(content.data if isinstance(content, np.ndarray) else content)
+        start, end = len(self.prefix), len(view) - self._carried_bytes
+        if bytes(view[:start]) != self.prefix:
+            raise ModelError(self._misfit(bytes(view[: len(MAGIC) + 2 * _LONGEST_LINE])))
+        if end < start:
+            raise ModelError(f"the encoded update has {len(view)} bytes; expected {len(view) + start - end} or more")
+        values = self.options.build().decode(view[start:end], self.schema.num_floating)
+        return _Decoded(self.schema, values, self._carried, view[end:])
+
+    def open(self, path: str | os.PathLike[str]) -> Values:
+        """The update in a file, which is mapped into memory; raises what `decode` does, or `OSError`."""
+        return self.decode(np.memmap(path, np.uint8, mode="r") if os.stat(path).st_size else b"")
+
+    def _misfit(self, beginning: bytes) -> str:
+        """Why a file does not begin with the prefix."""
+        ours = options_to_text(self.options)
+        if not beginning.startswith(MAGIC):
+            return f"the update is not encoded as this version of fedplat does it; expected the codec {ours}"
+        theirs, _, rest = beginning.removeprefix(MAGIC).partition(b"\n")
+        if theirs != ours.encode():
+            return f"the update is encoded with {theirs[:200].decode('ascii', 'replace')!a}; expected {ours}"
+        if len(rest) < 65:
+            return "the encoded update ends within its first lines"
+        return "the encoded update belongs to other tensors; expected the names, shapes and dtypes of the base version"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Decoded:
+    """An update in a file: a `Values`, which reads the file anew each time."""
+
+    schema: Schema
+    values: Blocks
+    starts: Mapping[Segment, int]
+    rest: memoryview
+
+    def to_blocks(self) -> Blocks:
+        return self.values
+
+    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        entries = np.frombuffer(self.rest, DTYPES[run.dtype], run.count, self.starts[run])
+        return (entries[block] for block in blocks(run.count))

@@ -1,0 +1,50 @@
+"""How a job file says how updates are compressed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedplat import codecs
+from fedplat.errors import JobFileError
+from fedplat.job import Compression, parse_job
+
+SMALL = """
+name = "a"
+population = "p"
+trainer = "t"
+rounds = 3
+[model]
+initial = "m:f"
+[selection]
+goal = 4
+"""
+
+
+def test_nothing_is_compressed_by_default() -> None:
+    compression = parse_job(SMALL).compression
+    assert (compression, compression.names) == (Compression(), frozenset())
+
+
+@pytest.mark.parametrize("name", codecs.CODECS)
+@pytest.mark.parametrize("table", ["[compression.uplink]\ncodec = '{}'", "[compression]\nuplink = {{codec = '{}'}}"])
+def test_each_codec_has_a_name_in_job_files(name: str, table: str) -> None:
+    compression = parse_job(SMALL + table.format(name)).compression
+    assert compression.uplink == codecs.CODECS[name]()
+    assert compression.names == {name}
+
+
+@pytest.mark.parametrize(
+    ("table", "mistake"),
+    [
+        ("[compression.uplink]\ncodec = 'bf61'", "compression.uplink.codec = 'bf61': expected one of "),
+        ("[compression.uplink]\ncodec = 16", "compression.uplink.codec = 16: expected one of "),
+        ("[compression.uplink]", "compression.uplink.codec: this key is required and missing; expected one of "),
+        ("[compression.uplink]\ncodec = 'bf16'\nbits = 4", "compression.uplink.bits = 4: there is no such key"),
+        ("[compression]\nuplink = 'bf16'", "compression.uplink = 'bf16': expected a table, [compression.uplink]"),
+        ("[compression]\ncodec = 'bf16'", "compression.codec = 'bf16': there is no such key"),
+    ],
+)
+def test_mistakes_are_named(table: str, mistake: str) -> None:
+    with pytest.raises(JobFileError) as caught:
+        parse_job(SMALL + table)
+    assert str(caught.value).startswith(mistake)
