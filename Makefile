@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+# Programs of benchmarks/ that need no peer; all together they take less than 10 minutes.
+BENCHMARKS := \
+	round_overhead.py
 
-.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-page clean
+.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -51,7 +55,15 @@ proto: $(STAMP) ## regenerate the stubs in fedplat/wire/v1
 		--mypy_out=. --mypy_grpc_out=. proto/fedplat/wire/v1/*.proto
 
 bench: $(STAMP) ## benchmarks that need no peer, in under 10 minutes
-	$(BIN)/python benchmarks/round_overhead.py
+	for program in $(BENCHMARKS); do $(BIN)/python benchmarks/$$program || exit 1; done
+
+$(PEERS)/.installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet -r $<
+	touch $@
+
+bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds beside Flower and NVFlare, in about 15 minutes
+	$(BIN)/python benchmarks/whole_rounds.py
 
 bench-page: $(STAMP) ## put the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from fedplat.cli import profile
+import msgspec
+import psutil
+
+from fedplat.cli import profile, submission
 from fedplat.cli.admin import AdminClient
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+from processes import FailedError, Processes, free_port
 
 BIN = Path(sys.executable).parent
 HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+"""For all processes of a deployment, ours and others': they share few cores."""
+START_S = 120.0
+JOB = """
+name = "noop"
+population = "bench"
+trainer = "noop"
+rounds = {rounds}
+[model]
+initial = "noop.safetensors"
+[selection]
+goal = {clients}
+over_selection = 1.0
+min_fraction = 1.0
+[deadlines]
+training_s = 3600
+upload_s = 3600
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,47 +48,85 @@ class Deployment:
 
     address: str
     folder: Path
+    processes: Processes
+    server: psutil.Process
+    is_insecure: bool = False
     population: str = "bench"
 
     def admin(self) -> AdminClient:
         """An operator of role admin."""
-        return AdminClient(profile.load(self.folder / "admin.toml"))
+        operator = profile.load(self.folder / "admin.toml")
+        if self.is_insecure:
+            operator = msgspec.structs.replace(operator, ca="", insecure=True)
+        return AdminClient(operator)
+
+    @property
+    def server_rss(self) -> int:
+        """The most memory that the server has had, in bytes."""
+        self.processes.note_peak(self.server)
+        return sum(self.processes.peaks.values())
 
 
 @contextlib.contextmanager
-def deploy(folder: Path, num_clients: int) -> Generator[Deployment]:
-    """Starts a server and `num_clients` no-op clients, each a process; ends them all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    deployment = Deployment(address, folder)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
-    server = str(BIN / "fedplat-server")
-    init = [server, "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
-    if subprocess.run(init, stdout=subprocess.DEVNULL).returncode:
-        raise SystemExit("the server could not be set up; see above")
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start(command: list[str]) -> None:
-        running.append(subprocess.Popen(command, cwd=HERE, env=environment, stdin=subprocess.DEVNULL))
-
-    try:
-        start([server, "run", "--listen", address, "--data-dir", str(folder), "--log-level", "warning"])
+def serve(folder: Path, insecure: bool = False) -> Generator[Deployment]:
+    """Starts a server; ends it and what else was started with it. Raises `FailedError`."""
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    server = BIN / "fedplat-server"
+    folder.mkdir(parents=True, exist_ok=True)
+    with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
+        init = [server, "init", "--data-dir", folder, "--host", "127.0.0.1", "--port", str(port)]
+        if not processes.run(init, START_S):
+            raise FailedError(f"the server could not be set up: {(folder / 'commands.log').read_text()[-600:]}")
+        run = [server, "run", "--listen", address, "--data-dir", folder, "--log-level", "warning"]
+        daemon = processes.start("server", [*run, *(["--insecure"] if insecure else [])])
+        deployment = Deployment(address, folder, processes, daemon, insecure)
         with deployment.admin() as admin:
-            admin.wait_until_ready(30.0)
-            ticket = folder / "ticket"
-            ticket.write_text(admin.create_enrolment(deployment.population, num_clients, 600.0, address).ticket)
-            for index in range(num_clients):
-                client = [str(BIN / "fedplat-client"), "run", "--ticket-file", str(ticket)]
-                client += ["--trainer", "noop=noop:train", "--data-dir", str(folder / f"client-{index}")]
-                start([*client, "--log-level", "warning"])
-            while admin.status().num_waiting < num_clients:
-                if any(process.poll() is not None for process in running):
-                    raise SystemExit("a process of the deployment ended; see above")
-                time.sleep(0.05)
+            admin.wait_until_ready(START_S)
         yield deployment
-    finally:
-        for process in reversed(running):
-            process.terminate()
-        for process in running:
-            process.wait()
+
+
+@contextlib.contextmanager
+def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[Deployment]:
+    """Starts a server and `num_clients` no-op clients, each a process; ends them all. Raises `FailedError`."""
+    with serve(folder, insecure) as deployment, deployment.admin() as admin:
+        ticket = folder / "ticket"
+        ticket.write_text(admin.create_enrolment("bench", num_clients, 600.0, deployment.address).ticket)
+        for index in range(num_clients):
+            client = [BIN / "fedplat-client", "run", "--ticket-file", ticket, "--trainer", "noop=noop:train"]
+            client += ["--data-dir", folder / f"client-{index}", "--log-level", "warning"]
+            deployment.processes.start(f"client-{index}", client, HERE)
+        wait_for_clients(deployment, admin, num_clients)
+        yield deployment
+
+
+def wait_for_clients(deployment: Deployment, admin: AdminClient, num_clients: int) -> None:
+    """Waits until so many clients wait for work. Raises `FailedError`."""
+    deployment.processes.wait("clients", lambda: admin.status().num_waiting >= num_clients, START_S)
+
+
+def measure(
+    deployment: Deployment, clients: int, rounds: int, model: Parameters, seconds: float = float("inf")
+) -> list[float]:
+    """Runs no-op rounds; the seconds from each committed version to the next, by the server's history.
+
+    Stops after `rounds`, or once `seconds` are over and two rounds are done.
+    """
+    text = JOB.format(rounds=rounds, clients=clients)
+    deadline = time.monotonic() + seconds
+    moments: list[float] = []
+    with deployment.admin() as admin:
+        job = submission.submit(admin, submission.Submission(text, parse_job(text), model))
+        for event in admin.watch_job(job.job_id):
+            if event.entity == "job" and event.to_state == "RUNNING":
+                moments = [event.unix_s]
+            if event.entity == "version" and not event.metrics and moments:
+                moments.append(event.unix_s)
+            if len(moments) > 2 and time.monotonic() > deadline:
+                break
+    return intervals(moments)
+
+
+def intervals(moments: Sequence[float]) -> list[float]:
+    """The time from each moment to the next."""
+    return [after - before for before, after in itertools.pairwise(moments)]

@@ -20,24 +20,10 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from deployment import Deployment, deploy
-from fedplat.cli import submission
-from fedplat.job import parse_job
-from fedplat.model import Parameters
+from deployment import deploy, measure
+from models import alike, parameters
 
 WARM_UP = 3
-JOB = """
-name = "noop"
-population = "bench"
-trainer = "noop"
-rounds = {rounds}
-[model]
-initial = "noop.safetensors"
-[selection]
-goal = {clients}
-over_selection = 1.0
-min_fraction = 1.0
-"""
 
 
 def main(
@@ -48,7 +34,7 @@ def main(
 ) -> None:
     """Measure the time of rounds whose trainer does nothing."""
     with tempfile.TemporaryDirectory() as folder, deploy(Path(folder), clients) as deployment:
-        seconds = measure(deployment, clients, rounds + WARM_UP, model_bytes)[WARM_UP:]
+        seconds = measure(deployment, clients, rounds + WARM_UP, parameters(alike(model_bytes)))[WARM_UP:]
     result = {
         "clients": clients,
         "model_bytes": model_bytes,
@@ -67,23 +53,6 @@ def main(
             f"(min {result['min_s'] * 1000:.1f}, p90 {result['p90_s'] * 1000:.1f}, max {result['max_s'] * 1000:.1f}) "
             f"over {len(seconds)} rounds"
         )
-
-
-def measure(deployment: Deployment, clients: int, rounds: int, model_bytes: int) -> list[float]:
-    """Runs the job; the seconds from each committed version to the next, by the server's history."""
-    text = JOB.format(rounds=rounds, clients=clients)
-    model = Parameters.from_arrays({"weight": np.zeros(model_bytes // 4, np.float32)})
-    with deployment.admin() as admin:
-        job = submission.submit(admin, submission.Submission(text, parse_job(text), model))
-        started: float | None = None
-        seconds: list[float] = []
-        for event in admin.watch_job(job.job_id):
-            if event.entity == "job" and event.to_state == "RUNNING":
-                started = event.unix_s
-            if event.entity == "version" and not event.metrics and started is not None:
-                seconds.append(event.unix_s - started)
-                started = event.unix_s
-    return seconds
 
 
 if __name__ == "__main__":

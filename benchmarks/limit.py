@@ -1,0 +1,105 @@
+"""The limit of a round: its bytes through raw gRPC streams, with nothing behind them.
+
+    python benchmarks/limit.py serve PORT BYTES CLIENTS ROUNDS SECONDS
+    python benchmarks/limit.py work PORT BYTES
+
+A server process and a process for each client, as in a real deployment. In each round every client gets the model and
+sends as many bytes back, in chunks of 2 MiB, without a copy by protobuf; the next round begins when all have.
+The server prints the moments at which rounds were complete, one a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from grpc import aio
+
+CHUNK_BYTES = 2**21
+_MEET, _DOWN, _UP = "/limit.Round/Meet", "/limit.Round/Down", "/limit.Round/Up"
+_GO, _STOP = b"\x01", b"\x00"
+_OPTIONS = (("grpc.max_receive_message_length", -1),)
+
+
+class _Service(grpc.GenericRpcHandler):
+    """Three calls: to meet before a round, to get the model, to send an update."""
+
+    def __init__(self, size: int, clients: int, rounds: int, seconds: float) -> None:
+        self._chunks = cut(size)
+        self._clients = clients
+        self._rounds = rounds
+        self._deadline = time.monotonic() + seconds
+        self._here = 0
+        self._next: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.moments: list[float] = []
+        self.done = asyncio.Event()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        if handler_call_details.method == _MEET:
+            return grpc.unary_unary_rpc_method_handler(self._meet)
+        if handler_call_details.method == _DOWN:
+            return grpc.unary_stream_rpc_method_handler(self._down)
+        return grpc.stream_unary_rpc_method_handler(self._up)
+
+    async def _meet(self, request: bytes, context: object) -> bytes:
+        self._here += 1
+        mine = self._next
+        if self._here == self._clients:
+            self._here, self._next = 0, asyncio.get_running_loop().create_future()
+            self.moments.append(time.time())
+            over = len(self.moments) > 2 and time.monotonic() > self._deadline
+            is_last = over or len(self.moments) > self._rounds
+            mine.set_result(_STOP if is_last else _GO)
+            if is_last:
+                self.done.set()
+        return await mine
+
+    async def _down(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+
+    async def _up(self, requests: AsyncIterator[bytes], context: object) -> bytes:
+        async for _ in requests:
+            pass
+        return b""
+
+
+def cut(size: int) -> list[bytes]:
+    """So many bytes in chunks."""
+    return [bytes(min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
+
+
+async def serve(port: int, size: int, clients: int, rounds: int, seconds: float) -> list[float]:
+    """Serves until the rounds are over; their moments."""
+    server = aio.server(options=_OPTIONS)
+    service = _Service(size, clients, rounds, seconds)
+    server.add_generic_rpc_handlers((service,))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await service.done.wait()
+    await server.stop(grace=5.0)
+    return service.moments
+
+
+async def work(port: int, size: int) -> None:
+    """Takes part in rounds until told to stop."""
+    chunks = cut(size)
+    async with aio.insecure_channel(f"127.0.0.1:{port}", options=_OPTIONS) as channel:
+        meet: Callable[..., aio.UnaryUnaryCall[bytes, bytes]] = channel.unary_unary(_MEET)
+        down: Callable[..., aio.UnaryStreamCall[bytes, bytes]] = channel.unary_stream(_DOWN)
+        up: Callable[..., aio.StreamUnaryCall[bytes, bytes]] = channel.stream_unary(_UP)
+        while await meet(b"", wait_for_ready=True) == _GO:
+            async for _ in down(b""):
+                pass
+            await up(iter(chunks))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        port, size, clients, rounds = map(int, sys.argv[2:6])
+        print(*asyncio.run(serve(port, size, clients, rounds, float(sys.argv[6]))), sep="\n", flush=True)
+    else:
+        asyncio.run(work(*map(int, sys.argv[2:4])))

@@ -1,0 +1,1 @@
+"""Rounds of Flower without training."""

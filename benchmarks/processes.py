@@ -1,0 +1,129 @@
+"""The processes of a deployment that is measured: started together, watched, and ended with all that they started."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+POLL_S = 0.05
+
+
+class FailedError(Exception):
+    """A deployment did not do what it should; the message ends with the last that it printed."""
+
+
+@dataclasses.dataclass
+class Processes:
+    """Processes with one environment; what they print goes to files in `logs`."""
+
+    logs: Path
+    environment: Mapping[str, str]
+    peaks: dict[int, int] = dataclasses.field(default_factory=dict)
+    _started: dict[str, psutil.Popen] = dataclasses.field(default_factory=dict)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tree = [process for started in self._started.values() for process in family(started)]
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in tree:
+                try:
+                    end(process)
+                except psutil.NoSuchProcess:
+                    continue
+            _, tree = psutil.wait_procs(tree, timeout=5.0)
+
+    def start(self, name: str, command: Sequence[str | Path], folder: Path | None = None) -> psutil.Popen:
+        """Starts one in the background."""
+        with (self.logs / f"{name}.log").open("wb") as log:
+            process = psutil.Popen(
+                list(map(str, command)),
+                cwd=folder or self.logs,
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._started[name] = process
+        return process
+
+    def run(self, command: Sequence[str | Path], timeout_s: float) -> bool:
+        """Runs one to its end; whether it says that all is well."""
+        with (self.logs / "commands.log").open("ab") as log:
+            try:
+                done = subprocess.run(
+                    list(map(str, command)),
+                    cwd=self.logs,
+                    env=dict(self.environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout_s,
+                )
+            except subprocess.TimeoutExpired:
+                return False
+        return done.returncode == 0
+
+    def note_peak(self, server: psutil.Process) -> None:
+        """Notes the most memory that a server and the processes which it started have had so far, each."""
+        for process in family(server):
+            peak = peak_rss(process.pid)
+            if peak:
+                self.peaks[process.pid] = peak
+
+    def wait(self, what: str, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Waits for something. Raises `FailedError` if it does not come, or if a process ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            for name, process in self._started.items():
+                if process.poll() is not None:
+                    raise FailedError(f"{name} ended while waiting for {what}: {self._last_words(name)}")
+            if time.monotonic() > deadline:
+                said = "; ".join(f"{name}: {self._last_words(name)}" for name in list(self._started)[:2])
+                raise FailedError(f"waited {timeout_s:.0f} s for {what}; {said}")
+            time.sleep(POLL_S)
+
+    def _last_words(self, name: str) -> str:
+        lines = (self.logs / f"{name}.log").read_text(errors="replace").split("\n")
+        return " | ".join([line for line in lines if line.strip()][-3:])[-600:] or "(nothing printed)"
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and all that it started, directly or not."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def peak_rss(pid: int) -> int:
+    """The most memory that a process has had, in bytes; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    lines = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(lines[0].split()[1]) * 1024 if lines else 0
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody serves at this port of the loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,176 @@
+"""What does a whole round cost, beside Flower, NVFlare, and what raw gRPC takes for the same bytes?
+
+    python benchmarks/whole_rounds.py [--all] [--model 100MB] [--clients 10] [--system fedplat] [--save]
+
+Real server and client processes over loopback, no training. A round lasts from one committed model to the next. What
+is compared is measured in turns: fedplat and the limit before, between and after the peers, which take minutes. The
+peers come from `make bench-peers`; what is not installed is left out. The first round of each start is left out too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flare import nvflare, nvflare_tuned
+from flower import flower
+from models import MODELS
+from processes import FailedError
+from report import Cell, Report, finish
+from systems import Plan, Sample, System, fedplat, fedplat_insecure, raw_grpc
+
+OURS: dict[str, System] = {"fedplat": fedplat, "fedplat --insecure": fedplat_insecure, "limit": raw_grpc}
+PEERS: dict[str, System] = {"Flower": flower, "NVFlare": nvflare, "NVFlare tuned": nvflare_tuned}
+SYSTEMS = OURS | PEERS
+BARS = (("100MB", 10), ("ResNet-50", 2), ("one-tensor", 2), ("4KB", 4))
+"""The rounds that goals were set for, with the number of clients."""
+ALL_CLIENTS = (2, 4, 10)
+TURNS = 3
+ALONE = "one-tensor"
+"""What fedplat's ResNet-50 is compared with, and no peer's."""
+COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "server MiB", "rounds")
+NOTES = (
+    'Median of the rounds. fedplat keeps updates on the disk (`durability = "spool"`) and syncs each version; '
+    "Flower holds its state in memory, and NVFlare syncs nothing.",
+    "fedplat and NVFlare's POC mode use TLS by default, Flower and the limit do not. "
+    "NVFlare tuned: its polling intervals at 0.01 s instead of 0.5 to 2 s.",
+    "Server MiB: the sum of the peaks of the server's processes.",
+)
+Rounds = tuple[str, int]
+_console = Console(stderr=True)
+
+
+@dataclasses.dataclass
+class Budget:
+    """How long and how often to measure."""
+
+    rounds: int
+    seconds: float
+    end: float
+
+    def plan(self, rounds: Rounds, turns: int) -> Plan:
+        """One of so many turns of a system."""
+        model, clients = rounds
+        return Plan(MODELS[model], clients, math.ceil(self.rounds / turns), self.seconds / turns)
+
+
+@dataclasses.dataclass
+class Measured:
+    """What was measured of the systems in one kind of round."""
+
+    samples: dict[str, list[Sample]]
+    failures: list[str]
+
+    def seconds(self, system: str) -> list[float]:
+        """Of all rounds of a system."""
+        return [second for sample in self.samples.get(system, []) for second in sample.seconds]
+
+    def median(self, system: str) -> float | None:
+        """Seconds of a round, if one was measured."""
+        seconds = self.seconds(system)
+        return statistics.median(seconds) if seconds else None
+
+
+def main(  # noqa: PLR0913 -- one parameter for each option of the command line
+    everything: Annotated[bool, typer.Option("--all", help="All models with 2, 4 and 10 clients.")] = False,
+    models: Annotated[list[str] | None, typer.Option("--model", help=f"Of {', '.join(MODELS)}; repeatable.")] = None,
+    clients: Annotated[list[int] | None, typer.Option("--clients", min=2, help="With --model; repeatable.")] = None,
+    systems: Annotated[list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, at most.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For the rounds of each system; one is always done.")] = 24.0,
+    minutes: Annotated[float, typer.Option(help="After these nothing is started any more.")] = 15.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    save: Annotated[bool, typer.Option(help="Keep the result for docs/performance.md.")] = False,
+) -> None:
+    """Measure whole rounds whose training costs nothing."""
+    for option, given, known in (("--model", models, MODELS), ("--system", systems, SYSTEMS)):
+        for name in given or ():
+            if name not in known:
+                raise typer.BadParameter(
+                    f"{name!r} is not known; expected one of {', '.join(known)}", param_hint=option
+                )
+    kinds: Sequence[Rounds] = BARS
+    if everything or models or clients:
+        kinds = list(itertools.product(models or MODELS, clients or ALL_CLIENTS))
+    limit_s = math.inf if everything else 60.0 * minutes
+    budget = Budget(rounds, seconds, time.monotonic() + limit_s)
+    measured = {kind: measure(kind, systems or list(SYSTEMS), budget) for kind in kinds}
+    finish(report(measured), as_json, save)
+
+
+def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int = TURNS) -> Measured:
+    """Measures systems in turns."""
+    measured = Measured({}, [])
+    order = list(turns([name for name in systems if rounds[0] != ALONE or name in OURS], times))
+    for name in order:
+        if time.monotonic() > budget.end:
+            measured.failures.append(f"{label(rounds)}, {name}: no time was left (--minutes)")
+            continue
+        try:
+            with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
+                sample = SYSTEMS[name](budget.plan(rounds, order.count(name)), Path(folder))
+        except FailedError as exc:
+            measured.failures.append(f"{label(rounds)}, {name}: {exc}")
+            _console.print(f"{label(rounds)}, {name}: {exc}", style="red", markup=False)
+            continue
+        measured.samples.setdefault(name, []).append(sample)
+        median, count = statistics.median(sample.seconds), len(sample.seconds)
+        _console.print(f"{label(rounds)}, {name}: {median:.3f} s a round, {count} rounds", markup=False)
+    return measured
+
+
+def turns(systems: Sequence[str], times: int) -> Iterator[str]:
+    """Who is measured when: ours so many times, around and between the peers, which are measured once."""
+    ours = [name for name in systems if name in OURS]
+    peers = [name for name in systems if name in PEERS]
+    for turn in range(times):
+        yield from ours
+        yield from peers[:1] if turn < times - 2 else peers
+        peers = peers[1:] if turn < times - 2 else []
+
+
+def label(rounds: Rounds) -> str:
+    """What people read."""
+    return f"{rounds[0]}, {rounds[1]} clients"
+
+
+def report(measured: dict[Rounds, Measured]) -> Report:
+    """A row for each system in each kind of round."""
+    rows = [row(rounds, name, found) for rounds, found in measured.items() for name in SYSTEMS if name in found.samples]
+    failures = [failure for found in measured.values() for failure in found.failures]
+    notes = [*NOTES, *_tensors(measured), *(f"Not measured: {failure}" for failure in failures)]
+    return Report(name="whole-rounds", title="Whole rounds", columns=COLUMNS, rows=tuple(rows), notes=tuple(notes))
+
+
+def row(rounds: Rounds, system: str, measured: Measured) -> tuple[Cell, ...]:
+    """What is shown of a system."""
+    median = measured.median(system)
+    ratios: list[Cell] = []
+    for base in ("fedplat", "limit"):
+        other = measured.median(base)
+        ratios.append(median / other if median is not None and other else None)
+    memory = max(sample.server_rss for sample in measured.samples[system]) / 2**20
+    return label(rounds), system, median, *ratios, round(memory), len(measured.seconds(system))
+
+
+def _tensors(measured: dict[Rounds, Measured]) -> Iterator[str]:
+    for (model, clients), found in measured.items():
+        alone = measured.get((ALONE, clients))
+        if model == "ResNet-50" and alone is not None:
+            many, one = found.median("fedplat"), alone.median("fedplat")
+            if many and one:
+                yield f"{label((model, clients))}: {many / one:.2f} x the time of one tensor of equal bytes."
+
+
+if __name__ == "__main__":
+    typer.run(main)
