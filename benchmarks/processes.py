@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import subprocess
 import time
@@ -13,6 +14,7 @@ from types import TracebackType
 import psutil
 
 POLL_S = 0.05
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class FailedError(Exception):
@@ -94,7 +96,7 @@ class Processes:
             time.sleep(POLL_S)
 
     def _last_words(self, name: str) -> str:
-        lines = (self.logs / f"{name}.log").read_text(errors="replace").split("\n")
+        lines = _COLOUR.sub("", (self.logs / f"{name}.log").read_text(errors="replace")).split("\n")
         return " | ".join([line for line in lines if line.strip()][-3:])[-600:] or "(nothing printed)"
 
 

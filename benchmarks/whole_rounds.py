@@ -47,7 +47,7 @@ NOTES = (
     "Server MiB: the sum of the peaks of the server's processes.",
 )
 Rounds = tuple[str, int]
-_console = Console(stderr=True)
+_console = Console(stderr=True, soft_wrap=True)
 
 
 @dataclasses.dataclass
