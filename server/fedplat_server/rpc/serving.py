@@ -30,7 +30,7 @@ _SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second daemon on the port must fail, not share it
@@ -82,7 +82,7 @@ class Endpoint:
         self.switch = Switch(_SERVICES)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         self._server = aio.server(
-            interceptors=(Boundary(),), options=_OPTIONS, compression=grpc.Compression.NoCompression
+            interceptors=(Boundary(),), options=OPTIONS, compression=grpc.Compression.NoCompression
         )
         self._server.add_generic_rpc_handlers((self.switch,))
         self.health = Health(_SERVICES)

@@ -1,0 +1,292 @@
+"""What does one server process take for clients that wait, and how fast does a cohort of them get its work?
+
+    python benchmarks/check_ins.py [--clients 100 --clients 1000] [--full] [--json] [--save]
+
+Real clients but for their processes: enrolled, with a session and a key each, every call signed, over TLS and SQLite.
+Beside them the limit: as many long polls over as many connections of bare grpc.aio, with nothing behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from grpc import aio
+
+import crowd
+from crowd import Member
+from fedplat.cli import profile, submission
+from fedplat.cli.admin import AdminClient
+from fedplat.identity import Ticket
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2
+from report import Cell, Report, finish
+
+HERE = Path(__file__).resolve().parent
+COHORT = 1000
+ASKERS = 32
+"""Clients that ask again and again while the others wait."""
+ASKING_S = 3.0
+FOR_EVER_S = 300.0
+"""The longest poll that the server allows."""
+JOB = """
+name = "crowd"
+population = "bench"
+trainer = "noop"
+rounds = 1
+[model]
+initial = "noop.safetensors"
+[selection]
+goal = {cohort}
+over_selection = 1.0
+min_fraction = 1.0
+"""
+
+
+@dataclasses.dataclass
+class Process:
+    """A server in a process of its own."""
+
+    folder: Path
+    address: str
+    options: Sequence[str]
+    running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it; whoever calls it waits until it answers."""
+        command = [sys.executable, str(HERE / "crowd_server.py"), str(self.folder), self.address, *self.options]
+        self.running = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self.running is not None:
+            self.running.kill()
+            self.running.wait()
+
+    def memory_kb(self, name: str = "VmRSS") -> int:
+        """A size that the kernel tells of the process."""
+        assert self.running is not None
+        lines = Path(f"/proc/{self.running.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+@contextlib.contextmanager
+def server(folder: Path, *options: str) -> Generator[Process]:
+    """A server on a free port; it is ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    init = ["-m", "fedplat_server", "init", "--data-dir", str(folder), "--host", "127.0.0.1"]
+    port = address.rpartition(":")[2]
+    if subprocess.run([sys.executable, *init, "--port", port], stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit("the server could not be set up; see above")
+    process = Process(folder, address, options)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.kill()
+
+
+Measured = dict[str, Cell]
+
+
+async def bare(folder: Path, count: int, num_connections: int, options: Sequence[str]) -> Measured:
+    """The limit: what the transport itself takes."""
+    with server(folder, "--bare", *options) as process:
+        ca = "" if "--insecure" in options else profile.load(folder / "admin.toml").ca
+        async with crowd.connections(process.address, ca, num_connections) as channels:
+            await asyncio.gather(*(ask(channel, "Ask", wait_for_ready=True) for channel in channels))
+            await rate(channels, lambda channel: ask(channel, "Ask"), 1.0)
+            before = process.memory_kb()
+            polls = [asyncio.create_task(ask(channels[n % len(channels)], "Wait")) for n in range(count)]
+            await asyncio.gather(*(ask(channel, "Ask") for channel in channels))
+            calls = await rate(channels, lambda channel: ask(channel, "Ask"))
+            after = process.memory_kb()
+            await ask(channels[0], "Release")
+            await asyncio.gather(*polls)
+    return {"bare gRPC: KB a waiter": (after - before) / count, "bare gRPC: calls/s beside them": calls}
+
+
+async def ask(channel: aio.Channel, method: str, **options: Any) -> bytes:
+    """A call of the bare server, as large as a check-in."""
+    call: Any = channel.unary_unary(f"/bench.Bare/{method}")
+    return await call(bytes(200), timeout=600.0, **options)
+
+
+async def rate(among: Sequence[Any], what: Callable[[Any], Awaitable[object]], seconds: float = ASKING_S) -> float:
+    """How many calls a second `ASKERS` callers get done who ask again and again."""
+    end, num_calls = time.monotonic() + seconds, 0
+
+    async def one(who: Any) -> None:
+        nonlocal num_calls
+        while time.monotonic() < end:
+            await what(who)
+            num_calls += 1
+
+    start = time.monotonic()
+    await asyncio.gather(*(one(among[number % len(among)]) for number in range(ASKERS)))
+    return num_calls / (time.monotonic() - start)
+
+
+async def measure(folder: Path, count: int, num_connections: int, options: Sequence[str]) -> Measured:
+    """Lets `count` clients wait, and work."""
+    found: Measured = {}
+    with server(folder, *options) as process, operator(folder, tls="--insecure" not in options) as admin:
+        await asyncio.to_thread(admin.wait_until_ready, 60.0)
+        made = admin.create_enrolment("bench", count + ASKERS, 3600.0, process.address)
+        ticket = Ticket.from_text(made.ticket)
+        async with crowd.connections(process.address, ticket.ca, num_connections) as channels:
+            everybody = crowd.members(channels, count + ASKERS)
+            found["enrolments/s"] = await timed(everybody, lambda member: member.enrol(ticket))
+            found["sessions/s"] = await timed(everybody, Member.open_session)
+            who, askers = everybody[:count], everybody[count:]
+            await rate(askers, lambda member: member.check_in(0.0), 1.0)
+            before = process.memory_kb()
+            polls = {member.client_id: begin(member) for member in who}
+            await all_wait(admin, count)
+            found["server with them, MB"] = process.memory_kb() / 1000
+            found["KB a waiter"] = (process.memory_kb() - before) / count
+            found["check-ins/s beside them"] = await rate(askers, lambda member: member.check_in(0.0))
+            found.update(await rounds(admin, who, polls))
+            found["server at its peak, MB"] = process.memory_kb("VmHWM") / 1000
+            found["all wait again after a SIGKILL, s"] = await comeback(process, admin, who, polls)
+            await cancelled(polls)
+    return found
+
+
+@contextlib.contextmanager
+def operator(folder: Path, tls: bool) -> Generator[AdminClient]:
+    """An operator of role admin."""
+    known = profile.load(folder / "admin.toml")
+    with AdminClient(known if tls else msgspec.structs.replace(known, ca="", insecure=True)) as admin:
+        yield admin
+
+
+async def timed(who: Sequence[Member], what: Callable[[Member], Awaitable[object]]) -> float:
+    """How many of them a second do something."""
+    start = time.monotonic()
+    await crowd.each(who, what)
+    return len(who) / (time.monotonic() - start)
+
+
+Polls = dict[str, "asyncio.Task[fleet_pb2.CheckInResponse]"]
+
+
+def begin(member: Member) -> asyncio.Task[fleet_pb2.CheckInResponse]:
+    """A long poll; it is begun again for as long as the server says nothing but that there is no work."""
+
+    async def wait() -> fleet_pb2.CheckInResponse:
+        while True:
+            answer = await crowd.wait_through_outages(member, FOR_EVER_S)
+            if answer.HasField("assignment"):
+                return answer
+
+    return asyncio.create_task(wait())
+
+
+async def all_wait(admin: AdminClient, count: int) -> None:
+    """Returns when so many clients are in the waiting room."""
+    while (await asyncio.to_thread(admin.status)).num_waiting < count:
+        await asyncio.sleep(0.05)
+
+
+async def rounds(admin: AdminClient, who: Sequence[Member], polls: Polls, repeats: int = 3) -> Measured:
+    """The time from a job's start to the last client's assignment, and from there to the committed version."""
+    cohort = min(COHORT, len(who))
+    text = JOB.format(cohort=cohort)
+    job = submission.Submission(text, parse_job(text), Parameters.from_arrays({"w": np.zeros(1000, np.float32)}))
+    update = job.parameters.to_bytes()
+    assigned: list[float] = []
+    reported: list[float] = []
+    for _ in range(repeats):
+        await all_wait(admin, len(who))
+        draft = await asyncio.to_thread(submission.submit, admin, job, start=False)
+        watching = {poll: client_id for client_id, poll in polls.items()}
+        start = time.monotonic()
+        starting = asyncio.create_task(asyncio.to_thread(admin.start, draft.job_id))
+        left, answered = set(watching), set["asyncio.Task[fleet_pb2.CheckInResponse]"]()
+        while len(answered) < cohort:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            answered |= done
+        assigned.append(time.monotonic() - start)
+        await starting
+        by_id = {member.client_id: member for member in who}
+        start = time.monotonic()
+        mine = [(by_id[watching[poll]], poll.result().assignment.token) for poll in answered]
+        await asyncio.gather(*(member.report(token, update) for member, token in mine))
+        await asyncio.to_thread(lambda: list(admin.watch_job(draft.job_id)))
+        reported.append(time.monotonic() - start)
+        polls.update({member.client_id: begin(member) for member, _ in mine})
+    return {
+        "clients of a round": cohort,
+        "all of them assigned, s": statistics.median(assigned),
+        "all reported and committed, s": statistics.median(reported),
+    }
+
+
+async def comeback(process: Process, admin: AdminClient, who: Sequence[Member], polls: Polls) -> float:
+    """The time from the restart of a server that was killed until everybody waits again, in a new session."""
+    await all_wait(admin, len(who))
+    process.kill()
+    process.start()
+    start = time.monotonic()
+    await asyncio.to_thread(admin.wait_until_ready, 60.0)
+    await all_wait(admin, len(who))
+    return time.monotonic() - start
+
+
+async def cancelled(polls: Polls) -> None:
+    """Ends the long polls."""
+    for poll in polls.values():
+        poll.cancel()
+    await asyncio.gather(*polls.values(), return_exceptions=True)
+
+
+def main(
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="Clients that wait; may be repeated.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="100, 1,000 and 10,000 clients, also without TLS.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+) -> None:
+    """Measure check-ins, waiting clients and cohorts."""
+    counts = clients or ([100, 1000, 10_000] if full else [100, 1000])
+    settings: list[tuple[int, tuple[str, ...]]] = [(count, ()) for count in counts]
+    if full:
+        settings.append((counts[-1], ("--insecure",)))
+    columns: list[str] = ["clients that wait"]
+    found: list[Measured] = []
+    for count, options in settings:
+        num_connections = min(1000, max(10, count // 10))
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as another:
+            limit = asyncio.run(bare(Path(one), count, num_connections, options))
+            ours = asyncio.run(measure(Path(another), count, num_connections, options))
+        columns.append(f"{count:,}" + (" without TLS" if options else ""))
+        found.append({"connections": num_connections, **ours, **limit})
+    rows = tuple((name, *(one[name] for one in found)) for name in found[0])
+    report = Report(
+        name="check-ins",
+        title="One server process, and clients that wait for work",
+        columns=tuple(columns),
+        rows=rows,
+        notes=("The load comes from one process on the same machine, which takes at least one core for itself.",),
+    )
+    finish(report, as_json, save)
+
+
+if __name__ == "__main__":
+    typer.run(main)
