@@ -229,7 +229,7 @@ async def rounds(admin: AdminClient, who: Sequence[Member], polls: Polls, repeat
         start = time.monotonic()
         mine = [(by_id[watching[poll]], poll.result().assignment.token) for poll in answered]
         await asyncio.gather(*(member.report(token, update) for member, token in mine))
-        await asyncio.to_thread(lambda: list(admin.watch_job(draft.job_id)))
+        await asyncio.to_thread(list, admin.watch_job(draft.job_id))
         reported.append(time.monotonic() - start)
         polls.update({member.client_id: begin(member) for member, _ in mine})
     return {

@@ -178,7 +178,14 @@ class AdminClient:
 
     def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
         """The enrolled clients, of one population or of all."""
-        return self._call(self._stub.ListClients, admin_pb2.ListClientsRequest(population=population)).clients
+        found: list[admin_pb2.Client] = []
+        request = admin_pb2.ListClientsRequest(population=population)
+        while True:
+            page = self._call(self._stub.ListClients, request)
+            found += page.clients
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
 
     def revoke_client(self, client_id: str) -> admin_pb2.Client:
         """Ends a client's membership for good."""

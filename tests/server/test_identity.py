@@ -183,8 +183,13 @@ async def test_nonces_that_are_not_the_servers_prove_nothing(site: Site) -> None
         assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")
     metadata = client.proven("Enroll", client.opening(), nonce)  # for another method
     assert await opening(client, metadata) == (S.UNAUTHENTICATED, "BAD_SIGNATURE")
+    assert await opening(client, metadata) == (S.UNAUTHENTICATED, "CHALLENGE_EXPIRED")  # used up by that
     client.client_id = "c-nobody"
-    assert await opening(client, ()) == (S.UNAUTHENTICATED, "CLIENT_UNKNOWN")
+    nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
+    assert await opening(client, client.proven("OpenSession", client.opening(), nonce)) == (
+        S.UNAUTHENTICATED,
+        "CLIENT_UNKNOWN",
+    )
 
 
 # --- enrolment -------------------------------------------------------------------------------------------------------
@@ -340,10 +345,10 @@ async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(
     await store.inner.enroll(Enrolment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
     book = ClientBook(cast(Store, store))
     gate = Gate()
-    store.after["find_client"] = gate
+    store.after["find_clients"] = gate
     looking_up = asyncio.create_task(book.find("c"))
     await gate.reached.wait()
-    del store.after["find_client"]
+    del store.after["find_clients"]
     revoked = await store.inner.revoke_client("c")
     assert revoked is not None
     book.changed(revoked)

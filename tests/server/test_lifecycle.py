@@ -172,6 +172,11 @@ async def test_listing_clients_says_what_they_do(site: Site) -> None:
     assert listed[0].last_seen_unix_s > 0.0
     assert listed[2].client_id == away.client_id
     assert not (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest(population="other"))).clients
+    first = await site.operator.stub.ListClients(admin_pb2.ListClientsRequest(page_size=2))
+    request = admin_pb2.ListClientsRequest(page_size=2, page_token=first.next_page_token)
+    last = await site.operator.stub.ListClients(request)
+    ids = [client.client_id for client in (*first.clients, *last.clients)]
+    assert (ids, last.next_page_token) == ([client.client_id for client in listed], "")
     waiting.cancel()
 
 

@@ -153,7 +153,7 @@ async def test_an_unexpected_error_is_a_number_for_the_caller_and_a_traceback_in
         credential = secret
         raise KeyError(f"an invented bug with {len(credential)}")
 
-    site.store.before["list_clients"] = bug
+    site.store.before["count_clients"] = bug
     site.store.before["find_assignment"] = bug
     for call in (
         site.operator.stub.GetStatus(admin_pb2.GetStatusRequest()),

@@ -655,16 +655,24 @@ class ListClientsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POPULATION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     """Empty for all."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants."""
+    page_token: _builtins.str
+    """What the page before said; empty for the first."""
     def __init__(
         self,
         *,
         population: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["population", b"population"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "population", b"population"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,16 +747,22 @@ class ListClientsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___Client]: ...
+    def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___Client]:
+        """In the order of their enrolment."""
+
     def __init__(
         self,
         *,
         clients: _abc.Iterable[Global___Client] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from fedplat_server.gathered import Gathered
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
@@ -19,6 +20,8 @@ class ClientBook:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._found = Gathered(store.find_clients)
+        self._begun = Gathered(self._begin_sessions)
         self._known: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
@@ -29,7 +32,7 @@ class ClientBook:
         record = self._known.get(client_id)
         if record is None:
             before = self._num_changes
-            record = await self._store.find_client(client_id)
+            record = await self._found.one(client_id)
             if record is None:
                 raise RefusedError(Code.CLIENT_UNKNOWN)
             if before == self._num_changes:  # else it may be another one than was read
@@ -37,6 +40,19 @@ class ClientBook:
         if record.revoked_unix_s is not None:
             raise RefusedError(Code.REVOKED)
         return record
+
+    async def begin_session(self, client_id: str) -> ClientRecord:
+        """Counts a session that a client opens; the client as it is then. Raises `RefusedError` if it is unknown."""
+        record = await self._begun.one(client_id)
+        if record is None:
+            raise RefusedError(Code.CLIENT_UNKNOWN)
+        return record
+
+    async def _begin_sessions(self, client_ids: Sequence[str]) -> Mapping[str, ClientRecord]:
+        records = await self._store.begin_sessions(client_ids)
+        for record in records.values():
+            self.changed(record)
+        return records
 
     def changed(self, record: ClientRecord) -> None:
         """Takes over what was stored of a client just now."""

@@ -60,19 +60,24 @@ class Callers:
 
     def require_proof(self, call: Call, public_key: bytes) -> None:
         """Lets a call pass that was signed with the private key, over a nonce of ours that is used up by this."""
+        _verify(public_key, call, self._proof_payload(call))
+
+    async def prove(self, call: Call, client_id: str) -> None:
+        """Lets a call pass that a client makes who proves its key."""
+        payload = self._proof_payload(call)
+        client = await self._book.find(client_id)
+        _verify(client.public_key, call, payload)
+
+    def _proof_payload(self, call: Call) -> bytes:
+        """What a proof signs. The nonce goes first: so each that was given costs one look-up and one check at most."""
         nonce = call.binary(identity.METADATA_NONCE)
-        _verify(public_key, call, identity.proof_payload(call.method, nonce, call.request))
         if not self._challenges.take(nonce, _now()):
             raise RefusedError(Code.CHALLENGE_EXPIRED)
+        return identity.proof_payload(call.method, nonce, call.request)
 
-    async def open_session(self, call: Call, client_id: str) -> str:
-        """Begins a session of a client that proves its key, and returns its id; earlier ones are fenced by it."""
-        client = await self._book.find(client_id)
-        self.require_proof(call, client.public_key)
-        record = await self._store.begin_session(client_id)
-        if record is None:
-            raise RefusedError(Code.CLIENT_UNKNOWN)
-        self._book.changed(record)
+    async def open_session(self, client_id: str) -> str:
+        """Begins a session of a client that has proven its key, and returns its id; earlier ones are fenced by it."""
+        record = await self._book.begin_session(client_id)
         session_id = secrets.token_urlsafe(24)
         self._sessions.open(session_id, client_id, record.session_number)
         self._book.seen(client_id)

@@ -56,7 +56,7 @@ class AdminService(MembersMethods, OperatorMethods):
             protocol_version=wire.PROTOCOL_VERSION,
             uptime_s=time.time() - services.started_unix_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            num_clients=len(await services.store.list_clients()),
+            num_clients=await services.store.count_clients(),
             num_waiting=len(coordinator.room.clients),
             num_busy=coordinator.num_busy,
             num_jobs=dict(jobs),

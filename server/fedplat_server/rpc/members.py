@@ -16,6 +16,9 @@ from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
+MAX_PAGE = 250
+"""Clients of a page: with as many and as long labels as they may have, they still fit into a message."""
+
 
 class MembersMethods(admin_pb2_grpc.AdminServicer):
     """What `AdminService` answers about who takes part, and who may."""
@@ -25,9 +28,16 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
     async def ListClients(
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
-        """The enrolled clients, and what each of them does."""
-        records = await self._services.store.list_clients(request.population or None)
-        return admin_pb2.ListClientsResponse(clients=[self._client(record) for record in records])
+        """A page of the enrolled clients, and what each of them does."""
+        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
+        records = await self._services.store.list_clients(
+            request.population or None, after=request.page_token, limit=size + 1
+        )
+        page = records[:size]
+        return admin_pb2.ListClientsResponse(
+            clients=[self._client(record) for record in page],
+            next_page_token=page[-1].client_id if len(records) > size else "",
+        )
 
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         """Ends a client's membership."""

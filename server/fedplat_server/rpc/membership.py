@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from grpc import aio
 
@@ -14,11 +14,13 @@ from fedplat_server.cluster import hop
 from fedplat_server.identity.callers import Call
 from fedplat_server.identity.enrolment import Newcomer
 from fedplat_server.rpc import boundary, requests
-from fedplat_server.rpc.errors import RefusedError
+from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+
+_T = TypeVar("_T")
 
 
 class MembershipService(fleet_pb2_grpc.FleetServicer):
@@ -39,7 +41,9 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
 
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         """Makes the caller a client."""
-        self._services.quotas.stranger(self._peer(context))
+        return await self._proven(self._enroll(request, context), context)
+
+    async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         requests.protocol_version(request.protocol_version)
         newcomer = Newcomer(
             population=requests.name(request.population, "population"),
@@ -57,9 +61,15 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         """Begins a session, and ends the one before."""
-        self._services.quotas.stranger(self._peer(context))
+        return await self._proven(self._open_session(request, context), context)
+
+    async def _open_session(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
         requests.protocol_version(request.protocol_version)
-        session_id = await self._services.callers.open_session(_call(context), request.client_id)
+        await self._services.callers.prove(_call(context), request.client_id)
+        self._services.quotas.request(request.client_id)
+        session_id = await self._services.callers.open_session(request.client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     async def RenewCertificate(
@@ -86,13 +96,22 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
         return await self._services.callers.authenticate(_call(context, certified))
 
-    async def _counted(self, client: Awaitable[ClientRecord], context: Context) -> ClientRecord:
+    async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
         """Whoever is no client is counted with the strangers."""
         try:
-            return await client
-        except RefusedError:
-            self._services.quotas.stranger(self._peer(context))
+            return await work
+        except RefusedError as exc:
+            # One whose session is from before a restart only has to open another, and that is counted. A whole
+            # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
+            if exc.code is not Code.SESSION_UNKNOWN:
+                self._services.quotas.stranger(self._peer(context))
             raise
+
+    async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
+        """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
+        answer = await self._counted(work, context)
+        self._services.quotas.no_stranger(self._peer(context))
+        return answer
 
 
 def _call(context: Context, certified: str = "") -> Call:

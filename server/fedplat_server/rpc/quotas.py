@@ -84,6 +84,12 @@ class Buckets:
         if wait_s:
             raise self._refusal(wait_s)
 
+    def give_back(self, name: str) -> None:
+        """Gives back a token that was taken, if the bucket is not full again."""
+        bucket = self._buckets.get(name)
+        if bucket is not None:
+            self._buckets[name] = Bucket(min(bucket.tokens + 1.0, self._per_minute), bucket.at)
+
     def _refusal(self, wait_s: float) -> RefusedError:
         # A second at least: who asks too often shall not ask again at once. The spread keeps callers apart.
         earliest_s = max(wait_s, 1.0)
@@ -118,6 +124,14 @@ class Quotas:
         Clients at the same address go on: they do not pay for a neighbour who is nobody.
         """
         self._strangers.take(host_of(peer), self._clock())
+
+    def no_stranger(self, peer: str) -> None:
+        """Takes a request of a stranger back: it has proven to be a client since.
+
+        So thousands of clients behind one address, which all open a session after a restart of the server, only pay
+        for those challenges that are not answered yet.
+        """
+        self._strangers.give_back(host_of(peer))
 
     @contextlib.contextmanager
     def stream(self, client_id: str) -> Generator[None]:

@@ -97,12 +97,12 @@ class FleetStore(Protocol):
         """
         ...
 
-    async def find_client(self, client_id: str) -> ClientRecord | None:
-        """The client with this id."""
+    async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """The clients with these ids, by id; those that there are."""
         ...
 
-    async def begin_session(self, client_id: str) -> ClientRecord | None:
-        """Counts a session that a client opens; the client as it is then, None if there is none."""
+    async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Counts a session for each of these clients, which differ; those that there are, as they are then, by id."""
         ...
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
@@ -113,6 +113,15 @@ class FleetStore(Protocol):
         """Replaces what a client says of itself."""
         ...
 
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
+    async def list_clients(
+        self, population: str | None = None, *, after: str = "", limit: int | None = None
+    ) -> list[ClientRecord]:
+        """Clients in the order of their enrolment: the first `limit` of those that enrolled after the client `after`.
+
+        There are none after a client that is unknown.
+        """
+        ...
+
+    async def count_clients(self) -> int:
+        """How many clients have enrolled."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from fedplat_server.audit import AuditEntry
@@ -60,14 +61,14 @@ class MemoryFleet(MemoryPeople):
             await self.append_audit(audit)
         return record
 
-    async def find_client(self, client_id: str) -> ClientRecord | None:
-        """The client with this id."""
-        return self._clients.get(client_id)
+    async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """The clients with these ids."""
+        return {client_id: self._clients[client_id] for client_id in client_ids if client_id in self._clients}
 
-    async def begin_session(self, client_id: str) -> ClientRecord | None:
-        """Counts a session; see the port."""
-        record = self._clients.get(client_id)
-        return self._put(record, session_number=record.session_number + 1) if record is not None else None
+    async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Counts a session for each; see the port."""
+        found = await self.find_clients(client_ids)
+        return {name: self._put(one, session_number=one.session_number + 1) for name, one in found.items()}
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
         """Revokes a client; see the port."""
@@ -85,9 +86,18 @@ class MemoryFleet(MemoryPeople):
             raise StoreError(f"there is no client {client_id}")
         self._put(self._clients[client_id], labels=dict(labels), software_version=software_version)
 
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
-        return [one for one in self._clients.values() if population in (None, one.population)]
+    async def list_clients(
+        self, population: str | None = None, *, after: str = "", limit: int | None = None
+    ) -> list[ClientRecord]:
+        """Clients in the order of their enrolment; see the port."""
+        ids = list(self._clients)
+        start = 0 if not after else ids.index(after) + 1 if after in self._clients else len(ids)
+        later = (self._clients[client_id] for client_id in ids[start:])
+        return list(itertools.islice((one for one in later if population in (None, one.population)), limit))
+
+    async def count_clients(self) -> int:
+        """How many clients have enrolled."""
+        return len(self._clients)
 
     def _token_hashes(self) -> dict[str, bytes]:
         return {token.token_id: token_hash for token_hash, token in self._tokens_by_hash.items()}

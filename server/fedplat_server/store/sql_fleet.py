@@ -85,17 +85,20 @@ class SqlFleet:
         with crash.step("enroll"):
             return await self._database.write(work)
 
-    async def find_client(self, client_id: str) -> ClientRecord | None:
-        """The client with this id."""
-        found = await self._database.read(_all(select(clients).where(clients.c.client_id == client_id)))
-        return rows.client_record(found[0]) if found else None
+    async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """The clients with these ids."""
+        return _by_id(await self._database.read(_all(_these(client_ids))))
 
-    async def begin_session(self, client_id: str) -> ClientRecord | None:
-        """Counts a session; see the port."""
-        more = {"session_number": clients.c.session_number + 1}
-        with crash.step("begin_session"):
-            row = await self._changed(clients, clients.c.client_id == client_id, more)
-        return rows.client_record(row) if row is not None else None
+    async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Counts a session for each; see the port."""
+        more = clients.update().where(clients.c.client_id.in_(client_ids))
+
+        async def work(connection: AsyncConnection) -> Sequence[rows.Row]:
+            await connection.execute(more.values(session_number=clients.c.session_number + 1))
+            return (await connection.execute(_these(client_ids))).all()
+
+        with crash.step("begin_sessions"):
+            return _by_id(await self._database.write(work))
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
         """Revokes a client; see the port."""
@@ -110,12 +113,22 @@ class SqlFleet:
             if await self._changed(clients, clients.c.client_id == client_id, values) is None:
                 raise StoreError(f"there is no client {client_id}")
 
-    async def list_clients(self, population: str | None = None) -> list[ClientRecord]:
-        """Clients in the order of their enrolment."""
-        query = select(clients).order_by(clients.c.sequence)
+    async def list_clients(
+        self, population: str | None = None, *, after: str = "", limit: int | None = None
+    ) -> list[ClientRecord]:
+        """Clients in the order of their enrolment; see the port."""
+        query = select(clients).order_by(clients.c.sequence).limit(limit)
         if population is not None:
             query = query.where(clients.c.population == population)
+        if after:
+            last = select(clients.c.sequence).where(clients.c.client_id == after).scalar_subquery()
+            query = query.where(clients.c.sequence > last)
         return [rows.client_record(row) for row in await self._database.read(_all(query))]
+
+    async def count_clients(self) -> int:
+        """How many clients have enrolled."""
+        query = select(sqlalchemy.func.count()).select_from(clients)
+        return (await self._database.read(_all(query)))[0][0]
 
     async def _changed(
         self,
@@ -134,6 +147,14 @@ class SqlFleet:
             return row
 
         return await self._database.write(work)
+
+
+def _these(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
+    return select(clients).where(clients.c.client_id.in_(client_ids))
+
+
+def _by_id(found: Sequence[rows.Row]) -> dict[str, ClientRecord]:
+    return {row.client_id: rows.client_record(row) for row in found}
 
 
 def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:

@@ -200,9 +200,10 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListClientsResponse(
-            clients=[c for c in self.state.clients if request.population in ("", c.population)]
-        )
+        found = [c for c in self.state.clients if request.population in ("", c.population)]
+        start = int(request.page_token or 0)  # pages of one client
+        more = str(start + 1) if start + 1 < len(found) else ""
+        return admin_pb2.ListClientsResponse(clients=found[start : start + 1], next_page_token=more)
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)

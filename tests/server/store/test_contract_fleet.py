@@ -58,14 +58,33 @@ async def test_enrolled_clients_are_listed_in_order(open_store: Store) -> None:
     assert [client.client_id for client in await store.list_clients("demo")] == ["z", "a", "m"]
     assert [client.client_id for client in await store.list_clients()] == ["z", "a", "m", "other"]
     assert await store.list_clients("nobody") == []
+    assert await store.count_clients() == 4
     assert [one.num_left for one in await store.list_enrolment_tokens()] == [7, 9]
+
+
+async def test_clients_are_listed_page_by_page(open_store: Store) -> None:
+    store = open_store
+    await store.add_enrolment_token(token("p", population="production"), b"hash of p")
+    for name in ("z", "a"):
+        await store.enroll(enrolment(name))
+    await store.enroll(enrolment("other", population="production", token_hash=b"hash of p"))
+    await store.enroll(enrolment("m"))
+
+    async def page(population: str | None, after: str, limit: int | None) -> list[str]:
+        return [one.client_id for one in await store.list_clients(population, after=after, limit=limit)]
+
+    assert await page(None, "", 2) == ["z", "a"]
+    assert await page(None, "a", 2) == ["other", "m"]
+    assert await page("demo", "a", 2) == ["m"]
+    assert await page("demo", "other", None) == ["m"]
+    assert await page(None, "m", 2) == await page(None, "nobody", 2) == []
 
 
 async def test_a_client_is_found_by_its_id(open_store: Store) -> None:
     made = await open_store.enroll(enrolment("a"))
     assert made == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", made.enrolled_unix_s, b"a")
-    assert await open_store.find_client("a") == made
-    assert await open_store.find_client("b") is None
+    assert await open_store.find_clients(["a", "b"]) == {"a": made}
+    assert await open_store.find_clients(["b"]) == {}
 
 
 async def test_enrolling_again_costs_nothing_whatever_became_of_the_token(open_store: Store) -> None:
@@ -150,9 +169,13 @@ async def test_one_that_enrols_many_times_at_once_is_one_client(open_store: Stor
 async def test_sessions_are_counted(open_store: Store) -> None:
     made = await open_store.enroll(enrolment("a"))
     for number in (1, 2, 3):
-        assert await open_store.begin_session("a") == dataclasses.replace(made, session_number=number)
-    assert (await open_store.list_clients())[0].session_number == 3
-    assert await open_store.begin_session("b") is None
+        changed = dataclasses.replace(made, session_number=number)
+        assert await open_store.begin_sessions(["b", "a"]) == {"a": changed}
+    assert await open_store.list_clients() == [changed]
+    other = await open_store.enroll(enrolment("z"))
+    found = await open_store.begin_sessions(["a", "z"])
+    assert {name: one.session_number for name, one in found.items()} == {"a": 4, "z": 1}
+    assert await open_store.find_clients(["z"]) == {"z": dataclasses.replace(other, session_number=1)}
 
 
 async def test_a_client_is_revoked_once(open_store: Store) -> None:
@@ -162,7 +185,7 @@ async def test_a_client_is_revoked_once(open_store: Store) -> None:
     assert revoked.revoked_unix_s is not None
     assert revoked == dataclasses.replace(made, revoked_unix_s=revoked.revoked_unix_s)
     assert await open_store.revoke_client("a") == revoked
-    assert await open_store.find_client("a") == revoked
+    assert await open_store.find_clients(["a"]) == {"a": revoked}
     assert await open_store.revoke_client("b") is None
 
 

@@ -1,0 +1,74 @@
+"""Calls for one key each become calls for many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.gathered import Gathered
+from server.harness import Gate
+
+
+class Asked:
+    """Answers with the length of a key, and knows none that begins with an x."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.gate: Gate | None = None
+        self.failing = False
+
+    async def __call__(self, keys: Sequence[str]) -> Mapping[str, int]:
+        self.calls.append(list(keys))
+        if self.gate is not None:
+            await self.gate()
+        if self.failing:
+            raise StoreUnavailableError("gone")
+        return {key: len(key) for key in keys if not key.startswith("x")}
+
+
+async def test_whoever_asks_meanwhile_shares_the_next_call() -> None:
+    asked = Asked()
+    gathered = Gathered(asked, most=3)
+    gate = asked.gate = Gate()
+    first = asyncio.create_task(gathered.one("a"))
+    await gate.reached.wait()
+    later = [asyncio.create_task(gathered.one(key)) for key in ("bb", "bb", "xx", "ccc", "dddd")]
+    await asyncio.sleep(0)
+    gate.open()
+    assert await first == 1
+    assert await asyncio.gather(*later) == [2, 2, None, 3, 4]
+    assert asked.calls == [["a"], ["bb", "xx", "ccc"], ["bb", "dddd"]]
+    assert await gathered.one("e") == 1
+    assert asked.calls[3:] == [["e"]]
+
+
+async def test_a_caller_that_is_gone_is_left_out() -> None:
+    asked = Asked()
+    gathered = Gathered(asked)
+    gate = asked.gate = Gate()
+    calls = [asyncio.create_task(gathered.one("a"))]
+    await gate.reached.wait()
+    calls += [asyncio.create_task(gathered.one(key)) for key in ("b", "c")]
+    await asyncio.sleep(0)
+    for call in calls[:2]:
+        call.cancel()
+    gate.open()
+    assert await calls[2] == 1
+    assert asked.calls == [["a"], ["c"]]
+    assert [call.cancelled() for call in calls] == [True, True, False]
+
+
+async def test_everybody_hears_of_a_failure_and_the_next_call_is_made() -> None:
+    asked = Asked()
+    asked.failing = True
+    gathered = Gathered(asked)
+    answers = await asyncio.gather(*(gathered.one(key) for key in "abc"), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["gone"] * 3
+    assert len({id(answer) for answer in answers}) == 3
+    with pytest.raises(StoreUnavailableError):
+        await gathered.one("d")
+    asked.failing = False
+    assert await gathered.one("d") == 1
