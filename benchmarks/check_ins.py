@@ -33,7 +33,7 @@ from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.private_pki import PkiFolder
 from report import Cell, Report, finish
 
 HERE = Path(__file__).resolve().parent
@@ -61,15 +61,13 @@ min_fraction = 1.0
 class Process:
     """A server in a process of its own."""
 
-    folder: Path
     address: str
-    options: Sequence[str]
+    command: Sequence[str]
     running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts it; whoever calls it waits until it answers."""
-        command = [sys.executable, str(HERE / "crowd_server.py"), str(self.folder), self.address, *self.options]
-        self.running = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.running = subprocess.Popen([sys.executable, *self.command], stdin=subprocess.DEVNULL)
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -85,16 +83,23 @@ class Process:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *options: str) -> Generator[Process]:
+def server(folder: Path, *, tls: bool, bare: bool = False) -> Generator[Process]:
     """A server on a free port; it is ended afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    init = ["-m", "fedplat_server", "init", "--data-dir", str(folder), "--host", "127.0.0.1"]
-    port = address.rpartition(":")[2]
-    if subprocess.run([sys.executable, *init, "--port", port], stdout=subprocess.DEVNULL).returncode:
+        port = probe.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    init = ["-m", "fedplat_server", "init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    if subprocess.run([sys.executable, *init], stdout=subprocess.DEVNULL).returncode:
         raise SystemExit("the server could not be set up; see above")
-    process = Process(folder, address, options)
+    files = PkiFolder.of(folder).files
+    if bare:
+        command = [str(HERE / "bare_polls.py"), address]
+        command += ["--certificate", str(files.certificate), "--key", str(files.key)] if tls else []
+    else:
+        command = ["-m", "fedplat_server", "run", "--listen", address, "--data-dir", str(folder)]
+        command += ["--log-level", "warning", *([] if tls else ["--insecure"])]
+    process = Process(address, command)
     try:
         process.start()
         yield process
@@ -105,10 +110,10 @@ def server(folder: Path, *options: str) -> Generator[Process]:
 Measured = dict[str, Cell]
 
 
-async def bare(folder: Path, count: int, num_connections: int, options: Sequence[str]) -> Measured:
+async def bare(folder: Path, count: int, num_connections: int, tls: bool) -> Measured:
     """The limit: what the transport itself takes."""
-    with server(folder, "--bare", *options) as process:
-        ca = "" if "--insecure" in options else profile.load(folder / "admin.toml").ca
+    with server(folder, tls=tls, bare=True) as process:
+        ca = profile.load(folder / "admin.toml").ca if tls else ""
         async with crowd.connections(process.address, ca, num_connections) as channels:
             await asyncio.gather(*(ask(channel, "Ask", wait_for_ready=True) for channel in channels))
             await rate(channels, lambda channel: ask(channel, "Ask"), 1.0)
@@ -143,10 +148,10 @@ async def rate(among: Sequence[Any], what: Callable[[Any], Awaitable[object]], s
     return num_calls / (time.monotonic() - start)
 
 
-async def measure(folder: Path, count: int, num_connections: int, options: Sequence[str]) -> Measured:
+async def measure(folder: Path, count: int, num_connections: int, tls: bool) -> Measured:
     """Lets `count` clients wait, and work."""
     found: Measured = {}
-    with server(folder, *options) as process, operator(folder, tls="--insecure" not in options) as admin:
+    with server(folder, tls=tls) as process, operator(folder, tls=tls) as admin:
         await asyncio.to_thread(admin.wait_until_ready, 60.0)
         made = admin.create_enrolment("bench", count + ASKERS, 3600.0, process.address)
         ticket = Ticket.from_text(made.ticket)
@@ -157,15 +162,15 @@ async def measure(folder: Path, count: int, num_connections: int, options: Seque
             who, askers = everybody[:count], everybody[count:]
             await rate(askers, lambda member: member.check_in(0.0), 1.0)
             before = process.memory_kb()
-            polls = {member.client_id: begin(member) for member in who}
+            fleet = Fleet(who)
             await all_wait(admin, count)
             found["server with them, MB"] = process.memory_kb() / 1000
             found["KB a waiter"] = (process.memory_kb() - before) / count
             found["check-ins/s beside them"] = await rate(askers, lambda member: member.check_in(0.0))
-            found.update(await rounds(admin, who, polls))
+            found.update(await rounds(admin, fleet))
             found["server at its peak, MB"] = process.memory_kb("VmHWM") / 1000
-            found["all wait again after a SIGKILL, s"] = await comeback(process, admin, who, polls)
-            await cancelled(polls)
+            found["all wait again after a SIGKILL, s"] = await comeback(process, admin, count)
+            await fleet.close()
     return found
 
 
@@ -184,19 +189,39 @@ async def timed(who: Sequence[Member], what: Callable[[Member], Awaitable[object
     return len(who) / (time.monotonic() - start)
 
 
-Polls = dict[str, "asyncio.Task[fleet_pb2.CheckInResponse]"]
+class Fleet:
+    """Members that wait for work, each by a long poll that is begun again until there is some."""
 
+    def __init__(self, who: Sequence[Member]) -> None:
+        self.size = len(who)
+        self._assigned: asyncio.Queue[tuple[Member, str]] = asyncio.Queue()
+        self._polls: set[asyncio.Task[None]] = set()
+        self.wait(who)
 
-def begin(member: Member) -> asyncio.Task[fleet_pb2.CheckInResponse]:
-    """A long poll; it is begun again for as long as the server says nothing but that there is no work."""
+    def wait(self, who: Sequence[Member]) -> None:
+        """Lets these members wait."""
+        for member in who:
+            poll = asyncio.create_task(self._wait(member))
+            self._polls.add(poll)
+            poll.add_done_callback(self._polls.discard)
 
-    async def wait() -> fleet_pb2.CheckInResponse:
+    async def cohort(self, count: int) -> list[tuple[Member, str]]:
+        """The next members that have an assignment in hand, with its token."""
+        return [await self._assigned.get() for _ in range(count)]
+
+    async def close(self) -> None:
+        """Ends the long polls."""
+        polls = list(self._polls)
+        for poll in polls:
+            poll.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
+
+    async def _wait(self, member: Member) -> None:
         while True:
             answer = await crowd.wait_through_outages(member, FOR_EVER_S)
             if answer.HasField("assignment"):
-                return answer
-
-    return asyncio.create_task(wait())
+                self._assigned.put_nowait((member, answer.assignment.token))
+                return
 
 
 async def all_wait(admin: AdminClient, count: int) -> None:
@@ -205,56 +230,43 @@ async def all_wait(admin: AdminClient, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def rounds(admin: AdminClient, who: Sequence[Member], polls: Polls, repeats: int = 3) -> Measured:
+async def rounds(admin: AdminClient, fleet: Fleet, repeats: int = 3) -> Measured:
     """The time from a job's start to the last client's assignment, and from there to the committed version."""
-    cohort = min(COHORT, len(who))
-    text = JOB.format(cohort=cohort)
+    size = min(COHORT, fleet.size)
+    text = JOB.format(cohort=size)
     job = submission.Submission(text, parse_job(text), Parameters.from_arrays({"w": np.zeros(1000, np.float32)}))
     update = job.parameters.to_bytes()
     assigned: list[float] = []
-    reported: list[float] = []
+    committed: list[float] = []
     for _ in range(repeats):
-        await all_wait(admin, len(who))
+        await all_wait(admin, fleet.size)
         draft = await asyncio.to_thread(submission.submit, admin, job, start=False)
-        watching = {poll: client_id for client_id, poll in polls.items()}
         start = time.monotonic()
         starting = asyncio.create_task(asyncio.to_thread(admin.start, draft.job_id))
-        left, answered = set(watching), set["asyncio.Task[fleet_pb2.CheckInResponse]"]()
-        while len(answered) < cohort:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            answered |= done
+        cohort = await fleet.cohort(size)
         assigned.append(time.monotonic() - start)
         await starting
-        by_id = {member.client_id: member for member in who}
         start = time.monotonic()
-        mine = [(by_id[watching[poll]], poll.result().assignment.token) for poll in answered]
-        await asyncio.gather(*(member.report(token, update) for member, token in mine))
+        await asyncio.gather(*(member.report(token, update) for member, token in cohort))
         await asyncio.to_thread(list, admin.watch_job(draft.job_id))
-        reported.append(time.monotonic() - start)
-        polls.update({member.client_id: begin(member) for member, _ in mine})
+        committed.append(time.monotonic() - start)
+        fleet.wait([member for member, _ in cohort])
     return {
-        "clients of a round": cohort,
+        "clients of a round": size,
         "all of them assigned, s": statistics.median(assigned),
-        "all reported and committed, s": statistics.median(reported),
+        "all reported and committed, s": statistics.median(committed),
     }
 
 
-async def comeback(process: Process, admin: AdminClient, who: Sequence[Member], polls: Polls) -> float:
+async def comeback(process: Process, admin: AdminClient, count: int) -> float:
     """The time from the restart of a server that was killed until everybody waits again, in a new session."""
-    await all_wait(admin, len(who))
+    await all_wait(admin, count)
     process.kill()
     process.start()
     start = time.monotonic()
     await asyncio.to_thread(admin.wait_until_ready, 60.0)
-    await all_wait(admin, len(who))
+    await all_wait(admin, count)
     return time.monotonic() - start
-
-
-async def cancelled(polls: Polls) -> None:
-    """Ends the long polls."""
-    for poll in polls.values():
-        poll.cancel()
-    await asyncio.gather(*polls.values(), return_exceptions=True)
 
 
 def main(
@@ -265,17 +277,15 @@ def main(
 ) -> None:
     """Measure check-ins, waiting clients and cohorts."""
     counts = clients or ([100, 1000, 10_000] if full else [100, 1000])
-    settings: list[tuple[int, tuple[str, ...]]] = [(count, ()) for count in counts]
-    if full:
-        settings.append((counts[-1], ("--insecure",)))
+    settings = [(count, True) for count in counts] + ([(counts[-1], False)] if full else [])
     columns: list[str] = ["clients that wait"]
     found: list[Measured] = []
-    for count, options in settings:
+    for count, tls in settings:
         num_connections = min(1000, max(10, count // 10))
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as another:
-            limit = asyncio.run(bare(Path(one), count, num_connections, options))
-            ours = asyncio.run(measure(Path(another), count, num_connections, options))
-        columns.append(f"{count:,}" + (" without TLS" if options else ""))
+            limit = asyncio.run(bare(Path(one), count, num_connections, tls))
+            ours = asyncio.run(measure(Path(another), count, num_connections, tls))
+        columns.append(f"{count:,}" + ("" if tls else " without TLS"))
         found.append({"connections": num_connections, **ours, **limit})
     rows = tuple((name, *(one[name] for one in found)) for name in found[0])
     report = Report(

@@ -24,6 +24,7 @@ from fedplat.wire.v1 import fleet_pb2
 
 FLEET = "/fedplat.wire.v1.Fleet/"
 TRAINER = "noop"
+VERSION = "bench"
 AT_ONCE = 256
 """So many calls of newcomers are under way at a time: this process shall not be what is measured."""
 CHALLENGE = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
@@ -81,6 +82,7 @@ class Member:
             token=ticket.secret,
             public_key=public_key,
             idempotency_key=public_key.hex(),
+            software_version=VERSION,
         )
         self.client_id = fleet_pb2.EnrollResponse.FromString(await self._prove("Enroll", request)).client_id
 
@@ -93,7 +95,7 @@ class Member:
     async def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
         """Waits for work."""
         request = fleet_pb2.CheckInRequest(
-            protocol_version=wire.PROTOCOL_VERSION, trainers=[TRAINER], wait_s=wait_s, software_version="bench"
+            protocol_version=wire.PROTOCOL_VERSION, trainers=[TRAINER], wait_s=wait_s, software_version=VERSION
         )
         return fleet_pb2.CheckInResponse.FromString(await self.call("CheckIn", request.SerializeToString()))
 

@@ -16,11 +16,16 @@ _Name = tuple[AttemptKey, str]
 class Place:
     """Where one call of a client waits. It hears what the coordinator says once it knows of this call.
 
-    What was said before that was meant for an earlier call: its token is dead, or its refusal is out of date.
+    What was said before that was meant for an earlier call: its token is dead, or its refusal is out of date. Ten
+    thousand of them exist at a time: a future and a timer each, no task of its own.
     """
 
+    __slots__ = ("_answer", "_is_answered", "_is_open", "_waked")
+
     def __init__(self) -> None:
-        self._answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self._waked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answer: Answer | None = None
+        self._is_answered = False
         self._is_open = False
 
     def open(self) -> None:
@@ -30,26 +35,35 @@ class Place:
     @property
     def is_answered(self) -> bool:
         """Whether there is nothing to wait for any more."""
-        return self._answer.done()
+        return self._is_answered
 
     @property
     def answer(self) -> Answer | None:
         """What was said; None if nothing was, or if the client was sent away."""
-        return self._answer.result() if self._answer.done() else None
+        return self._answer
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when there is an answer, or when the time is over."""
-        await asyncio.wait([self._answer], timeout=timeout_s)
+        """Returns when there is an answer, or when the time is over; good for one wait."""
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._wake)
+        try:
+            await self._waked
+        finally:
+            timer.cancel()
 
     def tell(self, answer: Answer) -> None:
         """Hears an answer, if it is meant for this call."""
-        if self._is_open and not self._answer.done():
-            self._answer.set_result(answer)
+        if self._is_open and not self._is_answered:
+            self._answer = answer
+            self.send_away()
 
     def send_away(self) -> None:
-        """Ends the waiting without an answer."""
-        if not self._answer.done():
-            self._answer.set_result(None)
+        """Ends the waiting, without an answer unless there is one."""
+        self._is_answered = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._waked.done():
+            self._waked.set_result(None)
 
 
 class Desk:

@@ -95,12 +95,17 @@ class Here:
         self.calls = Calls()
         self._handlers = handlers
         self._admit = admit
+        self._counted: dict[str, Handler] = {}
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        """The method of a service."""
+        """The method of a service: the same for all its calls, which would hold one each otherwise."""
+        known = self._counted.get(details.method)
+        if known is not None:
+            return known
         for handlers in self._handlers:
             if (found := handlers.service(details)) is not None:
-                return _counted(found, self.calls, functools.partial(self._admit, details.method))
+                counted = _counted(found, self.calls, functools.partial(self._admit, details.method))
+                return self._counted.setdefault(details.method, counted)
         return None
 
 

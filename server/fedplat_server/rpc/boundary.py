@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import secrets
@@ -32,28 +33,33 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 class Boundary(aio.ServerInterceptor):
     """Turns what a handler raises into what a caller may know; the rest goes to the log, under a number."""
 
+    def __init__(self) -> None:
+        # Calls that wait would hold on to a handler each otherwise.
+        self._translating = functools.lru_cache(maxsize=64)(_translating)
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wraps the handler of a call."""
         handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method: str = handler_call_details.method
-        codec: dict[str, Any] = {
-            "request_deserializer": _decoder(handler.request_deserializer),
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **codec)
-        if handler.stream_unary:
-            inner = handler.stream_unary
-            return grpc.stream_unary_rpc_method_handler(_stream_unary(inner, method), **codec)
-        if handler.unary_stream:
-            # A handler either yields its responses or writes them (that of the health service does).
-            wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
-            return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
-        return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream, method), **codec)
+        return self._translating(handler, handler_call_details.method) if handler is not None else None
+
+
+def _translating(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    codec: dict[str, Any] = {
+        "request_deserializer": _decoder(handler.request_deserializer),
+        "response_serializer": handler.response_serializer,
+    }
+    if handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **codec)
+    if handler.stream_unary:
+        inner = handler.stream_unary
+        return grpc.stream_unary_rpc_method_handler(_stream_unary(inner, method), **codec)
+    if handler.unary_stream:
+        # A handler either yields its responses or writes them (that of the health service does).
+        wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
+        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
+    return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream, method), **codec)
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -40,6 +41,12 @@ def names(given: Collection[str], what: str, limits: Limits) -> frozenset[str]:
     """The names of a client's trainers or evaluators."""
     if len(given) > limits.max_names:
         raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} {what}s; at most {limits.max_names} are accepted")
+    return _names(tuple(given), what)
+
+
+@functools.lru_cache(maxsize=256)
+def _names(given: tuple[str, ...], what: str) -> frozenset[str]:
+    # Clients with the same software say the same: ten thousand that wait hold one set.
     return frozenset(name(one, what) for one in given)
 
 

@@ -93,9 +93,9 @@ class SqlFleet:
         """Counts a session for each; see the port."""
         more = clients.update().where(clients.c.client_id.in_(client_ids))
 
-        async def work(connection: AsyncConnection) -> Sequence[rows.Row]:
-            await connection.execute(more.values(session_number=clients.c.session_number + 1))
-            return (await connection.execute(_these(client_ids))).all()
+        def work(connection: Connection) -> Sequence[rows.Row]:
+            connection.execute(more.values(session_number=clients.c.session_number + 1))
+            return connection.execute(_these(client_ids)).all()
 
         with crash.step("begin_sessions"):
             return _by_id(await self._database.write(work))
