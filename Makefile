@@ -33,7 +33,7 @@ hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest
 	$(BIN)/python tests/hostile/storm.py
 
 fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
-	for target in model update encoded_update state job_file labels message fields ticket; do \
+	for target in model update encoded_update codec state job_file labels message fields ticket; do \
 		OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $$target --seconds 60 || exit 1; done
 
 soak: $(STAMP) ## 200 clients and many faults for 10 minutes; nothing may grow or get lost

@@ -2,7 +2,7 @@
 
 ```
 fedplat encoded update 1            three lines of ASCII: the format,
-{"codec":"bf16"}                    the codec's options,
+{"codec":"bf16","zstd":false}       the codec's options,
 5f0c...                             and the SHA-256 of the header of the base version's file
 payload                             the floating-point entries, as the codec writes them
 carried                             the other entries as they are, if the schema's carry rule reads them

@@ -13,14 +13,36 @@ from collections.abc import Mapping
 
 from fedplat.codecs.bf16 import Bf16
 from fedplat.codecs.codec import Codec, Payload
+from fedplat.codecs.eden import Eden
+from fedplat.codecs.feedback import ErrorFeedback, with_error_feedback
+from fedplat.codecs.plain import Plain
+from fedplat.codecs.quantize import Quantize
+from fedplat.codecs.topk import TopK
 from fedplat.errors import CodecError
 
-Options = Bf16
+Options = Plain | Bf16 | Quantize | TopK | Eden
 """How vectors are compressed, in a job file: a union that its key `codec` tells apart."""
 
 CODECS: Mapping[str, type[Options]] = {
+    "none": Plain,
     "bf16": Bf16,
+    "quantize": Quantize,
+    "topk": TopK,
+    "eden": Eden,
 }
 """The options record of each codec, by its name in a job file."""
 
-__all__ = ["CODECS", "Bf16", "Codec", "CodecError", "Options", "Payload"]
+__all__ = [
+    "CODECS",
+    "Bf16",
+    "Codec",
+    "CodecError",
+    "Eden",
+    "ErrorFeedback",
+    "Options",
+    "Payload",
+    "Plain",
+    "Quantize",
+    "TopK",
+    "with_error_feedback",
+]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
 from fedplat.model import BLOCK, Blocks, Vector, blocks
 
@@ -21,11 +22,15 @@ _MAGNITUDE = np.uint32(0x7FFF)
 
 
 class Bf16(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="bf16"):
-    """Options of bfloat16: 16 bits a parameter. There are none."""
+    """Options of bfloat16: 16 bits a parameter."""
+
+    zstd: bool = False
+    """Whether zstd packs the payload: about 12 bits, since the exponents of an update are alike."""
 
     def build(self) -> Codec:
         """The codec."""
-        return Codec(write=_write, read=_read, max_bytes=lambda size: 2 * size, unbiased=False)
+        codec = Codec(write=_write, read=_read, max_bytes=lambda size: 2 * size, unbiased=False)
+        return zstd(codec, item_bytes=2) if self.zstd else codec
 
 
 def to_bf16(values: Vector) -> npt.NDArray[np.uint16]:

@@ -14,11 +14,12 @@ from google.protobuf.message import DecodeError
 
 from fedplat import codecs
 from fedplat.aggregate import state_from_bytes
+from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
 from fedplat.errors import FedplatError
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.labels import compile_expression
-from fedplat.model import Parameters
+from fedplat.model import Parameters, VectorBlocks
 from fedplat.updates import Format
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.options import draw_s
@@ -31,7 +32,21 @@ from wire import make_golden
 Target = Callable[[bytes], None]
 BASE = attacks.MODEL
 CARRYING = Parameters.from_arrays({"w": np.linspace(-3, 3, 70_000, dtype="f4"), "n": np.arange(3)}, "max")
-CODECS = [record() for record in codecs.CODECS.values()]
+OPTIONS = [record() for record in codecs.CODECS.values()]
+CODECS = [
+    options.build()
+    for zstd in (False, True)
+    for options in (
+        Plain(zstd=zstd),
+        Bf16(zstd=zstd),
+        Quantize(bits=8, zstd=zstd),
+        Quantize(bits=4, zstd=zstd),
+        TopK(fraction=0.05, zstd=zstd),
+        TopK(fraction=0.7, values="fp32", zstd=zstd),
+        Eden(bits=1, zstd=zstd),
+        Eden(bits=3, zstd=zstd),
+    )
+]
 _FOLDER = tempfile.TemporaryDirectory(prefix="fedplat-fuzz-", ignore_cleanup_errors=True)
 _LABELS: Mapping[str, str] = {"region": "eu", "memory_mb": "4096", "nan": "nan"}
 _LIMITS = Limits()
@@ -62,7 +77,7 @@ def encoded_update(data: bytes) -> None:
     if not base.exists():
         base.write_bytes(CARRYING.to_bytes())
     path.write_bytes(data)
-    for options in CODECS:
+    for options in OPTIONS:
         if intake.check_update(path, base, options) is None:
             taken = intake.open_update(path, CARRYING, options)
             assert len(data) <= intake.size_limit(base, options)
@@ -75,6 +90,13 @@ def encoded_update(data: bytes) -> None:
 def state(data: bytes) -> None:
     """The state of a server optimizer."""
     state_from_bytes(data)
+
+
+def codec(data: bytes) -> None:
+    """A compressed vector; the first byte says by which codec, the next two how long."""
+    head = data[:3].ljust(3, b"\0")
+    vector = CODECS[head[0] % len(CODECS)].decode(data[3:], int.from_bytes(head[1:], "little"))
+    assert sum(block.size for block in vector if np.isfinite(block).all()) == vector.size
 
 
 def job_file(data: bytes) -> None:
@@ -125,7 +147,7 @@ def ticket(data: bytes) -> None:
 
 TARGETS: Mapping[str, Target] = {
     target.__name__: target
-    for target in (model, update, encoded_update, state, job_file, labels, message, fields, ticket)
+    for target in (model, update, encoded_update, codec, state, job_file, labels, message, fields, ticket)
 }
 
 
@@ -154,7 +176,16 @@ def _models() -> list[bytes]:
 
 def _encoded() -> list[bytes]:
     rng = np.random.default_rng(1)
-    return [b"".join(Format(options, CARRYING.schema).encode(CARRYING, rng)) for options in CODECS]
+    return [b"".join(Format(options, CARRYING.schema).encode(CARRYING, rng)) for options in OPTIONS]
+
+
+def _payloads() -> list[bytes]:
+    vector = np.random.default_rng(1).normal(0, 1, 300).astype(np.float32)
+    head = vector.size.to_bytes(2, "little")
+    return [
+        bytes([number]) + head + b"".join(each.encode(VectorBlocks(vector), np.random.default_rng(1)))
+        for number, each in enumerate(CODECS)
+    ]
 
 
 def _expressions() -> list[bytes]:
@@ -170,6 +201,7 @@ _GOOD: Mapping[str, Callable[[], list[bytes]]] = {
     "update": _models,
     "encoded_update": _encoded,
     "state": lambda: [Parameters.from_arrays({"m": np.ones(4, np.float32)}).to_bytes(), b""],
+    "codec": _payloads,
     "job_file": lambda: [
         make_golden.JOB_FILE.encode(),
         (make_golden.JOB_FILE + "[config]\nepochs = 5\nrate = 0.1\n[retry]\nbase_s = 1e9\n").encode(),

@@ -49,7 +49,7 @@ def _mutation(seed: bytes, rng: random.Random) -> bytes:
 
 def test_good_inputs_are_good() -> None:
     """Else mutation would begin with rubbish."""
-    for name in ("model", "update", "encoded_update", "state", "job_file", "labels", "ticket"):
+    for name in ("model", "update", "encoded_update", "codec", "state", "job_file", "labels", "ticket"):
         targets.TARGETS[name](targets.seeds(name)[0])
 
 

@@ -76,7 +76,7 @@ def bad_updates(base: Parameters) -> dict[str, tuple[bytes, str]]:
     keep = Parameters(type(base.schema)(base.schema.tensors, "keep"), update.buffer)
     return {
         "not encoded": (update.to_bytes(), "is not encoded as this version of fedplat does it"),
-        "another codec": (content.replace(b'"bf16"', b'"eden"'), 'is encoded with \'{"codec":"eden"}\''),
+        "another codec": (content.replace(b'"bf16"', b'"eden"'), 'is encoded with \'{"codec":"eden",'),
         "other tensors": (encoded(other), "belongs to other tensors"),
         "another carry rule": (encoded(keep), "belongs to other tensors"),
         "cut": (content[:-1], "the payload ends after"),
@@ -124,7 +124,7 @@ async def test_a_client_that_does_not_know_the_codec_gets_no_work(site: Site) ->
     waiting = old.check_in(codecs=("other",))
     await site.waiting(1)
     await site.operator.start(job_file(goal=1, more=TABLE))
-    assert (await new.assignment(codecs=NAMES)).uplink == '{"codec":"bf16"}'
+    assert (await new.assignment(codecs=NAMES)).uplink == options_to_text(BF16)
     waiting.cancel()
     refusal = await old.refusal(codecs=("other",))
     assert (reason_name(refusal.reason), "codecs" in refusal.text) == ("NOT_ELIGIBLE", True)

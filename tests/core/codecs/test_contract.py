@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fedplat.codecs import CODECS, Codec, CodecError, Options
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
+Wide = npt.NDArray[Any]
 LARGEST = float(np.finfo(np.float32).max)
 SIZES = (0, 1, 2, 7, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 37)
 
@@ -23,11 +26,62 @@ class Case:
     """A codec's options in a job file, and the most that the error may be: a bound for each entry of the vector."""
 
     options: dict[str, Any]
-    bound: Callable[[Vector], Vector]
+    bound: Callable[[Vector], Wide]
+
+
+def of_magnitude(factor: float, smallest: float) -> Callable[[Vector], Wide]:
+    return lambda x: np.maximum(np.abs(x) * factor, smallest)
+
+
+EXACT = of_magnitude(0.0, 0.0)
+BFLOAT16 = of_magnitude(2.0**-8, 2.0**-134)
+
+
+def of_bucket(levels: int) -> Callable[[Vector], Wide]:
+    """The largest magnitude of each 512 entries, with room for rounding in float32."""
+
+    def bound(x: Vector) -> Wide:
+        starts = np.arange(0, x.size, 512)
+        largest = np.maximum.reduceat(np.abs(x), starts) if x.size else x
+        return np.repeat(largest / levels * (1 + 1e-5) + 2.0**-149, 512)[: x.size]
+
+    return bound
+
+
+def of_unsent(fraction: float) -> Callable[[Vector], Wide]:
+    """What is not sent is no larger than what is; what is sent is rounded."""
+
+    def bound(x: Vector) -> Wide:
+        magnitudes = np.sort(np.abs(x))[::-1]
+        last = magnitudes[min(math.ceil(fraction * x.size), x.size) - 1] if x.size else 0.0
+        return np.maximum(last, BFLOAT16(x))
+
+    return bound
+
+
+def of_rotation(x: Vector) -> Wide:
+    """At most twice as long as the vector's block: rotation spreads errors, so nothing is known of an entry."""
+    wide = x.astype(np.float64)
+    norms = [np.linalg.norm(wide[start : start + BLOCK]) for start in range(0, x.size, BLOCK)]
+    return np.repeat(2 * np.array(norms) + 2.0**-149, BLOCK)[: x.size]
 
 
 CASES = {
-    "bf16": Case({"codec": "bf16"}, lambda x: np.maximum(np.abs(x) * 2.0**-8, 2.0**-134)),
+    "none": Case({"codec": "none"}, EXACT),
+    "none-zstd": Case({"codec": "none", "zstd": True}, EXACT),
+    "bf16": Case({"codec": "bf16"}, BFLOAT16),
+    "bf16-zstd": Case({"codec": "bf16", "zstd": True}, BFLOAT16),
+    "quantize-8": Case({"codec": "quantize"}, of_bucket(127)),
+    "quantize-4": Case({"codec": "quantize", "bits": 4}, of_bucket(7)),
+    "quantize-4-zstd": Case({"codec": "quantize", "bits": 4, "zstd": True}, of_bucket(7)),
+    "topk": Case({"codec": "topk"}, of_unsent(0.01)),
+    "topk-dense": Case({"codec": "topk", "fraction": 0.7}, of_unsent(0.7)),
+    "topk-fp32-zstd": Case({"codec": "topk", "fraction": 0.001, "values": "fp32", "zstd": True}, of_unsent(0.001)),
+    "eden-1": Case({"codec": "eden", "bits": 1}, of_rotation),
+    "eden-2": Case({"codec": "eden", "bits": 2}, of_rotation),
+    "eden-3": Case({"codec": "eden", "bits": 3}, of_rotation),
+    "eden-4": Case({"codec": "eden"}, of_rotation),
+    "eden-4-zstd": Case({"codec": "eden", "zstd": True}, of_rotation),
 }
 every_codec = pytest.mark.parametrize("name", CASES)
 every_size = pytest.mark.parametrize("size", SIZES)
@@ -125,6 +179,20 @@ def test_equal_seeds_give_equal_bytes_and_blocks_can_be_drawn_again(name: str) -
     blocks = codec.decode(np.frombuffer(payload, np.uint8), vector.size)
     first, second = ([block.copy() for block in blocks] for _ in range(2))
     assert all((left == right).all() for left, right in zip(first, second, strict=True))
+
+
+@every_codec
+def test_a_payload_is_read_in_little_memory(name: str) -> None:
+    codec, size = make_codec(name), 20 * BLOCK
+    payload = encoded(codec, normal(size))
+    tracemalloc.start()
+    try:
+        for _ in codec.decode(payload, size):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * 4 * BLOCK  # some blocks; the vector has 20
 
 
 @every_codec

@@ -1,0 +1,37 @@
+"""No compression: float32 as it is; with zstd behind it, the lossless codec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.zstd import zstd
+from fedplat.errors import CodecError
+from fedplat.model import Blocks, Vector, blocks
+
+
+class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="none"):
+    """Options of the codec that changes nothing: 32 bits a parameter."""
+
+    zstd: bool = False
+    """Whether zstd packs the payload: about 28 bits, since the exponents of an update are alike."""
+
+    def build(self) -> Codec:
+        """The codec."""
+        codec = Codec(write=_write, read=_read, max_bytes=lambda size: 4 * size, unbiased=True)
+        return zstd(codec, item_bytes=4) if self.zstd else codec
+
+
+def _write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
+    return (block.astype("<f4", copy=False).tobytes() for block in vector)
+
+
+def _read(source: Source, size: int) -> Iterator[Vector]:
+    for block in blocks(size):
+        values = array(source, "<f4", block.stop - block.start).astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise CodecError("the payload has NaN or infinite entries")
+        yield values
