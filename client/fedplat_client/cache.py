@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 
+from fedplat.wire import pieces
 from fedplat_client.errors import TransferError
-from fedplat_client.identity import sync_folder
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
+
+
+class Part:
+    """A download that is not finished: a file that grows, and the hash of what is in it. Close it after use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._sha256 = hashlib.sha256()
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        while read := self._file.read(_READ_BYTES):  # what an earlier process has left
+            self._note(read)
+
+    @property
+    def digest(self) -> str:
+        """That of what is in it."""
+        return self._sha256.hexdigest()
+
+    def write(self, data: pieces.Bytes) -> None:
+        """Appends bytes; hashes them now, while they are in the processor's cache."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._note(data)
+
+    def restart(self) -> None:
+        """Throws away what is in it."""
+        self._file.truncate(0)
+        self.size = 0
+        self._sha256 = hashlib.sha256()
+
+    def close(self) -> None:
+        """Ends the writing; what is in it stays."""
+        self._file.close()
+
+    def _note(self, data: pieces.Bytes) -> None:
+        self._sha256.update(data)
+        self.size += len(data)
 
 
 class ModelCache:
@@ -39,9 +81,14 @@ class ModelCache:
         os.utime(path)  # the order of eviction; access times are often switched off
         return path
 
-    def part(self, digest: str) -> Path:
+    @contextlib.contextmanager
+    def part(self, digest: str) -> Generator[Part]:
         """Where the download of a model goes; what is there already is the beginning of the model."""
-        return self._path(digest, "part")
+        part = Part(self._path(digest, "part"))
+        try:
+            yield part
+        finally:
+            part.close()
 
     def make_room(self, digest: str, size_bytes: int) -> None:
         """Evicts other models and other unfinished downloads until `size_bytes` fit into the limit."""
@@ -55,24 +102,19 @@ class ModelCache:
             excess -= size
             _logger.info("A model was evicted from the cache.", extra={"file": path.name, "size_bytes": size})
 
-    def admit(self, digest: str) -> Path:
+    def admit(self, part: Part, digest: str) -> Path:
         """Makes a finished download a model of the cache.
 
-        Raises `TransferError`, and deletes the download, when its content has another digest.
+        It is not synced: `find` notices what a power failure may leave of it. Raises `TransferError`, and deletes the
+        download, when its content has another digest.
         """
-        part = self.part(digest)
-        if (found := _digest_of(part)) != digest:
-            part.unlink()
+        if part.digest != digest:
+            part.path.unlink()
             raise TransferError(
-                f"the downloaded model has the digest {found}; expected {digest}. It was deleted; "
+                f"the downloaded model has the digest {part.digest}; expected {digest}. It was deleted; "
                 "the next attempt downloads it anew"
             )
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        path = self._path(digest, "safetensors")
-        part.replace(path)
-        sync_folder(self._folder)
-        return path
+        return part.path.replace(self._path(digest, "safetensors"))
 
     def _path(self, digest: str, suffix: str) -> Path:
         if not _DIGEST.fullmatch(digest):  # it becomes the name of a file

@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import wire
+from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.access import Access, Pass
 from fedplat_client.errors import CallRefusedError, IncompatibleServerError, ServerError, ServerUnavailableError
@@ -21,7 +22,7 @@ _QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
 _REPORT = Method("Report", fleet_pb2.ReportResponse)
 _FAIL = Method("Fail", fleet_pb2.FailResponse)
 _RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
-_DOWNLOAD = Method("Download", model_pb2.Chunk)
+_DOWNLOAD = Method("Download", model_pb2.Chunk)  # whose messages are read by `pieces`
 _UPLOAD = Method("Upload", fleet_pb2.UploadResponse)
 
 _MAX_TRIES = 3
@@ -67,15 +68,16 @@ class Connection:
         """Gives an assignment up. No signal cancels it: it is what a client does when it stops."""
         self._call(_FAIL, request, StopSignal(), min(timeout_s, self._timeout_s))
 
-    def download(self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal) -> Generator[bytes]:
+    def download(
+        self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal
+    ) -> Generator[pieces.Bytes]:
         """The bytes of a model from an offset on, in pieces. Close the iterator when you stop early."""
         data = request.SerializeToString()
         used = self._access.let_in(_DOWNLOAD.path, data, signal)
         call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
         try:
             with signal.attached(call.cancel):
-                for chunk in call:
-                    yield chunk.data
+                yield from call
         except grpc.RpcError as exc:
             signal.check()
             raise self._final(used, translated(exc)) from exc
@@ -83,7 +85,7 @@ class Connection:
             call.cancel()
 
     def upload(
-        self, header: fleet_pb2.UploadHeader, parts: Iterator[bytes], timeout_s: float, signal: StopSignal
+        self, header: fleet_pb2.UploadHeader, parts: Iterator[pieces.Bytes], timeout_s: float, signal: StopSignal
     ) -> int:
         """Sends a header and then data; the number of bytes that the server has now."""
         first = fleet_pb2.UploadRequest(header=header).SerializeToString()
@@ -91,7 +93,7 @@ class Connection:
         def requests() -> Iterator[bytes]:
             yield first
             for part in parts:
-                yield fleet_pb2.UploadRequest(data=part).SerializeToString()
+                yield pieces.framed(pieces.UPLOAD, part)
 
         used = self._access.let_in(_UPLOAD.path, first, signal)
         try:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.cache import Part
 from fedplat_client.connection import Connection
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
 from fedplat_client.options import Backoff
 from fedplat_client.task import Control
 
+_SOON_S = 0.5
+"""A part that went within this time lets the next one be larger."""
 # The server has another number of bytes than we thought: ask it, and go on from there.
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
-    """Completes the file `part`, which holds the beginning of a model or does not exist yet.
+def download(connection: Connection, model: model_pb2.ModelRef, part: Part, control: Control) -> None:
+    """Completes a part, which holds the beginning of a model or nothing yet.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
     """
     patience = _Patience(control, "the download of the model")
-    while (have := _size_of(part, model)) < model.size_bytes:
+    if part.size > model.size_bytes:
+        part.restart()
+    while (have := part.size) < model.size_bytes:
         retry = None
         try:
             _append(connection, model, part, control)
@@ -36,9 +40,8 @@ def download(connection: Connection, model: model_pb2.ModelRef, part: Path, cont
             broken, retry = str(exc), exc.retry
         except CallRefusedError as exc:
             raise TransferError(f"the server does not send the model {model.digest}: {exc}") from exc
-        now = _size_of(part, model)
-        if now < model.size_bytes:
-            patience.broken(broken, retry, progress=now > have)
+        if part.size < model.size_bytes:
+            patience.broken(broken, retry, progress=part.size > have)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
         header = fleet_pb2.UploadHeader(token=token, digest=digest, size_bytes=size_bytes, offset=offset)
         retry = None
         try:
-            have = connection.upload(header, _parts(offset, content), _positive(control.remaining_s), control.signal)
+            parts = parts_of(content, offset, control.options.clock)
+            have = connection.upload(header, parts, _positive(control.remaining_s), control.signal)
             broken = "the server took a part only"
         except ServerUnavailableError as exc:
             have, broken, retry = None, str(exc), exc.retry
@@ -130,23 +134,14 @@ class _Patience:
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: model_pb2.ModelRef, part: Path, control: Control) -> None:
-    with part.open("ab") as file:
-        request = fleet_pb2.DownloadRequest(digest=model.digest, offset=file.tell())
-        pieces = connection.download(request, _positive(control.remaining_s), control.signal)
-        with contextlib.closing(pieces):
-            for piece in pieces:
-                if file.tell() + len(piece) > model.size_bytes:
-                    raise TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
-                file.write(piece)
-
-
-def _size_of(part: Path, model: model_pb2.ModelRef) -> int:
-    size = part.stat().st_size if part.exists() else 0
-    if size > model.size_bytes:
-        part.unlink()
-        return 0
-    return size
+def _append(connection: Connection, model: model_pb2.ModelRef, part: Part, control: Control) -> None:
+    request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
+    received = connection.download(request, _positive(control.remaining_s), control.signal)
+    with contextlib.closing(received):
+        for data in received:
+            if part.size + len(data) > model.size_bytes:
+                raise TransferError(f"the server sends more than the {model.size_bytes} bytes that it announced")
+            part.write(data)
 
 
 def _query(connection: Connection, token: str, digest: str, control: Control, broken: str) -> tuple[int | None, str]:
@@ -158,11 +153,17 @@ def _query(connection: Connection, token: str, digest: str, control: Control, br
         raise TransferError(f"the server does not take the update: {exc}") from exc
 
 
-def _parts(start: int, content: Content) -> Iterator[bytes]:
-    for part in content.pieces:
-        for begin in range(start, len(part), wire.UPLOAD_CHUNK_BYTES):
-            yield bytes(part[begin : begin + wire.UPLOAD_CHUNK_BYTES])
-        start = max(0, start - len(part))
+def parts_of(content: Content, start: int, clock: Callable[[], float]) -> Iterator[memoryview]:
+    """Content from an offset on: small parts on a slow line, and larger ones, which cost less, on a fast one."""
+    size = wire.UPLOAD_CHUNK_BYTES
+    for piece in content.pieces:
+        while start < len(piece):
+            began = clock()
+            yield piece[start : start + size]
+            start = min(start + size, len(piece))
+            fast = clock() - began < _SOON_S
+            size = min(2 * size, wire.CHUNK_BYTES) if fast else wire.UPLOAD_CHUNK_BYTES
+        start -= len(piece)
 
 
 def _positive(timeout_s: float) -> float:

@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fedplat import identity, wire
+from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.errors import (
     CallRefusedError,
@@ -108,9 +109,14 @@ class Method(Generic[Response]):
         return cast(Any, method).future(requests, timeout=timeout_s, metadata=metadata)
 
     def start_receiving(self, channel: grpc.Channel, request: bytes, timeout_s: float, metadata: Metadata) -> Any:
-        """Makes the call, whose answers come one by one."""
-        method = channel.unary_stream(self.path, response_deserializer=self.response.FromString)
+        """Makes the call, whose answers come one by one: the bytes of pieces of a file."""
+        method = channel.unary_stream(self.path, response_deserializer=_piece)
         return cast(Any, method)(request, timeout=timeout_s, metadata=metadata)
+
+
+def _piece(message: bytes) -> pieces.Bytes:
+    data = pieces.unframed(pieces.CHUNK, message)
+    return data if data is not None else model_pb2.Chunk.FromString(message).data
 
 
 Response_co = TypeVar("Response_co", covariant=True)

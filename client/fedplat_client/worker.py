@@ -134,8 +134,9 @@ class Worker:
             path = self.cache.find(model.digest)
             if path is None:
                 self.cache.make_room(model.digest, model.size_bytes)
-                transfer.download(self.connection, model, self.cache.part(model.digest), control)
-                path = self.cache.admit(model.digest)
+                with self.cache.part(model.digest) as part:
+                    transfer.download(self.connection, model, part, control)
+                    path = self.cache.admit(part, model.digest)
             return Parameters.open(path)
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()

@@ -11,11 +11,11 @@ METADATA_AUTHORIZATION: Final = "authorization"
 METADATA_RETRY: Final = "fedplat-retry-s"
 """Trailing metadata key of a refusal that may pass: when to come back, `<earliest> <latest>` in seconds from now."""
 
-CHUNK_BYTES: Final = 2 * 2**20
-"""Size of a chunk that a server sends, in bytes."""
+CHUNK_BYTES: Final = 2**20
+"""Size of a chunk that a server sends, and of the largest that a client sends, in bytes."""
 
 UPLOAD_CHUNK_BYTES: Final = 2**18
-"""Size of a chunk that a client sends, in bytes: a slow line needs to finish one before it breaks."""
+"""Size of the first chunk that a client sends, in bytes: a slow line needs to finish one before it breaks."""
 
 INLINE_BYTES: Final = 256 * 2**10
 """Largest update that may travel with its report, in bytes: for small ones an upload costs more than it saves."""

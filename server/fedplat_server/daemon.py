@@ -21,6 +21,7 @@ from fedplat.rounds.states import AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
+from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
@@ -251,6 +252,7 @@ class _Parts:
             peers=endpoint.peers,
             desk=Desk(),
             blobs=blobs,
+            chunks=Chunks(),
             uploads=uploads,
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),

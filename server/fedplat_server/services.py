@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
+from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
@@ -108,6 +109,7 @@ class Services:
     peers: Peers
     desk: Desk
     blobs: BlobStore
+    chunks: Chunks
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas

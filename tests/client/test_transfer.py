@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +263,17 @@ def test_a_model_of_many_chunks_moves_in_messages_below_the_limit(fleet: FakeFle
     assert fleet.uploads[digest] == trained_update(base).to_bytes()
 
 
+@pytest.mark.parametrize(("seconds", "largest"), [(0.01, wire.CHUNK_BYTES), (5.0, wire.UPLOAD_CHUNK_BYTES)])
+def test_parts_grow_where_the_line_is_fast(seconds: float, largest: int) -> None:
+    update = Parameters.from_arrays({"weight": np.arange(10**6, dtype=np.float32)})
+    content, header = update.to_bytes(), len(update.schema.header)
+    for start in (0, 1, header, header + 1, len(content) - 1, len(content)):
+        ticks = itertools.count(0.0, seconds)
+        parts = list(transfer.parts_of(transfer.Content.of(update), start, ticks.__next__))
+        assert b"".join(parts) == content[start:]
+        assert max(map(len, parts), default=0) == min(largest, len(content) - start)
+
+
 def test_the_digest_is_that_of_the_file(base: Parameters) -> None:
     content = transfer.Content.of(base)
     assert (content.to_bytes(), content.size_bytes) == (base.to_bytes(), len(base.to_bytes()))
@@ -279,8 +291,9 @@ class TestModelCache:
     def fill(self, cache: ModelCache, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
         cache.make_room(digest, len(content))
-        cache.part(digest).write_bytes(content)
-        cache.admit(digest)
+        with cache.part(digest) as part:
+            part.write(content)
+            cache.admit(part, digest)
         return digest
 
     def test_the_least_recently_used_model_goes_first(self, tmp_path: Path) -> None:
@@ -293,10 +306,10 @@ class TestModelCache:
 
     def test_leftovers_of_downloads_go_too(self, tmp_path: Path) -> None:
         cache = ModelCache(tmp_path / "models", limit_bytes=150)
-        stale = cache.part("a" * 64)
-        stale.write_bytes(b"x" * 100)
+        with cache.part("a" * 64) as stale:
+            stale.write(b"x" * 100)
         self.fill(cache, b"y" * 100)
-        assert not stale.exists()
+        assert not stale.path.exists()
 
     def test_the_model_in_use_stays_though_it_exceeds_the_limit(self, tmp_path: Path) -> None:
         cache = ModelCache(tmp_path / "models", limit_bytes=10)
@@ -306,8 +319,8 @@ class TestModelCache:
 
     def test_another_digest_is_refused(self, tmp_path: Path) -> None:
         cache = ModelCache(tmp_path / "models", limit_bytes=10)
-        part = cache.part("a" * 64)
-        part.write_bytes(b"x")
-        with pytest.raises(TransferError, match=hashlib.sha256(b"x").hexdigest()):
-            cache.admit("a" * 64)
-        assert not part.exists()
+        with cache.part("a" * 64) as part:
+            part.write(b"x")
+            with pytest.raises(TransferError, match=hashlib.sha256(b"x").hexdigest()):
+                cache.admit(part, "a" * 64)
+        assert not part.path.exists()

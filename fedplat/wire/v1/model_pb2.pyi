@@ -189,7 +189,7 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """A piece of a file, in order. Servers send 1-4 MiB at a time."""
+    """A piece of a file, in order. Servers send 1 MiB at a time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

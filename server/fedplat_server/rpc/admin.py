@@ -19,7 +19,7 @@ from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat.wire.v1 import admin_pb2
+from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import __version__, audit, files, upload_files
 from fedplat_server.audit import AuditEntry
 from fedplat_server.cluster import hop
@@ -175,8 +175,8 @@ class AdminService(MembersMethods, OperatorMethods):
         if found is None:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))
-        async for data in streams.read(self._services.blobs.path(found.digest), 0):
-            yield admin_pb2.ExportModelResponse(data=data)
+        async for message in streams.send(self._services.chunks, self._services.blobs.path(found.digest), 0):
+            yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     async def _act(self, name: str, action: Action) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id

@@ -23,8 +23,8 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import FAILURES, AttemptKind, Reason
-from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_server import __version__, intake, logs
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_server import __version__, files, intake, logs
 from fedplat_server.check_in import SOON, wait_for_work
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.rpc import convert, requests, streams
@@ -73,31 +73,34 @@ class FleetService(MembershipService):
             response.refusal.CopyFrom(convert.refusal(answer.reason, answer.retry))
         return response
 
-    async def Download(self, request: fleet_pb2.DownloadRequest, context: Context) -> AsyncIterator[model_pb2.Chunk]:
-        """Sends a model of one of the population's jobs."""
+    # Messages of files are bytes here, and not what the generated code makes of them: see `serving`.
+    async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: fleet_pb2.DownloadRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Sends a model of one of the population's jobs, as messages `Chunk`."""
         client = await self._client(context)
         digest = requests.digest(request.digest)
         if not await self._may_read(client, digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
         with self._services.quotas.stream(client.client_id):
-            async for data in streams.read(self._services.blobs.path(digest), request.offset):
+            async for message in streams.send(self._services.chunks, self._services.blobs.path(digest), request.offset):
                 await self._services.clients.find(client.client_id)  # it may be revoked meanwhile
-                yield model_pb2.Chunk(data=data)
+                yield message
 
-    async def Upload(
-        self, request_iterator: AsyncIterator[fleet_pb2.UploadRequest], context: Context
+    async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: AsyncIterator[streams.Part], context: Context
     ) -> fleet_pb2.UploadResponse:
         """Receives an update, from where it stopped."""
         messages = streams.steadily(request_iterator, self._limits)
         first = await anext(messages, None)  # before we know who calls: it is what was signed
         client = await self._client(context)
-        if first is None or first.WhichOneof("part") != "header":
+        if first is None or first.header is None:
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
         with self._services.quotas.stream(client.client_id):
             return await self._receive(client, first.header, messages)
 
     async def _receive(
-        self, client: ClientRecord, header: fleet_pb2.UploadHeader, messages: AsyncIterator[fleet_pb2.UploadRequest]
+        self, client: ClientRecord, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.Part]
     ) -> fleet_pb2.UploadResponse:
         key, _ = await self._open_assignment(client, header.token)
         await self._check_size(key, client.client_id, header.size_bytes)
@@ -110,7 +113,7 @@ class FleetService(MembershipService):
             found = self._services.runner.coordinator.find(key, client.client_id)
             return found is not None and found[1].is_busy
 
-        async def parts() -> AsyncIterator[bytes]:
+        async def parts() -> AsyncIterator[files.Bytes]:
             async for part in messages:
                 await self._count_bytes(key, client.client_id, len(part.data))
                 yield part.data

@@ -23,6 +23,7 @@ from fedplat_server.rpc.boundary import Boundary
 from fedplat_server.rpc.fleet import FleetService
 from fedplat_server.rpc.gate import Gate
 from fedplat_server.rpc.health import Health
+from fedplat_server.rpc.streams import Part
 from fedplat_server.services import Services
 from fedplat_server.tls import Certificates, TlsFiles
 
@@ -50,9 +51,25 @@ def route(services: Services) -> Here:
     """Where calls go in a daemon that leads: to its own services, past the gate."""
     gate = Gate(services.store, services.config.limits.refusal_delay_s, services.lease.secret)
     collector = cast(Any, Collector())  # what the generated code takes for a server
-    fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(services), collector)
+    fleet = FleetService(services)
+    fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
-    return Here(collector.handlers, gate.admit)
+    return Here([_streams(fleet), *collector.handlers], gate.admit)
+
+
+def _streams(fleet: FleetService) -> grpc.GenericRpcHandler:
+    """The methods that move files, whose messages the generated code would copy several times."""
+    methods = {
+        "Download": grpc.unary_stream_rpc_method_handler(
+            cast(Any, fleet.Download), request_deserializer=fleet_pb2.DownloadRequest.FromString
+        ),
+        "Upload": grpc.stream_unary_rpc_method_handler(
+            cast(Any, fleet.Upload),
+            request_deserializer=Part.of,
+            response_serializer=fleet_pb2.UploadResponse.SerializeToString,
+        ),
+    }
+    return grpc.method_handlers_generic_handler(_SERVICES[0], methods)
 
 
 def _of_both(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCredentials:

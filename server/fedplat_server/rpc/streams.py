@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from fedplat import wire
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat.wire import pieces
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import crash, files, intake
 from fedplat_server.blobs import Blob, BlobStore
+from fedplat_server.chunks import Chunks
 from fedplat_server.config import Limits
 from fedplat_server.errors import UploadError
 from fedplat_server.rpc import quotas, requests
 from fedplat_server.rpc.errors import Code, RefusedError
-from fedplat_server.uploads import UploadKey, UploadStore
+from fedplat_server.uploads import Upload, UploadKey, UploadStore
 
-Message = TypeVar("Message", fleet_pb2.UploadRequest, admin_pb2.UploadModelRequest)
+
+class Carrier(Protocol):
+    """A message that carries bytes."""
+
+    @property
+    def data(self) -> files.Bytes:
+        """The bytes."""
+        ...
+
+
+Message = TypeVar("Message", bound=Carrier)
+
+
+class Part(NamedTuple):
+    """A message of an upload: its header, or bytes, which are still those that gRPC received."""
+
+    data: files.Bytes
+    header: fleet_pb2.UploadHeader | None = None
+
+    @classmethod
+    def of(cls, message: bytes) -> Part:
+        """Reads a message. Raises `DecodeError`."""
+        data = pieces.unframed(pieces.UPLOAD, message)
+        if data is not None:
+            return cls(data)
+        request = fleet_pb2.UploadRequest.FromString(message)
+        return cls(request.data, request.header if request.HasField("header") else None)
 
 
 async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
@@ -32,7 +58,8 @@ async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGen
     progress = quotas.Progress(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
     while True:
         try:
-            message = await asyncio.wait_for(anext(messages, None), progress.left_s(clock()))
+            async with asyncio.timeout(progress.left_s(clock())):  # `wait_for` would make a task for each message
+                message = await anext(messages, None)
         except TimeoutError as exc:
             least = f"fewer than {limits.min_bytes_per_s:g} bytes a second in {limits.idle_s:g} s"
             raise RefusedError(Code.TOO_SLOW, least) from exc
@@ -42,36 +69,24 @@ async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGen
         yield message
 
 
-async def read(path: Path, offset: int) -> AsyncIterator[bytes]:
-    """The bytes of a file from an offset on. Raises `RefusedError` for an offset beyond its end."""
+async def send(chunks: Chunks, path: Path, offset: int) -> AsyncIterator[bytes]:
+    """A model from an offset on, as messages `Chunk`. Raises `RefusedError` for an offset beyond its end."""
     try:
-        file, left = await asyncio.to_thread(_open_at, path, offset)
+        size_bytes = (await asyncio.to_thread(path.stat)).st_size
     except FileNotFoundError as exc:
         raise RefusedError(Code.NO_SUCH_MODEL) from exc
-    try:
-        if left < 0:
-            raise RefusedError(Code.WRONG_OFFSET, f"offset {offset} of a file of {offset + left} bytes")
-        while left and (data := await asyncio.to_thread(file.read, wire.CHUNK_BYTES)):
-            left -= len(data)
-            yield data
-    finally:
-        file.close()
-
-
-def _open_at(path: Path, offset: int) -> tuple[FileIO, int]:
-    """The file, and how many bytes it has from the offset on."""
-    file = FileIO(path)
-    left = file.seek(0, os.SEEK_END) - offset
-    if left > 0:
-        file.seek(offset)
-    return file, left
+    if offset > size_bytes:
+        raise RefusedError(Code.WRONG_OFFSET, f"offset {offset} of a file of {size_bytes} bytes")
+    async with contextlib.aclosing(chunks.messages(path, offset, size_bytes)) as messages:
+        async for message in messages:
+            yield message
 
 
 async def receive(
     uploads: UploadStore,
     key: UploadKey,
     header: fleet_pb2.UploadHeader,
-    parts: AsyncIterator[bytes],
+    parts: AsyncIterator[files.Bytes],
     still_wanted: Callable[[], bool],
 ) -> int:
     """Appends parts to an upload until they end; returns how many bytes there are. Raises `RefusedError`."""
@@ -79,10 +94,7 @@ async def receive(
     try:
         upload = await asyncio.to_thread(uploads.open, key, digest, header.size_bytes, header.offset)
         try:
-            async for data in parts:
-                if not still_wanted():
-                    raise RefusedError(Code.STALE_ASSIGNMENT)
-                await asyncio.to_thread(upload.write, data)
+            await _write(upload, parts, still_wanted)
             if upload.received == header.size_bytes:
                 await asyncio.to_thread(upload.finish)  # bytes that are not those of the digest start again at 0
         finally:
@@ -90,6 +102,22 @@ async def receive(
     except UploadError as exc:
         raise RefusedError(Code.WRONG_OFFSET, str(exc)) from exc
     return upload.received
+
+
+async def _write(upload: Upload, parts: AsyncIterator[files.Bytes], still_wanted: Callable[[], bool]) -> None:
+    """Hashes and stores each part in a thread, while the next one is being received; never more than these two."""
+    writing: asyncio.Future[None] | None = None
+    loop = asyncio.get_running_loop()
+    try:
+        async for data in parts:
+            if not still_wanted():
+                raise RefusedError(Code.STALE_ASSIGNMENT)
+            if writing is not None:
+                await writing
+            writing = loop.run_in_executor(None, upload.write, data)
+    finally:
+        if writing is not None:
+            await writing
 
 
 async def receive_inline(uploads: UploadStore, key: UploadKey, digest: str, update: bytes) -> bool:
@@ -113,7 +141,7 @@ def _take_whole(uploads: UploadStore, key: UploadKey, digest: str, update: bytes
     return True
 
 
-async def store_model(blobs: BlobStore, parts: AsyncIterator[bytes], limit_bytes: int) -> Blob:
+async def store_model(blobs: BlobStore, parts: AsyncIterator[files.Bytes], limit_bytes: int) -> Blob:
     """Writes a model that arrives in parts into the blob store, in canonical form. Raises `RefusedError`."""
     with (
         files.translated("receiving a model"),

@@ -1,0 +1,190 @@
+"""How fast do models go down to clients, and updates up to the server?
+
+    python benchmarks/transfer.py [--clients 10] [--model-bytes 100000000] [--repeat 5]
+
+A real `fedplat-server` process and clients, each a process, with all that belongs to a transfer: signatures, SHA-256
+at both ends, the model in the client's cache, the update in the server's spool. Beside it, in the same minutes and one
+after the other: the same bytes through streams of `grpc.aio` that do nothing else, and through one TCP connection.
+A direction lasts from the moment when all are told to begin until the last is done. CPU seconds count all threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import report
+from deployment import HERE, JOB, Deployment, serve
+from fedplat.cli import submission
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """A process of `transfer_ends.py`."""
+
+    process: subprocess.Popen[str]
+
+    def read(self) -> str:
+        """The next line that it says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a process of the benchmark ended; see above")
+        return line.strip()
+
+    def ask(self, direction: str) -> None:
+        """Lets it begin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{direction}\n")
+        self.process.stdin.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A server and its clients, ready."""
+
+    name: str
+    server_pid: int
+    clients: Sequence[End]
+
+    def move(self, direction: str, num_clients: int) -> tuple[float, float, float]:
+        """Moves the model to, or an update from, so many clients: seconds, CPU seconds of the server and of them."""
+        busy = self.clients[:num_clients]
+        before, began = cpu_seconds(self.server_pid), time.perf_counter()
+        for end in busy:
+            end.ask(direction)
+        spent = sum(json.loads(end.read())["cpu_s"] for end in busy)
+        return time.perf_counter() - began, cpu_seconds(self.server_pid) - before, spent
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used up so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def ends(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
+    """Processes of one role."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+    program = [sys.executable, str(HERE / "transfer_ends.py"), role]
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for each in arguments:
+            command = [*program, *map(str, each)]
+            pipe = subprocess.PIPE
+            running.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+        yield [End(process) for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            with process:
+                pass
+
+
+@contextlib.contextmanager
+def sides(folder: Path, tls: bool, clients: int, size: int, chunk: int) -> Generator[list[Side]]:
+    """fedplat, raw gRPC and (without TLS) TCP, all of them ready."""
+    with contextlib.ExitStack() as stack:
+        deployment = stack.enter_context(serve(folder, insecure=not tls))
+        pki = folder / "pki"
+        found = [Side("fedplat", deployment.server.pid, stack.enter_context(working(deployment, clients, size)))]
+        shown = [pki / "server.key", pki / "server.pem"] if tls else ["", ""]
+        (server,) = stack.enter_context(ends("raw-server", [[size, chunk, *shown]]))
+        raw = [[int(server.read()), size, chunk, pki / "ca.pem" if tls else ""]] * clients
+        found.append(Side("raw gRPC", server.process.pid, stack.enter_context(ready("raw-client", raw))))
+        if not tls:
+            (server,) = stack.enter_context(ends("tcp-server", [[size, chunk]]))
+            tcp = [[int(server.read()), size, chunk]]
+            found.append(Side("raw TCP", server.process.pid, stack.enter_context(ready("tcp-client", tcp))))
+        yield found
+
+
+@contextlib.contextmanager
+def ready(role: str, arguments: Sequence[Sequence[object]]) -> Generator[list[End]]:
+    """Processes that have said that they are ready."""
+    with ends(role, arguments) as started:
+        for end in started:
+            assert end.read() == "ready"
+        yield started
+
+
+@contextlib.contextmanager
+def working(deployment: Deployment, clients: int, size: int) -> Generator[list[End]]:
+    """Clients of fedplat, each of which has an assignment."""
+    model = Parameters.from_arrays({"weight": np.zeros(size // 4, np.float32)})
+    text = JOB.format(rounds=1, clients=clients)
+    ticket = deployment.folder / "ticket"
+    with deployment.admin() as admin:
+        enrolment = admin.create_enrolment(deployment.population, clients, 600.0, deployment.address)
+        ticket.write_text(enrolment.ticket)
+        submission.submit(admin, submission.Submission(text, parse_job(text), model))
+        folders = [deployment.folder / f"client-{index}" for index in range(clients)]
+        with ready("fedplat-client", [[ticket, folder] for folder in folders]) as started:
+            yield started
+
+
+def measure(tls: bool, clients: int, size: int, chunk: int, repeat: int) -> list[tuple[report.Cell, ...]]:
+    """One row for each side, direction and number of clients."""
+    rows: list[tuple[report.Cell, ...]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sides(Path(folder), tls, clients, size, chunk) as found,
+    ):
+        for direction in ("down", "up"):
+            for count in dict.fromkeys((1, clients)):
+                there = [side for side in found if len(side.clients) >= count]
+                for side in there:
+                    side.move(direction, count)
+                runs = [[side.move(direction, count) for side in there] for _ in range(repeat)]
+                medians = [
+                    [statistics.median(values) for values in zip(*run, strict=True)] for run in zip(*runs, strict=True)
+                ]
+                limit_s = medians[[side.name for side in there].index("raw gRPC")][0]
+                volume = count * size / GB
+                for side, (wall_s, server_s, client_s) in zip(there, medians, strict=True):
+                    security = "TLS" if tls else "plain"
+                    key = (f"{direction}, {count} client{'s' * (count > 1)}", security, side.name)
+                    cost = (volume / wall_s, server_s / volume, client_s / volume)
+                    rows.append((*key, *cost, wall_s / limit_s))
+    return rows
+
+
+def main(
+    clients: Annotated[int, typer.Option(min=1, help="Client processes.")] = 10,
+    model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 100_000_000,
+    chunk_bytes: Annotated[int, typer.Option(min=1, help="Chunk of the raw streams.")] = 2**20,
+    repeat: Annotated[int, typer.Option(min=1, max=3, help="Measurements, of which the median is shown.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+) -> None:
+    """Measure transfers down and up, of one client and of several at once, against what the machine can do."""
+    one = functools.partial(measure, clients=clients, size=model_bytes, chunk=chunk_bytes, repeat=repeat)
+    columns = ("what", "security", "by", "GB/s", "server CPU s/GB", "client CPU s/GB", "x raw gRPC")
+    rows = [*one(False), *one(True)]
+    title = f"Models of {model_bytes / 1e6:g} MB down to clients, updates up"
+    answer = report.Report(name="transfer", title=title, columns=columns, rows=tuple(rows))
+    report.finish(answer, as_json, save)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,203 @@
+"""The ends of `transfer.py`, each a process: it says "ready", then does what each line on its stdin asks for.
+
+A line names the direction; the answer is one line of JSON, the seconds and the CPU seconds that it took here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+from grpc import aio
+
+from fedplat import wire
+from fedplat.identity import Ticket
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_client import transfer, transport
+from fedplat_client.access import SignedAccess
+from fedplat_client.cache import ModelCache
+from fedplat_client.connection import Connection
+from fedplat_client.identity import DataDirectory
+from fedplat_client.session import Door, Profile, Session
+from fedplat_client.stopping import StopSignal
+from fedplat_client.task import Control
+
+DOWN, UP = "/raw/Down", "/raw/Up"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+)
+
+
+def pieces(size: int, chunk: int) -> list[bytes]:
+    """So many bytes, in chunks."""
+    return [os.urandom(1) * min(chunk, size - start) for start in range(0, size, chunk)]
+
+
+def raw_server(size: int, chunk: int, key: str, certificate: str) -> None:
+    """A server of `grpc.aio` that sends and takes bytes, and does nothing else with them."""
+    asyncio.run(_serve(size, chunk, key, certificate))
+
+
+async def _serve(size: int, chunk: int, key: str, certificate: str) -> None:
+    model = pieces(size, chunk)
+
+    async def down(request: bytes, context: object) -> AsyncIterator[bytes]:
+        for piece in model:
+            yield piece
+
+    async def up(requests: AsyncIterator[bytes], context: object) -> bytes:
+        async for _ in requests:
+            pass
+        return b""
+
+    handlers = {
+        "Down": grpc.unary_stream_rpc_method_handler(cast(Any, down)),
+        "Up": grpc.stream_unary_rpc_method_handler(cast(Any, up)),
+    }
+    server = aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
+    if key:
+        pair = (Path(key).read_bytes(), Path(certificate).read_bytes())
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+
+def raw_client(port: int, size: int, chunk: int, ca: str) -> None:
+    """A client of it."""
+    asyncio.run(_call(port, size, chunk, ca))
+
+
+async def _call(port: int, size: int, chunk: int, ca: str) -> None:
+    address = f"127.0.0.1:{port}"
+    if ca:
+        channel = aio.secure_channel(address, grpc.ssl_channel_credentials(Path(ca).read_bytes()), options=_OPTIONS)
+    else:
+        channel = aio.insecure_channel(address, options=_OPTIONS)
+    await channel.channel_ready()
+    update = pieces(size, chunk)
+
+    async def down() -> None:
+        async for _ in cast(Any, channel.unary_stream(DOWN))(b""):
+            pass
+
+    async def up() -> None:
+        await cast(Any, channel.stream_unary(UP))(iter(update))
+
+    def awaited(call: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+        return lambda: asyncio.run_coroutine_threadsafe(cast(Any, call()), loop).result()
+
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(answer, {"down": awaited(down), "up": awaited(up)})
+
+
+def tcp_server(size: int, chunk: int) -> None:
+    """Sends and takes bytes over one plain TCP connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    connection, _ = listener.accept()
+    data, into = bytes(size), bytearray(chunk)
+    while word := connection.recv(1):
+        if word == b"d":
+            connection.sendall(data)
+        else:
+            _take(connection, size, into)
+            connection.sendall(b".")
+
+
+def tcp_client(port: int, size: int, chunk: int) -> None:
+    """The other end of it."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    data, into = bytes(size), bytearray(chunk)
+
+    def down() -> None:
+        connection.sendall(b"d")
+        _take(connection, size, into)
+
+    def up() -> None:
+        connection.sendall(b"u")
+        connection.sendall(data)
+        connection.recv(1)
+
+    answer({"down": down, "up": up})
+
+
+def _take(connection: socket.socket, size: int, into: bytearray) -> None:
+    while size:
+        size -= connection.recv_into(into, min(size, len(into)))
+
+
+def fedplat_client(ticket: str, folder: str) -> None:
+    """A client as it works on an assignment: a model becomes a file of the cache, an update is a new one each time."""
+    asked = Ticket.from_text(Path(ticket).read_text())
+    directory = DataDirectory(Path(folder), asked.server, asked.population)
+    with directory.locked():
+        known = directory.identity(asked)
+        channel = transport.connect(known.server, tls=known.tls, ca=known.ca)
+        access = SignedAccess(channel, directory.signing_key(known), 30.0)
+        connection, stop = Connection(access, 30.0), StopSignal()
+        profile = Profile(population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked)
+        session = Session(Door(access, connection), directory, known, profile, stop)
+        session.enrol()
+        reply = session.check_in(60.0)
+        while not reply.HasField("assignment"):
+            reply = session.check_in(60.0)
+        _work(connection, directory.models, reply.assignment)
+
+
+def _work(connection: Connection, models: Path, assignment: fleet_pb2.Assignment) -> None:
+    cache = ModelCache(models, 2**40)
+    control = Control(assignment.training_timeout_s, assignment.upload_timeout_s)
+    model = assignment.model
+
+    def down() -> None:
+        for path in models.iterdir():
+            path.unlink()
+        with cache.part(model.digest) as part:
+            transfer.download(connection, model, part, control)
+            cache.admit(part, model.digest)
+
+    down()
+    update = Parameters.open(cache.find(model.digest) or "").copy()
+
+    def up() -> None:
+        update.buffer[:4] = np.frombuffer(os.urandom(3) + b"\0", np.uint8)
+        transfer.upload(connection, assignment.token, transfer.Content.of(update), control)
+
+    answer({"down": down, "up": up})
+
+
+def answer(directions: dict[str, Callable[[], None]]) -> None:
+    """Does what is asked for, until nobody asks any more."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        directions[line.strip()]()
+        done = {"seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        print(json.dumps(done), flush=True)
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "raw-server": raw_server,
+    "raw-client": raw_client,
+    "tcp-server": tcp_server,
+    "tcp-client": tcp_client,
+    "fedplat-client": fedplat_client,
+}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](*(int(value) if value.isdigit() else value for value in sys.argv[2:]))
