@@ -206,15 +206,16 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         """
         if difference := self.schema.difference_from(base.schema):
             raise ModelError(difference)
-        result = self.copy()
+        result = Parameters(self.schema, np.empty_like(self.buffer))
         with np.errstate(over="ignore"):
             for run in self.schema.segments:
-                if run.dtype in FLOATING:
-                    view, origin = result.segment(run), base.segment(run)
-                    if run.dtype in ("F64", "F32"):
-                        np.subtract(view, origin, out=view)
-                    else:
-                        view[...] = view.astype(np.float32) - origin.astype(np.float32)
+                view, trained, origin = (values.segment(run) for values in (result, self, base))
+                if run.dtype not in FLOATING:
+                    view[...] = trained
+                elif run.dtype in ("F64", "F32"):
+                    np.subtract(trained, origin, out=view)
+                else:
+                    view[...] = trained.astype(np.float32) - origin.astype(np.float32)
         return result
 
     def is_finite(self) -> bool:
