@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedplat.aggregate.accumulator import Accumulator, state_from_bytes, state_to_bytes
+from fedplat.aggregate.accumulator import Accumulator, Part
 from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
 from fedplat.aggregate.clip import clip_by_norm, l2_norm
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
@@ -26,6 +26,7 @@ from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.aggregate.state import first_columns, read_columns, state_from_bytes, state_schema, state_to_bytes
 
 Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad
 """The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
@@ -48,12 +49,15 @@ __all__ = [
     "FedAvgM",
     "FedYogi",
     "Options",
+    "Part",
     "Partial",
     "Rule",
     "State",
     "Wrapper",
     "clip_by_norm",
+    "first_columns",
     "l2_norm",
+    "read_columns",
     "server_adagrad",
     "server_adam",
     "server_momentum",
@@ -61,6 +65,7 @@ __all__ = [
     "server_sgd",
     "server_yogi",
     "state_from_bytes",
+    "state_schema",
     "state_to_bytes",
     "weighted_mean",
 ]

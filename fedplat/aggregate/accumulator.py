@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Rule, State
+from fedplat.aggregate.state import columns, columns_of, joined
 from fedplat.errors import ModelError
-from fedplat.model import DTYPES, FLOATING, Parameters, Schema, Segment, Values, Vector, blocks
+from fedplat.model import (
+    DTYPES,
+    FLOATING,
+    WINDOW,
+    ModelFile,
+    Parameters,
+    Read,
+    Schema,
+    Segment,
+    Values,
+    Vector,
+    all_finite,
+    blocks,
+    moved,
+    read_run,
+)
+
+
+class Part(NamedTuple):
+    """A part of the result: the next entries of the model's flat buffer, and the next column of the state, if any.
+
+    Valid until the next part is drawn.
+    """
+
+    model: npt.NDArray[Any]
+    state: State | None = None
 
 
 class Accumulator:
@@ -17,8 +45,8 @@ class Accumulator:
 
     Floating-point entries go through the rule. Other entries are carried as the schema says: "keep" leaves
     the base version's value, "max" takes the largest value of the folded updates, entry by entry (for
-    booleans: true if one was true). Memory is one float32 vector and the carried entries; it does not grow
-    with the updates.
+    booleans: true if one was true). Memory is one float32 vector, the carried entries and a few windows; it does
+    not grow with the updates.
 
     >>> base = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
     >>> rule = weighted_mean()
@@ -57,17 +85,65 @@ class Accumulator:
             self._carry_largest(update)
 
     def finish(self, base: Parameters, state: State) -> tuple[Parameters, State]:
-        """The next model version and the rule's next state; changes neither argument, and may be repeated.
+        """The next model version and the rule's next state, in memory; what is said of `parts` holds for it."""
+        model, end = Parameters.zeros(base.schema), 0
+        next_state: list[State] = []
+        for part in self.parts(base, columns_of(state, base.schema.num_floating)):
+            content = part.model.view(np.uint8)
+            model.buffer[end : end + content.size] = content
+            end += content.size
+            if part.state is not None:
+                next_state.append({name: vector.copy() for name, vector in part.state.items()})
+        return model, joined(next_state)
 
-        Raises `ModelError` when the schema of `base` is another, `ValueError` when the rule has no result,
-        since no update was folded, say.
+    def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
+        """The next model version and the rule's next state, part by part; changes nothing, and may be repeated.
+
+        `state` are the columns of the last state. Memory is a few windows, unless the rule is not `blockwise`.
+        Raises `ModelError` when the schema of `base` is another or, wherever it shows, when the result is not finite:
+        finite updates may add up to more than float32 holds, and no job recovers from such a version. Raises
+        `ValueError` when the rule has no result, since no update was folded, say.
         """
         self._check(base, "base version")
-        step, next_state = self._rule.apply(state, self._partial)
-        model = base.plus(step)
-        for run, largest in self._carried.items():
-            model.segment(run)[...] = largest
-        return model, next_state
+        steps, step, used = self._steps(state), np.empty(0, np.float32), 0
+        with base.reader(8 * WINDOW) as read:
+            for run in self._schema.segments:
+                if run.dtype not in FLOATING:
+                    yield from (Part(values) for values in self._carry(read, run))
+                    continue
+                first = 0
+                while first < run.count:
+                    remembered = None
+                    if used == step.size:
+                        (step, remembered), used = next(steps), 0
+                        _check_finite(*remembered.values())
+                    count = min(run.count - first, step.size - used)
+                    values = moved(read_run(read, run, first, count), step[used : used + count])
+                    _check_finite(values)
+                    yield Part(values, remembered)
+                    first, used = first + count, used + count
+        for _, remembered in steps:  # the one column of a model without floating-point entries
+            yield Part(np.empty(0, np.uint8), remembered)
+
+    def _steps(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
+        """The rule's step and next state, column by column."""
+        rule, partial, size = self._rule, self._partial, self._schema.num_floating
+        if not rule.blockwise:
+            with np.errstate(all="ignore"):
+                step, whole = rule.apply(joined(state), partial)
+            for column, remembered in zip(columns(size), columns_of(whole, size), strict=True):
+                yield step[column], remembered
+            return
+        for column, remembered in zip(columns(size), state, strict=True):
+            part = dataclasses.replace(partial, total=partial.total[column])
+            with np.errstate(all="ignore"):  # what is not finite is found in the result
+                result = rule.apply(remembered, part)
+            yield result
+
+    def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        largest = self._carried.get(run)
+        for block in blocks(run.count, WINDOW):
+            yield largest[block] if largest is not None else read_run(read, run, block.start, block.stop - block.start)
 
     def _carry_largest(self, update: Values) -> None:
         for run in self._schema.segments:
@@ -87,21 +163,6 @@ class Accumulator:
             raise ModelError(f"the {what} does not fit the attempt: {difference}")
 
 
-def state_to_bytes(state: State) -> bytes:
-    """A rule's state as a safetensors file; nothing remembered is no bytes."""
-    return Parameters.from_arrays(state).to_bytes() if state else b""
-
-
-def state_from_bytes(data: bytes) -> State:
-    """The state that `state_to_bytes` wrote, bit for bit; read-only. Raises `ModelError` when it is none."""
-    if not data:
-        return {}
-    parameters = Parameters.from_bytes(data)
-    state: dict[str, Vector] = {}
-    for name, vector in parameters.items():
-        if vector.dtype != np.float32 or vector.ndim != 1:
-            raise ModelError(
-                f"the remembered {name!r} is {vector.dtype} {list(vector.shape)}; expected a float32 vector"
-            )
-        state[name] = vector
-    return state
+def _check_finite(*arrays: npt.NDArray[Any]) -> None:
+    if not all(all_finite(values) for values in arrays):
+        raise ModelError("the aggregate of the updates is not finite: some of them are far too large")

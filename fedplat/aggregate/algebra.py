@@ -12,6 +12,13 @@ the reduction over clients spelled out so that it can stream):
 
 `fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update. What
 `fold` refuses with a `ValueError` has changed nothing; when reading the update fails, the partial result is lost.
+
+A rule is *blockwise* if `init` and `apply` treat the model's entries in blocks: given slices of the state and of the
+total that begin at a multiple of `BLOCK` entries, they give the same bits as this slice of the whole. Then the end
+of an attempt is computed slice by slice, and no vector of the model's size but the total is in memory. All rules of
+this package are. One that looks at the whole step, for its norm say, or that counts entries from the model's beginning,
+must declare `blockwise=False`, and whatever wraps it keeps that: then all its vectors are in memory at once.
+
 New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
 """
 
@@ -52,6 +59,7 @@ class Rule:
     fold: Callable[[Partial, Blocks, float], Partial]
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
+    blockwise: bool = True
 
 
 Wrapper = Callable[[Rule], Rule]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedplat.aggregate.algebra import Partial, Rule, State
-from fedplat.model import BLOCK, Blocks, Vector, blocks
+from fedplat.model import WINDOW, Blocks, Vector, windows
 
 MAX_WEIGHT = 1e30
 """Weights beyond it would leave the range of the float32 sums."""
@@ -39,12 +39,15 @@ def _fold(partial: Partial, update: Blocks, weight: float) -> Partial:
     _check_fits(total, update.size)
     if not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(f"the weight is {weight}; expected a number from 0 to {MAX_WEIGHT:g}")
-    scratch = np.empty(min(BLOCK, total.size), np.float32)
-    for block, values in zip(blocks(total.size), update, strict=True):
-        part = total[block]
+    scratch = np.empty(min(WINDOW, total.size), np.float32)
+    start = 0
+    for values in windows(update):
+        part = total[start : start + values.size]
         # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.
-        scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: part.size])
+        scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: values.size])
         np.add(part, scaled, out=part)
+        start += values.size
+    assert start == total.size
     return Partial(total, partial.weight + weight, partial.num_updates + 1)
 
 

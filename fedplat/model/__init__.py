@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,10 @@ import numpy.typing as npt
 
 from fedplat.errors import ModelError
 from fedplat.model import header
-from fedplat.model.blocks import BLOCK, Blocks, Vector, VectorBlocks, blocks, is_finite
+from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, windows
+from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
-from fedplat.model.values import Bytes, FloatingBlocks, Values
+from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, moved, read_run
 
 if TYPE_CHECKING:
     import torch
@@ -35,18 +37,25 @@ __all__ = [
     "BLOCK",
     "DTYPES",
     "FLOATING",
+    "WINDOW",
     "Blocks",
     "Bytes",
     "Carry",
+    "ModelFile",
     "Parameters",
+    "Read",
     "Schema",
     "Segment",
     "TensorSpec",
     "Values",
     "Vector",
     "VectorBlocks",
+    "all_finite",
     "blocks",
     "is_finite",
+    "moved",
+    "read_run",
+    "windows",
 ]
 
 
@@ -168,12 +177,16 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     def to_blocks(self) -> Blocks:
         """The entries of `to_vector`, block by block: views where they are float32, else converted as they are read."""
-        return FloatingBlocks(self.schema, lambda: self._read)
+        return FloatingBlocks(self.schema, lambda: self.reader(0))
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype in blocks, which are views."""
         values = self.segment(run)
         return (values[block] for block in blocks(values.size))
+
+    def reader(self, longest: int) -> AbstractContextManager[Read]:
+        """Reads of the flat buffer, `longest` bytes or more at a time, as views."""
+        return nullcontext(self._read)
 
     def _read(self, start: int, size: int) -> Bytes:
         return self.buffer[start : start + size]
@@ -187,16 +200,13 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
             raise ModelError(f"the step has shape {step.shape}; expected ({self.schema.num_floating},)")
         result = self.copy()
         start = 0
-        with np.errstate(over="ignore"):
-            for run in self.schema.segments:
-                if run.dtype in FLOATING:
-                    view = result.segment(run)
-                    part = step[start : start + run.count]
-                    if run.dtype in ("F64", "F32"):
-                        np.add(view, part, out=view)
-                    else:
-                        view[...] = view.astype(np.float32) + part
-                    start += run.count
+        for run in self.schema.segments:
+            if run.dtype in FLOATING:
+                view = result.segment(run)
+                for block in blocks(run.count):
+                    part = view[block]
+                    part[...] = moved(part, step[start : start + part.size])
+                    start += part.size
         return result
 
     def minus(self, base: Parameters) -> Parameters:

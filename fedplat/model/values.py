@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.model.blocks import BLOCK, Blocks, Vector, blocks
+from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, blocks
 from fedplat.model.schema import DTYPES, FLOATING, Schema, Segment
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -21,8 +22,8 @@ Read: TypeAlias = Callable[[int, int], Bytes]
 class Values(Protocol):
     """The values of a model or an update, which may be read as often as wanted and need not be in memory as a whole.
 
-    `Parameters` are one; so is whatever else can give the floating-point entries as float32 blocks and the others
-    as they are.
+    `Parameters` and `ModelFile` are; so is whatever else can give the floating-point entries as float32 blocks and the
+    others as they are.
     """
 
     @property
@@ -40,15 +41,15 @@ class Values(Protocol):
 
 
 class FloatingBlocks:
-    """The floating-point entries of a flat buffer as float32 `Blocks`; a float32 block is handed on as it was read.
+    """The floating-point entries of a flat buffer as float32 `Blocks`; float32 is handed on as it was read.
 
     A float64 entry beyond the range of float32 becomes infinite, without a warning.
     """
 
-    def __init__(self, schema: Schema, read: Callable[[], Read]) -> None:
-        """`read()` is called for each pass: readers of the same values do not share what they read into."""
+    def __init__(self, schema: Schema, reader: Callable[[], AbstractContextManager[Read]]) -> None:
+        """`reader()` is called for each pass, so that passes do not share what they read into."""
         self._schema = schema
-        self._read = read
+        self._reader = reader
 
     @property
     def size(self) -> int:
@@ -57,23 +58,30 @@ class FloatingBlocks:
 
     def __iter__(self) -> Iterator[Vector]:
         """The blocks, in order."""
-        read, scratch = self._read(), np.empty(0, np.float32)
-        pieces = _pieces(self._schema)
-        for block in blocks(self.size):
-            count = block.stop - block.start
-            run, first, part = next(pieces)
-            if part == count and run.dtype == "F32":
-                yield read_run(read, run, first, part)
-                continue
-            if not scratch.size:
-                scratch = np.empty(min(BLOCK, self.size), np.float32)
-            end = part
-            _convert(read_run(read, run, first, part), scratch[:part])
-            while end < count:
-                run, first, part = next(pieces)
-                _convert(read_run(read, run, first, part), scratch[end : end + part])
-                end += part
-            yield scratch[:count]
+        return self._parts(BLOCK)
+
+    def windows(self) -> Iterator[Vector]:
+        """The elements, `WINDOW` at a time."""
+        return self._parts(WINDOW)
+
+    def _parts(self, length: int) -> Iterator[Vector]:
+        pieces, scratch = _pieces(self._schema, length), np.empty(0, np.float32)
+        with self._reader() as read:
+            for part in blocks(self.size, length):
+                count = part.stop - part.start
+                run, first, end = next(pieces)
+                values = read_run(read, run, first, end)
+                if end == count and run.dtype == "F32":
+                    yield values
+                    continue
+                if not scratch.size:
+                    scratch = np.empty(min(length, self.size), np.float32)
+                _convert(values, scratch[:end])
+                while end < count:
+                    run, first, more = next(pieces)
+                    _convert(read_run(read, run, first, more), scratch[end : end + more])
+                    end += more
+                yield scratch[:count]
 
 
 def read_run(read: Read, run: Segment, first: int, count: int) -> npt.NDArray[Any]:
@@ -82,25 +90,40 @@ def read_run(read: Read, run: Segment, first: int, count: int) -> npt.NDArray[An
     return read(run.offset + first * dtype.itemsize, count * dtype.itemsize).view(dtype)
 
 
-def _pieces(schema: Schema) -> Iterator[tuple[Segment, int, int]]:
-    """The floating-point runs, cut where a run or a block of the vector ends: run, index of the first, number."""
+def moved(values: npt.NDArray[Any], step: Vector) -> npt.NDArray[Any]:
+    """Floating-point entries with a step added: in their own dtype, computed at least in float32.
+
+    A result beyond the range of its dtype becomes infinite, without a warning.
+    """
+    with np.errstate(over="ignore"):
+        if values.dtype.itemsize >= 4:
+            return np.add(values, step)
+        return (values.astype(np.float32) + step).astype(values.dtype)
+
+
+def all_finite(values: npt.NDArray[Any]) -> bool:
+    """Whether no floating-point entry is NaN or infinite, as it is or as float32."""
+    if values.dtype == np.float64:  # 1e300 is finite, and infinite once it is averaged
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
+    return bool(np.isfinite(values).all())
+
+
+def _pieces(schema: Schema, length: int) -> Iterator[tuple[Segment, int, int]]:
+    """The floating-point runs, cut where a run ends or a part of the vector: run, index of the first, number."""
     position = 0
     for run in schema.segments:
         if run.dtype not in FLOATING:
             continue
         first = 0
         while first < run.count:
-            part = min(run.count - first, BLOCK - position % BLOCK)
-            yield run, first, part
-            first, position = first + part, position + part
+            count = min(run.count - first, length - position % length)
+            yield run, first, count
+            first, position = first + count, position + count
 
 
 def _convert(values: npt.NDArray[Any], out: Vector) -> None:
-    if values.dtype == DTYPES["BF16"]:  # the upper half of a float32; ml_dtypes converts the entries one by one
-        bits = out.view(np.uint32)
-        bits[...] = values.view(np.uint16)
-        np.left_shift(bits, 16, out=bits)
-    elif values.dtype == np.float64:
+    if values.dtype == np.float64:
         with np.errstate(over="ignore"):
             out[...] = values
     else:

@@ -10,19 +10,20 @@ attempt that nobody ends would stop its job for ever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, state_from_bytes, state_to_bytes
-from fedplat.errors import FedplatError, ModelError
-from fedplat.model import Parameters
+from fedplat.aggregate import Accumulator, Rule, first_columns, read_columns, state_schema
+from fedplat.errors import FedplatError
+from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import crash, intake, logs
-from fedplat_server.blobs import BlobStore
+from fedplat_server.blobs import BlobStore, BlobWriter
 from fedplat_server.errors import BlobError
 from fedplat_server.uploads import UploadKey, UploadStore
 
@@ -86,46 +87,50 @@ class Aggregation:
         self._post(outcome)
 
     async def _aggregate(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> ModelVersion:
-        base = await asyncio.to_thread(Parameters.open, self._blobs.path(job.latest.digest))
+        base = await asyncio.to_thread(ModelFile.open, self._blobs.path(job.latest.digest))
         rule = job.spec.rule()
         accumulator = Accumulator(base.schema, rule)
         while isinstance(command := await queue.get(), Fold):
             await asyncio.to_thread(self._fold, job, base, accumulator, command)
         return await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
 
-    def _fold(self, job: JobState, base: Parameters, accumulator: Accumulator, command: Fold) -> None:
+    def _fold(self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold) -> None:
         upload_key = UploadKey(*command.key, command.client_id)
         path = self._uploads.complete(upload_key, command.digest)
         if path is None:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
-        with np.errstate(over="ignore", invalid="ignore"):  # `_commit` looks at the sum
+        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
             accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.weight)
         if job.spec.durability == "memory":
             self._uploads.discard(upload_key)
 
     def _commit(
-        self, job: JobState, key: AttemptKey, rule: Rule, accumulator: Accumulator, base: Parameters
+        self, job: JobState, key: AttemptKey, rule: Rule, accumulator: Accumulator, base: ModelFile
     ) -> ModelVersion:
         digest = job.latest.state_digest
         size = base.schema.num_floating
-        state = state_from_bytes(self._blobs.path(digest).read_bytes()) if digest else rule.init(size)
-        with np.errstate(all="ignore"):
-            result, state = accumulator.finish(base, state)
-        # Finite updates may add up to more than float32 holds, and a job never recovers from such a version.
-        if not (result.is_finite() and all(np.isfinite(vector).all() for vector in state.values())):
-            raise ModelError("the aggregate of the updates is not finite: some of them are far too large")
-        with crash.step("commit.model"):
-            model = self._blobs.put_chunks([result.schema.header, result.buffer.data])
-        with crash.step("commit.state"):
-            state_bytes = state_to_bytes(state)
-            state_digest = self._blobs.put_chunks([state_bytes]).digest if state_bytes else ""
+        state = read_columns(self._blobs.path(digest), rule, size) if digest else first_columns(rule, size)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(crash.step("commit.model"))
+            model = stack.enter_context(self._blobs.writer())
+            model.write(base.schema.header)
+            state_writer: BlobWriter | None = None
+            if names := rule.init(0):
+                stack.enter_context(crash.step("commit.state"))
+                state_writer = stack.enter_context(self._blobs.writer())
+                state_writer.write(state_schema(names, size).header)
+            for part in accumulator.parts(base, state):
+                model.write(part.model.view(np.uint8).data)
+                if state_writer and part.state:
+                    for vector in part.state.values():
+                        state_writer.write(vector.data)
         return ModelVersion(
             version=job.latest.version + 1,
             round=key.round,
             attempt=key.number,
-            digest=model.digest,
-            size_bytes=model.size_bytes,
-            state_digest=state_digest,
+            digest=model.blob.digest,
+            size_bytes=model.blob.size_bytes,
+            state_digest=state_writer.blob.digest if state_writer else "",
             num_updates=accumulator.num_updates,
             total_weight=accumulator.total_weight,
         )

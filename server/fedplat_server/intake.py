@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import Parameters, Values, is_finite
+from fedplat.model import ModelFile, Parameters, Values, is_finite
 from fedplat.rounds.states import Reason
 from fedplat.updates import Format
 
@@ -38,14 +38,14 @@ def check_update(update: Path, base: Path, codec: codecs.Options | None) -> tupl
         same = file.read(len(header)) == header
     if not same or update.stat().st_size != expected.schema.file_size_bytes:
         return Reason.REJECTED_SCHEMA, _difference(update, expected)
-    if not Parameters.open(update).is_finite():
+    if not is_finite(ModelFile(update, expected.schema).to_blocks()):
         return Reason.REJECTED_NONFINITE, ""
     return None
 
 
-def open_update(update: Path, base: Parameters, codec: codecs.Options | None) -> Values:
+def open_update(update: Path, base: Values, codec: codecs.Options | None) -> Values:
     """An update that was checked, to be folded."""
-    return Parameters.open(update) if codec is None else Format(codec, base.schema).open(update)
+    return ModelFile.open(update) if codec is None else Format(codec, base.schema).open(update)
 
 
 def public_text(error: ModelError, path: Path) -> str:

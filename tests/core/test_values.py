@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplat.model import BLOCK, Blocks, Parameters, Vector, is_finite
+from fedplat.errors import ModelError
+from fedplat.model import BLOCK, WINDOW, Blocks, ModelFile, Parameters, Vector, VectorBlocks, is_finite, windows
 
 FLOATS: tuple[Any, ...] = (np.float64, np.float32, ml_dtypes.bfloat16, np.float16)
 AROUND_A_BLOCK = st.sampled_from([0, 1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7])
@@ -49,6 +52,7 @@ def test_blocks_are_the_entries_of_every_dtype(sizes: tuple[int, ...], num_integ
     expected = reference(parameters)
     assert values.size == expected.size == sum(sizes)
     assert joined(values).tobytes() == joined(values).tobytes() == expected.tobytes()
+    assert np.concatenate([expected[:0], *(part.copy() for part in windows(values))]).tobytes() == expected.tobytes()
     assert parameters.to_vector().tobytes() == expected.tobytes()
     for run in parameters.schema.segments:
         if run.dtype == "I64":
@@ -100,3 +104,58 @@ def test_the_largest_and_smallest_numbers_are_finite(value: float):
     assert is_finite(Parameters.from_arrays({"w": array}).to_blocks())
     array[:] = value  # their sum is infinite
     assert is_finite(Parameters.from_arrays({"w": array}).to_blocks())
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 2, 3), (BLOCK + 1, WINDOW - 5, 9), (3, 2 * WINDOW, WINDOW + BLOCK)])
+def test_a_file_is_read_as_memory_is(tmp_path: Path, sizes: tuple[int, int, int]):
+    rng = np.random.default_rng(1)
+    parameters = Parameters.from_arrays(
+        {
+            "d": rng.normal(size=sizes[0]),
+            "n": rng.integers(0, 100, sizes[2]),
+            "w": rng.normal(size=sizes[1]).astype(np.float32),
+            "h": rng.normal(size=sizes[2]).astype(np.float16),
+        }
+    )
+    (tmp_path / "m").write_bytes(parameters.to_bytes())
+    file = ModelFile.open(tmp_path / "m")
+    assert file.schema == parameters.schema
+    expected = reference(parameters).tobytes()
+    assert joined(file.to_blocks()).tobytes() == joined(file.to_blocks()).tobytes() == expected
+    assert b"".join(part.tobytes() for part in windows(file.to_blocks())) == expected
+    for run in parameters.schema.segments:
+        parts = [part.copy() for part in file.carried(run)]
+        assert [part.tobytes() for part in parts] == [part.tobytes() for part in parameters.carried(run)]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(7), bytes(8), b"\xff" * 100])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "m").write_bytes(content)
+    with pytest.raises(ModelError):
+        ModelFile.open(tmp_path / "m")
+
+
+def test_a_file_of_other_software_and_one_that_shrinks_are_refused(tmp_path: Path):
+    parameters = Parameters.from_arrays({"w": np.ones(1000, np.float32)})
+    content, path = parameters.to_bytes(), tmp_path / "m"
+    size = int.from_bytes(content[:8], "little")
+    path.write_bytes((size + 8).to_bytes(8, "little") + content[8 : 8 + size] + b" " * 8 + content[8 + size :])
+    assert Parameters.open(path) == parameters
+    with pytest.raises(ModelError, match="as fedplat does it"):
+        ModelFile.open(path)
+    path.write_bytes(content)
+    file = ModelFile.open(path)
+    path.write_bytes(content[:-4])
+    with pytest.raises(ModelError, match=r"ends after \d+ bytes"):
+        joined(file.to_blocks())
+
+
+def test_windows_of_what_has_none_are_its_blocks():
+    class Plain:
+        size = WINDOW + 1
+
+        def __iter__(self) -> Iterator[Vector]:
+            return iter(VectorBlocks(np.zeros(self.size, np.float32)))
+
+    assert [part.size for part in windows(Plain())] == [BLOCK] * 4 + [1]
+    assert [part.size for part in windows(VectorBlocks(np.zeros(WINDOW + 1, np.float32)))] == [WINDOW, 1]

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from fedplat import codecs
-from fedplat.aggregate import state_from_bytes
+from fedplat.aggregate import state_from_bytes, state_to_bytes
 from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
 from fedplat.errors import FedplatError
 from fedplat.identity import Ticket
@@ -200,7 +200,7 @@ _GOOD: Mapping[str, Callable[[], list[bytes]]] = {
     "model": _models,
     "update": _models,
     "encoded_update": _encoded,
-    "state": lambda: [Parameters.from_arrays({"m": np.ones(4, np.float32)}).to_bytes(), b""],
+    "state": lambda: [state_to_bytes({name: np.ones(4, np.float32) for name in "mv"}), b""],
     "codec": _payloads,
     "job_file": lambda: [
         make_golden.JOB_FILE.encode(),

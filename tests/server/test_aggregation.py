@@ -71,7 +71,7 @@ async def test_folds_and_commits(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError("no room"), RuntimeError("a bug"), AssertionError(), BlobFullError("full")]
 )
-@pytest.mark.parametrize("method", ["fold", "finish"])
+@pytest.mark.parametrize("method", ["fold", "parts"])
 async def test_whatever_it_dies_of_the_attempt_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception, method: str
 ) -> None:

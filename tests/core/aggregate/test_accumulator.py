@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -9,16 +11,23 @@ import numpy.typing as npt
 import pytest
 
 from fedplat.aggregate import (
+    RULES,
     Accumulator,
     FedAdam,
     FedAvg,
+    Partial,
+    Rule,
+    State,
     clip_by_norm,
-    state_from_bytes,
+    first_columns,
+    l2_norm,
+    read_columns,
+    state_schema,
     state_to_bytes,
     weighted_mean,
 )
 from fedplat.errors import ModelError
-from fedplat.model import Carry, Parameters, Schema
+from fedplat.model import BLOCK, WINDOW, Carry, ModelFile, Parameters, Schema, Vector, VectorBlocks
 
 RULE = weighted_mean()
 
@@ -154,22 +163,105 @@ def test_memory_does_not_grow_with_the_updates(dtype: Any):
     assert accumulator.num_updates == 50
 
 
-def test_the_state_as_bytes():
-    state = {"velocity": np.array([1, -0.0, np.nan], np.float32), "second": np.arange(3, dtype=np.float32)}
-    restored = state_from_bytes(state_to_bytes(state))
-    assert list(restored) == ["velocity", "second"]
-    assert all(restored[name].tobytes() == state[name].tobytes() for name in state)
-    assert state_to_bytes(restored) == state_to_bytes(state)
+def wide_model(seed: int) -> Parameters:
+    """Columns of the step end within tensors of every dtype, and counters lie between them."""
+    rng = np.random.default_rng(seed)
+    return Parameters.from_arrays(
+        {
+            "double": rng.normal(size=WINDOW - 7),
+            "counter": rng.integers(0, 1000, WINDOW + 3),
+            "single": rng.normal(size=BLOCK + 11).astype(np.float32),
+            "bf16": rng.normal(size=WINDOW).astype(ml_dtypes.bfloat16),
+            "half": rng.normal(size=5).astype(np.float16),
+        },
+        "max",
+    )
 
 
-def test_an_empty_state_is_no_bytes():
-    assert state_to_bytes({}) == b""
-    assert state_from_bytes(b"") == {}
+@pytest.mark.parametrize("name", RULES)
+def test_the_end_part_by_part_is_the_end_of_the_whole(name: str, tmp_path: Path):
+    rule, base, size = RULES[name]().build(), wide_model(0), wide_model(0).schema.num_floating
+    (tmp_path / "base").write_bytes(base.to_bytes())
+    whole = rule.init(size)
+    for seed in (1, 2):
+        update = wide_model(seed)
+        accumulator, partial = Accumulator(base.schema, rule), rule.start(size)
+        accumulator.fold(update, 3.0)
+        partial = rule.fold(partial, VectorBlocks(update.to_vector()), 3.0)
+        if seed == 1:
+            state = first_columns(rule, size)
+        else:
+            state = read_columns(tmp_path / "state", rule, size) if whole else iter([{}] * 3)
+        step, whole = rule.apply(whole, partial)
+        expected = base.plus(step)
+        expected["counter"] = update["counter"]
+        model, after = base.schema.header, state_schema(whole, size).header
+        for part in accumulator.parts(ModelFile.open(tmp_path / "base"), state):
+            model += part.model.tobytes()
+            after += b"".join(vector.tobytes() for vector in (part.state or {}).values())
+        assert model == expected.to_bytes()
+        assert (after if whole else b"") == state_to_bytes(whole)
+        (tmp_path / "state").write_bytes(after)
 
 
-@pytest.mark.parametrize("array", [np.zeros(2, np.float64), np.zeros((1, 2), np.float32), np.array(1, np.int64)])
-def test_bytes_that_hold_no_state_are_refused(array: npt.NDArray[Any]):
-    with pytest.raises(ModelError, match="expected a float32 vector"):
-        state_from_bytes(Parameters.from_arrays({"x": array}).to_bytes())
-    with pytest.raises(ModelError):
-        state_from_bytes(b"nonsense")
+def by_its_norm(inner: Rule) -> Rule:
+    """A step of length 1, which no rule could take that sees a part of it only; remembers the last one."""
+
+    def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+        step, _ = inner.apply({}, partial)
+        step = step / np.float32(l2_norm(VectorBlocks(step)))
+        return step, {"last": step}
+
+    def init(size: int) -> State:
+        return {"last": np.zeros(size, np.float32)}
+
+    return dataclasses.replace(inner, init=init, apply=apply, blockwise=False)
+
+
+def test_a_rule_that_is_not_blockwise_sees_the_whole_step():
+    base, update = wide_model(0), wide_model(1)
+    rule = clip_by_norm(1e9)(by_its_norm(weighted_mean()))
+    accumulator = Accumulator(base.schema, rule)
+    accumulator.fold(update, 1.0)
+    parts = list(accumulator.parts(base, first_columns(rule, base.schema.num_floating)))
+    last = np.concatenate([part.state["last"] for part in parts if part.state])
+    assert l2_norm(VectorBlocks(last)) == pytest.approx(1.0, rel=1e-5)
+    expected = base.plus(last)
+    expected["counter"] = update["counter"]
+    assert b"".join(part.model.tobytes() for part in parts) == expected.buffer.tobytes()
+
+
+@pytest.mark.parametrize("index", [0, WINDOW + 1])
+def test_a_result_that_is_not_finite_is_refused(index: int):
+    base = Parameters.from_arrays({"w": np.full(WINDOW + 2, 3e38, np.float32)})
+    update = Parameters.zeros(base.schema)
+    update["w"][index] = 3e38
+    accumulator = Accumulator(base.schema, RULE)
+    accumulator.fold(update, 1.0)
+    with pytest.raises(ModelError, match="not finite"):
+        accumulator.finish(base, {})
+
+
+def test_a_state_that_is_not_finite_is_refused():
+    rule = FedAdam().build()
+    base = Parameters.from_arrays({"w": np.zeros(3, np.float32)})
+    accumulator = Accumulator(base.schema, rule)
+    accumulator.fold(Parameters.from_arrays({"w": np.full(3, 1e30, np.float32)}), 1.0)  # its square is infinite
+    with pytest.raises(ModelError, match="not finite"):
+        accumulator.finish(base, rule.init(3))
+
+
+def test_the_end_needs_a_few_windows_of_memory(tmp_path: Path):
+    base = Parameters.from_arrays({"w": np.zeros(8 * WINDOW, np.float32)})
+    rule = FedAdam().build()
+    (tmp_path / "base").write_bytes(base.to_bytes())
+    accumulator = Accumulator(base.schema, rule)
+    accumulator.fold(base, 1.0)
+    tracemalloc.start()
+    try:
+        for _ in accumulator.parts(ModelFile.open(tmp_path / "base"), first_columns(rule, 8 * WINDOW)):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 14 * 4 * WINDOW
