@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
 """For all processes of a deployment, ours and others': they share few cores."""
 START_S = 120.0
+LIGHT_PROCESSES = 4
 JOB = """
 name = "noop"
 population = "bench"
@@ -39,6 +40,7 @@ min_fraction = 1.0
 [deadlines]
 training_s = 3600
 upload_s = 3600
+heartbeat_s = 600
 """
 
 
@@ -105,12 +107,32 @@ def wait_for_clients(deployment: Deployment, admin: AdminClient, num_clients: in
     deployment.processes.wait("clients", lambda: admin.status().num_waiting >= num_clients, START_S)
 
 
+@contextlib.contextmanager
+def deploy_light(folder: Path, num_clients: int) -> Generator[Deployment]:
+    """Starts a server, and clients that keep no model, many in a process; ends them all. Raises `FailedError`."""
+    with serve(folder) as deployment, deployment.admin() as admin:
+        count = min(LIGHT_PROCESSES, num_clients)
+        for number in range(count):
+            share = len(range(number, num_clients, count))
+            ticket = folder / f"ticket-{number}"
+            ticket.write_text(admin.create_enrolment("bench", share, 600.0, deployment.address).ticket)
+            command = [sys.executable, HERE / "light_clients.py", ticket, str(share)]
+            deployment.processes.start(f"clients-{number}", command)
+        wait_for_clients(deployment, admin, num_clients)
+        yield deployment
+
+
 def measure(
-    deployment: Deployment, clients: int, rounds: int, model: Parameters, seconds: float = float("inf")
+    deployment: Deployment,
+    clients: int,
+    rounds: int,
+    model: Parameters,
+    seconds: float = float("inf"),
+    least: int = 2,
 ) -> list[float]:
     """Runs no-op rounds; the seconds from each committed version to the next, by the server's history.
 
-    Stops after `rounds`, or once `seconds` are over and two rounds are done.
+    Stops after `rounds`, or once `seconds` are over and the `least` rounds are done.
     """
     text = JOB.format(rounds=rounds, clients=clients)
     deadline = time.monotonic() + seconds
@@ -122,7 +144,7 @@ def measure(
                 moments = [event.unix_s]
             if event.entity == "version" and not event.metrics and moments:
                 moments.append(event.unix_s)
-            if len(moments) > 2 and time.monotonic() > deadline:
+            if len(moments) > least and time.monotonic() > deadline:
                 break
     return intervals(moments)
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedplat.model import Parameters
+from fedplat.model import Parameters, Schema, TensorSpec
+
+_DTYPES = {"float32": "F32", "int64": "I64"}
 
 
 class Tensor(NamedTuple):
@@ -34,7 +36,7 @@ def size_bytes(tensors: Tensors) -> int:
 
 def parameters(tensors: Tensors) -> Parameters:
     """The model, all zero."""
-    return Parameters.from_arrays({name: np.zeros(shape, dtype) for name, dtype, shape in tensors})
+    return Parameters.zeros(Schema(tuple(TensorSpec(name, _DTYPES[dtype], shape) for name, dtype, shape in tensors)))
 
 
 def alike(total_bytes: int, count: int = 1) -> Tensors:
