@@ -7,7 +7,8 @@ PEERS := .venv-peers
 # Programs of benchmarks/ that need no peer; all together they take less than 10 minutes.
 BENCHMARKS := \
 	round_overhead.py \
-	transfer.py
+	transfer.py \
+	growth.py
 
 .PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
 all: demo

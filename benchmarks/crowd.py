@@ -66,7 +66,7 @@ class Member:
         """A signed call; in a new session if the server has forgotten this one."""
         for _ in range(2):
             try:
-                return await _start(self.channel, method, request, self._signed(method, request))
+                return await _start(self.channel, method, request, self.signed(method, request))
             except aio.AioRpcError as exc:
                 if code_of(exc) != "SESSION_UNKNOWN":
                     raise
@@ -114,7 +114,8 @@ class Member:
         metadata = ((identity.METADATA_NONCE, nonce), (identity.METADATA_SIGNATURE, signature))
         return await _start(self.channel, method, data, metadata)
 
-    def _signed(self, method: str, request: bytes) -> Metadata:
+    def signed(self, method: str, request: bytes) -> Metadata:
+        """The metadata of the next call in the session."""
         self.counter += 1
         payload = identity.call_payload(FLEET + method, self.session_id, self.counter, request)
         return (

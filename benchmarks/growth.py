@@ -163,7 +163,7 @@ def _fit(name: str, sizes: Sequence[float], found: Sequence[Found], unit: str, s
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the least-squares line through the logarithms: 1 for what grows in proportion, 0 for what is flat."""
+    """The slope of the least-squares line through the logarithms: 1 for what grows in proportion, 0 if it is flat."""
     return linear([math.log(size) for size in sizes], [math.log(value) for value in values])
 
 

@@ -21,6 +21,10 @@ class FailedError(Exception):
     """A deployment did not do what it should; the message ends with the last that it printed."""
 
 
+class NotInstalledError(FailedError):
+    """A peer's environment lacks its programs."""
+
+
 @dataclasses.dataclass
 class Processes:
     """Processes with one environment; what they print goes to files in `logs`."""

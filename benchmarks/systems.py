@@ -15,13 +15,13 @@ import psutil
 import limit
 from deployment import ENVIRONMENT, HERE, START_S, deploy, intervals, measure
 from models import Tensors, parameters, size_bytes
-from processes import FailedError, Processes, free_port
+from processes import FailedError, NotInstalledError, Processes, free_port
 
 PEERS = HERE.parent / ".venv-peers"
 WARM_UP = 1
 """Rounds that are left out: processes load code then, and wait for each other."""
-PATIENCE_S = 300.0
-"""How long a peer may take for its first rounds."""
+PATIENCE_S = 180.0
+"""How long a peer may take for a round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,10 @@ def moments(text: str) -> list[float]:
 
 
 def require_peers(program: str) -> Path:
-    """The folder of the peers' programs. Raises `FailedError` if it lacks this one."""
+    """The folder of the peers' programs. Raises `NotInstalledError` if it lacks this one."""
     folder = PEERS / "bin"
     if not (folder / program).exists():
-        raise FailedError(f"{program} is not installed; run `make bench-peers` (it makes .venv-peers)")
+        raise NotInstalledError(f"{program} is not installed; run `make bench-peers` (it makes .venv-peers)")
     return folder
 
 
@@ -113,18 +113,17 @@ def write_model(plan: Plan, path: Path) -> None:
 
 def watch(plan: Plan, processes: Processes, server: psutil.Process, times: Path) -> Sample:
     """Waits until a peer has noted the rounds of a plan. Raises `FailedError`."""
-    started: list[float] = []
 
     def noted() -> list[float]:
         return moments(times.read_text()) if times.exists() else []
 
-    def is_done() -> bool:
+    def next_round() -> bool:
         processes.note_peak(server)
-        have = len(noted())
-        if have and not started:
-            started.append(time.monotonic())
-        is_late = bool(started) and time.monotonic() > started[0] + plan.seconds
-        return have > plan.rounds + WARM_UP or (is_late and have > 1 + WARM_UP)
+        return len(noted()) > have
 
-    processes.wait("rounds", is_done, PATIENCE_S + 2 * plan.seconds)
+    have, began = 0, time.monotonic()
+    while have <= plan.rounds + WARM_UP and (have <= 1 + WARM_UP or time.monotonic() < began + plan.seconds):
+        processes.wait(f"round {have}", next_round, PATIENCE_S)
+        began = began if have else time.monotonic()
+        have = len(noted())
     return Sample(intervals(noted())[WARM_UP:], sum(processes.peaks.values()))

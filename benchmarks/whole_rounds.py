@@ -25,7 +25,7 @@ from rich.console import Console
 from flare import nvflare, nvflare_tuned
 from flower import flower
 from models import MODELS
-from processes import FailedError
+from processes import FailedError, NotInstalledError
 from report import Cell, Report, finish
 from systems import Plan, Sample, System, fedplat, fedplat_insecure, raw_grpc
 
@@ -116,17 +116,30 @@ def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int =
         if time.monotonic() > budget.end:
             measured.failures.append(f"{label(rounds)}, {name}: no time was left (--minutes)")
             continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
-                sample = SYSTEMS[name](budget.plan(rounds, order.count(name)), Path(folder))
-        except FailedError as exc:
-            measured.failures.append(f"{label(rounds)}, {name}: {exc}")
-            _console.print(f"{label(rounds)}, {name}: {exc}", style="red", markup=False)
+        sample = attempt(name, budget.plan(rounds, order.count(name)), measured, rounds)
+        if sample is None:
             continue
         measured.samples.setdefault(name, []).append(sample)
         median, count = statistics.median(sample.seconds), len(sample.seconds)
         _console.print(f"{label(rounds)}, {name}: {median:.3f} s a round, {count} rounds", markup=False)
     return measured
+
+
+def attempt(name: str, plan: Plan, measured: Measured, rounds: Rounds) -> Sample | None:
+    """Measures a system; a second time if that fails: Flower loses tasks whose processes are slow to start."""
+    for is_last in (False, True):
+        try:
+            with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
+                return SYSTEMS[name](plan, Path(folder))
+        except NotInstalledError as exc:
+            measured.failures.append(f"{label(rounds)}, {name}: {exc}")
+            break
+        except FailedError as exc:
+            failure = f"{label(rounds)}, {name}: {exc}"
+            _console.print(failure, style="red", markup=False)
+            if is_last:
+                measured.failures.append(failure)
+    return None
 
 
 def turns(systems: Sequence[str], times: int) -> Iterator[str]:
