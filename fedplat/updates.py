@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,19 @@ class Format:
     schema: Schema
 
     @cached_property
+    def codec(self) -> codecs.Codec:
+        """The codec with its options."""
+        return self.options.build()
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether the codec leaves out so much that the client keeps it and adds it to its next update.
+
+        What bfloat16 rounds away (2⁻⁹ of an entry) is not worth a vector on every client's disk.
+        """
+        return not (self.codec.unbiased or isinstance(self.options, codecs.Bf16))
+
+    @cached_property
     def prefix(self) -> bytes:
         """The lines that every file begins with."""
         digest = hashlib.sha256(self.schema.header).hexdigest()
@@ -73,7 +86,7 @@ class Format:
     @property
     def max_bytes(self) -> int:
         """The most that a file can have."""
-        payload = self.options.build().max_bytes(self.schema.num_floating)
+        payload = self.codec.max_bytes(self.schema.num_floating)
         return len(self.prefix) + payload + self._carried_bytes
 
     @cached_property
@@ -89,9 +102,13 @@ class Format:
 
     def encode(self, update: Values, rng: np.random.Generator) -> Iterator[bytes]:
         """The file of an update of this schema, in pieces. Raises `CodecError` for entries that are not finite."""
+        return self.framed(self.codec.encode(update.to_blocks(), rng), update)
+
+    def framed(self, payload: Iterable[bytes], update: Values) -> Iterator[bytes]:
+        """The file of an update, in pieces, around its payload."""
         assert update.schema == self.schema
         yield self.prefix
-        yield from self.options.build().encode(update.to_blocks(), rng)
+        yield from payload
         for run in self._carried:
             for part in update.carried(run):
                 yield part.tobytes()
@@ -108,7 +125,7 @@ class Format:
             raise ModelError(self._misfit(bytes(view[: len(MAGIC) + 2 * _LONGEST_LINE])))
         if end < start:
             raise ModelError(f"the encoded update has {len(view)} bytes; expected {len(view) + start - end} or more")
-        values = self.options.build().decode(view[start:end], self.schema.num_floating)
+        values = self.codec.decode(view[start:end], self.schema.num_floating)
         return _Decoded(self.schema, values, self._carried, view[end:])
 
     def open(self, path: str | os.PathLike[str]) -> Values:

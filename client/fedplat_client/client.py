@@ -25,6 +25,7 @@ from fedplat_client.errors import (
     UnknownClientError,
 )
 from fedplat_client.options import Backoff, ClientOptions, draw_s
+from fedplat_client.residuals import Residuals
 from fedplat_client.session import Door, Profile, Session
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
@@ -188,6 +189,7 @@ class Client:
             hand = worker.Worker(
                 connection=calls,
                 cache=cache,
+                residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,

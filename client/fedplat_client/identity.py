@@ -6,6 +6,7 @@
                                  identity.key    its private key, which never leaves this folder
                                  tls.key         its key for TLS, if it shows certificates (fedplat_client.certificates)
                                  models/         the model cache (fedplat_client.cache)
+                                 residuals/      what codecs have left out (fedplat_client.residuals)
 ```
 Files are readable by their owner only.
 """
@@ -62,6 +63,7 @@ class DataDirectory:
     def __init__(self, data_dir: Path, server: str, population: str) -> None:
         self.path = data_dir / _folder_name(server) / _folder_name(population)
         self.models = self.path / "models"
+        self.residuals = self.path / "residuals"
         self._server = server
         self._population = population
         self._identity = self.path / "identity.json"

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-import numpy as np
-
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import Parameters
@@ -18,6 +16,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import transfer
 from fedplat_client.cache import ModelCache
 from fedplat_client.connection import Connection
+from fedplat_client.encoding import Encoder
 from fedplat_client.errors import (
     CallRefusedError,
     Cancelled,
@@ -29,6 +28,7 @@ from fedplat_client.errors import (
 )
 from fedplat_client.heartbeat import Heartbeat
 from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.residuals import Residuals
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
 from fedplat_client.transfer import Content
@@ -67,6 +67,7 @@ class Worker:
 
     connection: Connection
     cache: ModelCache
+    residuals: Residuals
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
@@ -102,7 +103,8 @@ class Worker:
         self, assignment: fleet_pb2.Assignment, control: Control
     ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
         """Everything up to the report, under the heartbeat."""
-        run, codec = self._function(assignment), _codec(assignment)
+        run = self._function(assignment)
+        _codec(assignment)  # now: if it is unknown, the training would be for nothing
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
             base = self._model(assignment.model, control)
@@ -110,7 +112,7 @@ class Worker:
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
-            content = self._content(result, base, codec) if isinstance(result, TrainResult) else None
+            content = self._content(assignment, result, base, control) if isinstance(result, TrainResult) else None
             if content is not None:
                 control.trained = True
                 self._attach(request, content, control)
@@ -144,14 +146,16 @@ class Worker:
                 model_pb2.REASON_TRANSFER_FAILED, f"the model could not be got: {exc}"
             ) from exc
 
-    def _content(self, result: TrainResult, base: Parameters, codec: codecs.Options | None) -> Content:
+    def _content(
+        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, control: Control
+    ) -> Content:
         """What is sent of a result: the update, encoded if the job says so."""
-        update = _update(result, base)
+        update, codec = _update(result, base), _codec(assignment)
         if codec is None:
             return Content.of(update)
-        rng = np.random.default_rng(self.options.rng.getrandbits(128))
+        encoder = Encoder(self.connection, self.residuals, self.options)
         try:
-            return Content.joined(Format(codec, base.schema).encode(update, rng))
+            return encoder.encode(assignment, update, Format(codec, base.schema), control)
         except CodecError as exc:
             raise _AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
@@ -233,7 +237,7 @@ def _update(result: TrainResult, base: Parameters) -> Parameters:
 
 
 def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
-    """How the update shall be encoded; asked before the training, which would be for nothing."""
+    """How the update shall be encoded."""
     try:
         return options_from_text(assignment.uplink) if assignment.uplink else None
     except CodecError as exc:

@@ -30,10 +30,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from fedplat.cli import profile, submission, watch
+import picture
+from fedplat.cli import formats, profile, submission, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.errors import FedplatError
+from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2
 
 HERE = Path(__file__).resolve().parent
@@ -170,9 +172,9 @@ class Demo:
         by_index = {client.labels["index"]: client.client_id for client in admin.list_clients("demo")}
         self.victim_id = by_index[str(VICTIM)]
 
-    def run_job(self, admin: AdminClient) -> admin_pb2.Job:
+    def run_job(self, admin: AdminClient, wanted: submission.Submission) -> admin_pb2.Job:
         """Submits the job and follows it to its end."""
-        job = submission.submit(admin, submission.load(HERE / "job.toml"))
+        job = submission.submit(admin, wanted)
         with Live(self._table(job), console=self.console, refresh_per_second=8) as live:
 
             def show(event: admin_pb2.JobEvent) -> None:
@@ -204,13 +206,14 @@ class Demo:
 
     def _table(self, job: admin_pb2.Job) -> Table:
         table = Table(title=f"{job.name}: round {self.board.committed_rounds} of {job.num_rounds}")
-        for column in ("round", "assigned", "reported", "late", "failed", "accuracy", "seconds"):
+        for column in ("round", "assigned", "reported", "late", "failed", "received", "accuracy", "seconds"):
             table.add_column(column, justify="right")
         for attempt in self.board.latest(job.num_rounds + 5):
             accuracy = attempt.server_metrics.get("accuracy")
             table.add_row(
                 str(attempt.round) + (f" (try {attempt.attempt})" if attempt.attempt > 1 else ""),
                 *(str(n) for n in (attempt.assigned, attempt.reported, attempt.late, attempt.failed)),
+                formats.size(attempt.update_bytes),
                 f"{accuracy:.4f}" if accuracy is not None else "…",
                 f"{attempt.seconds:.1f}",
             )
@@ -253,6 +256,7 @@ def summarize(demo: Demo, admin: AdminClient, job: admin_pb2.Job, seconds: float
             "late": attempt.late,
             "failed": attempt.failed,
             "seconds": round(attempt.seconds, 3),
+            "update_bytes": attempt.update_bytes,
             "accuracy": attempt.server_metrics.get("accuracy"),
         }
         for attempt in admin.list_rounds(job.job_id)
@@ -284,34 +288,6 @@ def failings(summary: dict[str, Any], num_rounds: int) -> list[str]:
     return [what for what, fine in checks.items() if not fine]
 
 
-def plot(summary: dict[str, Any], path: Path) -> None:
-    """Accuracy by round, with the late clients below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rounds: list[dict[str, Any]] = summary["rounds"]
-    numbers = [entry["round"] for entry in rounds]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5), sharex=True, height_ratios=[3, 1], layout="constrained")
-    scored = [(entry["round"], entry["accuracy"]) for entry in rounds if entry["accuracy"] is not None]
-    top.plot(*zip(*scored, strict=True), marker="o", color="#1f5f8b", label="held-out accuracy")
-    top.axhline(NEEDED_ACCURACY, linestyle="--", linewidth=1, color="#888888", label=f"goal {NEEDED_ACCURACY}")
-    top.set_ylabel("accuracy")
-    top.set_title(f"Handwritten digits, {NUM_CLIENTS} clients, Dirichlet(0.5): {scored[-1][1]:.1%} on held-out data")
-    top.legend(loc="lower right")
-    top.grid(alpha=0.3)
-    reported, late = [entry["reported"] for entry in rounds], [entry["late"] for entry in rounds]
-    bottom.bar(numbers, reported, color="#1f5f8b", label="reported")
-    bottom.bar(numbers, late, bottom=reported, color="#d9822b", label="late")
-    bottom.set_ylabel("clients")
-    bottom.set_xlabel("round")
-    bottom.set_xticks(numbers)
-    bottom.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def free_port() -> int:
     """A loopback port that nobody listens on."""
     with socket.socket() as probe:
@@ -341,8 +317,19 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def run(folder: Path, port: int, console: Console) -> int:
+def load(uplink: str) -> submission.Submission:
+    """The job, whose updates are encoded by `uplink`: a codec's name, or a table of TOML with its options."""
+    loaded = submission.load(HERE / "job.toml")
+    if not uplink:
+        return loaded
+    table = uplink if uplink.startswith("{") else f'{{ codec = "{uplink}" }}'
+    text = f"{loaded.text}\n[compression]\nuplink = {table}\n"
+    return dataclasses.replace(loaded, text=text, spec=parse_job(text))
+
+
+def run(folder: Path, port: int, uplink: str, console: Console) -> int:
     """Runs the demo; returns its exit status."""
+    wanted = load(uplink)
     make_empty(folder)
     processes = Processes(folder)
     demo = Demo(folder, port or free_port(), console, processes)
@@ -356,7 +343,7 @@ def run(folder: Path, port: int, console: Console) -> int:
         with ended_by_sigterm(), demo.admin() as admin:
             began = time.monotonic()
             with PeakMemory(demo) as memory:
-                job = demo.run_job(admin)
+                job = demo.run_job(admin, wanted)
             summary = summarize(demo, admin, job, time.monotonic() - began, memory.peak_mb)
             if job.round:
                 admin.export_model(job.job_id, None, folder / "model.safetensors")
@@ -364,7 +351,7 @@ def run(folder: Path, port: int, console: Console) -> int:
         processes.stop_all()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if any(entry["accuracy"] is not None for entry in summary["rounds"]):
-        plot(summary, folder / "accuracy.png")
+        picture.plot(summary, folder / "accuracy.png", NUM_CLIENTS, NEEDED_ACCURACY)
     return report(summary, job.num_rounds, console)
 
 
@@ -381,11 +368,14 @@ def report(summary: dict[str, Any], num_rounds: int, console: Console) -> int:
     return 1 if missing else 0
 
 
-def main(folder: Path = Path("runs/demo"), port: int = 0) -> None:
-    """Run the demo; results go to FOLDER, and PORT 0 takes any free port."""
+def main(folder: Path = Path("runs/demo"), port: int = 0, uplink: str = "") -> None:
+    """Run the demo; results go to FOLDER, and PORT 0 takes any free port.
+
+    UPLINK names a codec for the updates, such as bf16, or '{ codec = "eden", bits = 1 }'.
+    """
     console = Console()
     try:
-        status = run(folder.resolve(), port, console)
+        status = run(folder.resolve(), port, uplink, console)
     except KeyboardInterrupt:
         console.print("interrupted; every process was stopped")
         status = 130

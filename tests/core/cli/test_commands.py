@@ -105,7 +105,7 @@ def test_job_show_tells_how_updates_are_compressed(run: Run, job: admin_pb2.Job)
     job.job_file = f"{JOB}[compression]\nuplink = {{codec = 'bf16'}}\n"
     job.current.reported, job.current.update_bytes = 2, 3000
     text = run("job", "show", "digits").stdout
-    assert 'updates     compressed by {"codec":"bf16"}\n' in text
+    assert 'updates     compressed by {"codec":"bf16","zstd":false}\n' in text
     assert "0 rejected, 2.9 KiB received (1.5 KiB for each update)\n" in text
 
 
