@@ -15,6 +15,8 @@ from fedplat_client.task import Control
 
 # A server that asks for no pause at all would get a busy loop.
 _SHORTEST_BEAT_S = 0.1
+# A task that ends within this time is not worth a heartbeat: that would be a third of its calls.
+_FIRST_BEAT_S = 0.25
 _logger = logging.getLogger(__name__)
 
 
@@ -48,6 +50,7 @@ class Heartbeat:
     def _run(self) -> None:
         backoff = Backoff(self._control.options)
         with self._control.signal.attached(self._end):
+            self._ended.wait(_FIRST_BEAT_S)
             while not self._ended.is_set():
                 remaining_s = self._control.remaining_s
                 if remaining_s <= 0:

@@ -44,6 +44,13 @@ def download(connection: Connection, model: model_pb2.ModelRef, part: Part, cont
             patience.broken(broken, retry, progress=part.size > have)
 
 
+def received(model: model_pb2.ModelRef, content: bytes) -> Parameters:
+    """A model that came with its assignment. Raises `TransferError` if it has another digest, and `ModelError`."""
+    if (found := hashlib.sha256(content).hexdigest()) != model.digest:
+        raise TransferError(f"the model that was sent has the digest {found}; expected {model.digest}")
+    return Parameters.from_bytes(content)
+
+
 @dataclass(frozen=True)
 class Content:
     """What is uploaded: pieces of memory, which nobody changes meanwhile."""

@@ -107,7 +107,7 @@ class Worker:
         _codec(assignment)  # now: if it is unknown, the training would be for nothing
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
-            base = self._model(assignment.model, control)
+            base = self._model(assignment, control)
             result = run(_task(assignment, base, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
@@ -131,8 +131,11 @@ class Worker:
         trainer = _installed(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
 
-    def _model(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
+    def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
+        model = assignment.model
         try:
+            if assignment.model_bytes:
+                return transfer.received(model, assignment.model_bytes)
             path = self.cache.find(model.digest)
             if path is None:
                 self.cache.make_room(model.digest, model.size_bytes)

@@ -20,5 +20,8 @@ UPLOAD_CHUNK_BYTES: Final = 2**18
 INLINE_BYTES: Final = 256 * 2**10
 """Largest update that may travel with its report, in bytes: for small ones an upload costs more than it saves."""
 
+INLINE_MODEL_BYTES: Final = 64 * 2**10
+"""Largest model that travels with an assignment, in bytes: a cohort of a thousand gets its assignments at once."""
+
 MAX_MESSAGE_BYTES: Final = 8 * 2**20
 """Largest message that either side accepts, in bytes."""

@@ -35,6 +35,7 @@ from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.callers import Callers
 from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
+from fedplat_server.inline_models import InlineModels
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -253,6 +254,7 @@ class _Parts:
             desk=Desk(),
             blobs=blobs,
             chunks=Chunks(),
+            inline_models=InlineModels(blobs),
             uploads=uploads,
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),

@@ -20,6 +20,7 @@ from fedplat_server.identity.callers import Callers
 from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
+from fedplat_server.inline_models import InlineModels
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -110,6 +111,7 @@ class Services:
     desk: Desk
     blobs: BlobStore
     chunks: Chunks
+    inline_models: InlineModels
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas

@@ -375,3 +375,27 @@ def test_a_small_update_travels_with_its_report(
     update = Parameters.from_bytes(first.update)
     np.testing.assert_allclose(update["bias"], 1.0, rtol=1e-5)
     np.testing.assert_array_equal(update["weight"], 0.0)
+
+
+def test_a_small_model_comes_with_its_assignment(
+    fleet: FakeFleet, base: Parameters, model: model_pb2.ModelRef, make_client: MakeClient
+) -> None:
+    fleet.assign(model, model_bytes=base.to_bytes())
+    fleet.assign(model, model_bytes=base.to_bytes()[:-1] + b"!")
+    client = make_client()
+    seen: list[Parameters] = []
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        seen.append(task.parameters.copy())
+        task.parameters["bias"] += np.float32(1)
+        return TrainResult(parameters=task.parameters, num_examples=1)
+
+    client.run(max_tasks=2)
+
+    assert "Download" not in fleet.calls
+    assert seen == [base]
+    np.testing.assert_allclose(reported_update(fleet)["bias"], 1.0, rtol=1e-5)
+    (failure,) = fleet.requests["Fail"]
+    assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
+    assert model.digest in failure.text

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc import aio
 
+from fedplat import wire
+from fedplat.model import Parameters
+from fedplat.rounds import ModelVersion
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat_server.blobs import BlobStore
 from fedplat_server.config import Limits
+from fedplat_server.inline_models import InlineModels
 from server import harness
 from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
 
@@ -197,3 +203,25 @@ async def test_a_check_in_while_its_assignment_is_stored_gets_the_living_token(s
     gate.open()
     token = (await second).assignment.token
     assert (await client.heartbeat(token, wait_s=0.0)).HasField("proceed")
+
+
+async def test_a_small_model_comes_with_the_assignment_and_a_large_one_does_not(site: Site) -> None:
+    clients, large = await site.fleet(2), Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES, "u1")})
+    waiting = [client.check_in(wait_s=harness.PATIENCE_S) for client in clients]
+    await site.waiting(2)
+    await site.operator.start(job_file("small", goal=1))
+    await site.operator.start(job_file("large", goal=1), large)
+    given = {(assigned := (await call).assignment).job_name: assigned for call in waiting}
+    assert given["small"].model_bytes == initial_model().to_bytes()
+    assert (given["large"].model_bytes, given["large"].model.size_bytes) == (b"", large.schema.file_size_bytes)
+
+
+async def test_a_model_that_cannot_be_read_is_not_sent_along(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path)
+    models, missing = InlineModels(blobs), ModelVersion(version=1, digest="0" * 64, size_bytes=4)
+    assert await models.content(missing) == b""
+    blob = await asyncio.to_thread(blobs.put_chunks, [b"here"])
+    here = ModelVersion(version=2, digest=blob.digest, size_bytes=blob.size_bytes)
+    assert await asyncio.gather(*(models.content(here) for _ in range(3))) == [b"here"] * 3
+    await asyncio.to_thread(blobs.delete, blob.digest)
+    assert await models.content(here) == b"here"

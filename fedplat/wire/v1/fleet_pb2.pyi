@@ -422,6 +422,7 @@ class Assignment(_message.Message):
     UPLOAD_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     UPLINK_FIELD_NUMBER: _builtins.int
+    MODEL_BYTES_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, single use; names this assignment in all later calls."""
     job_id: _builtins.str
@@ -438,6 +439,8 @@ class Assignment(_message.Message):
     """How often the server wants to hear from the client, in seconds."""
     uplink: _builtins.str
     """The codec that the update shall be encoded with, and its options: JSON, such as {"codec":"bf16"}. Empty: none."""
+    model_bytes: _builtins.bytes
+    """The model's whole file, if it is small (wire.INLINE_MODEL_BYTES); else the client downloads what it has not."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -458,10 +461,11 @@ class Assignment(_message.Message):
         upload_timeout_s: _builtins.float = ...,
         heartbeat_s: _builtins.float = ...,
         uplink: _builtins.str = ...,
+        model_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import secrets
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from grpc import aio
 
 from fedplat import rounds, wire
 from fedplat.rounds import Assignment, AttemptKey, Verdict
-from fedplat.rounds.commands import Assign, RetryWindow
+from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
@@ -24,10 +25,10 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import FAILURES, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import __version__, files, intake, logs
+from fedplat_server import __version__, files, intake
 from fedplat_server.check_in import SOON, wait_for_work
-from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.rpc import convert, requests, streams
+from fedplat_server.errors import SpoolError
+from fedplat_server.rpc import convert, reports, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
@@ -64,12 +65,13 @@ class FleetService(MembershipService):
         )
         wait_s = requests.wait_s(request.wait_s, self._limits)
         answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
+        assignment = await self._assignment(answer) if isinstance(answer, Assign) else None
         await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
-        if isinstance(answer, Assign):
-            response.assignment.CopyFrom(self._assignment(answer))
+        if assignment is not None:
+            response.assignment.CopyFrom(assignment)
         elif reason := self._services.refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
-        else:
+        elif isinstance(answer, Refuse):
             response.refusal.CopyFrom(convert.refusal(answer.reason, answer.retry))
         return response
 
@@ -196,7 +198,7 @@ class FleetService(MembershipService):
         context.add_done_callback(cast(Any, done))
         return client
 
-    def _assignment(self, command: Assign) -> fleet_pb2.Assignment:
+    async def _assignment(self, command: Assign) -> fleet_pb2.Assignment:
         job = self._services.jobs.state(command.key.job_id)
         spec = job.spec
         assert job.latest.version == command.base_version
@@ -214,6 +216,7 @@ class FleetService(MembershipService):
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
             uplink=convert.uplink(spec, command.kind),
+            model_bytes=await self._services.inline_models.content(job.latest),
         )
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
@@ -279,13 +282,10 @@ class FleetService(MembershipService):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
         found, update_bytes = services.runner.coordinator.find(key, client_id), 0
         if found is not None and found[0].kind is AttemptKind.TRAIN:
-            try:
-                problem = await self._check_update(key, client_id, request)
-            finally:
-                await self._tidy_up(key, UploadKey(*key, client_id))
-            if problem is not None:
-                return await self._reject(key, client_id, *problem)
-            update_bytes = await self._persist(key, client_id, request.digest)
+            taken = await self._take_in(key, client_id, request)
+            if not isinstance(taken, int):
+                return await self._reject(key, client_id, *taken)
+            update_bytes = taken
         elif request.digest:
             return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
         metrics = dict(request.metrics)
@@ -293,38 +293,27 @@ class FleetService(MembershipService):
             UpdateReported(key, client_id, request.digest, request.num_examples, metrics, update_bytes)
         )
 
-    async def _check_update(
+    async def _take_in(
         self, key: AttemptKey, client_id: str, request: fleet_pb2.ReportRequest
-    ) -> tuple[Reason, str] | None:
-        """Why the update that a report brings or names is not acceptable. Raises `RefusedError` if it is not there."""
+    ) -> int | tuple[Reason, str]:
+        """The size of the update that a report brings or names, which outlives this process; or why it is no good.
+
+        Raises `RefusedError`.
+        """
         services, digest, upload_key = self._services, requests.digest(request.digest), UploadKey(*key, client_id)
         if request.update:
             await self._check_size(key, client_id, len(request.update))
             await self._count_bytes(key, client_id, len(request.update))
-            if not await streams.receive_inline(services.uploads, upload_key, digest, request.update):
-                return Reason.REJECTED_DIGEST, ""
-        path = await asyncio.to_thread(services.uploads.complete, upload_key, digest)
-        if path is None:
-            raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
         job = services.jobs.state(key.job_id)
         base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
-        return await asyncio.to_thread(intake.check_update, path, base, codec)
-
-    async def _persist(self, key: AttemptKey, client_id: str, digest: str) -> int:
-        """Makes an update outlive this process before anybody is told that it was accepted; its size.
-
-        Raises `RefusedError`.
-        """
+        check = functools.partial(intake.check_update, base=base, codec=codec)
         try:
-            return await asyncio.to_thread(self._services.uploads.persist, UploadKey(*key, client_id), digest)
-        except BlobFullError:
-            raise
+            return await asyncio.to_thread(reports.take_in, services.uploads, upload_key, digest, request.update, check)
         except SpoolError as exc:
-            self._services.runner.post(AggregationFailed(key, f"the spool cannot be trusted: {exc}"))
+            services.runner.post(AggregationFailed(key, f"the spool cannot be trusted: {exc}"))
             raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the attempt is abandoned") from exc
-        except (BlobError, UploadError) as exc:
-            logs.get().error("an update could not be made durable", attempt=str(key), client=client_id, error=str(exc))
-            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again") from exc
+        finally:
+            await self._tidy_up(key, upload_key)
 
     async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
         verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))

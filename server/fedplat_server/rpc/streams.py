@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
@@ -118,27 +117,6 @@ async def _write(upload: Upload, parts: AsyncIterator[files.Bytes], still_wanted
     finally:
         if writing is not None:
             await writing
-
-
-async def receive_inline(uploads: UploadStore, key: UploadKey, digest: str, update: bytes) -> bool:
-    """Takes an update that came with its report; False when it has not the digest. Raises `RefusedError`."""
-    try:
-        return await asyncio.to_thread(_take_whole, uploads, key, digest, update)
-    except UploadError as exc:  # the same report comes twice at a time, or a broken upload still writes
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
-
-
-def _take_whole(uploads: UploadStore, key: UploadKey, digest: str, update: bytes) -> bool:
-    if hashlib.sha256(update).hexdigest() != digest:
-        return False
-    if uploads.complete(key, digest) is None:
-        received = uploads.received(key, digest)  # an earlier upload of these bytes may have broken off
-        upload = uploads.open(key, digest, len(update), received)
-        try:
-            upload.write(update[received:])
-        finally:
-            upload.close()
-    return True
 
 
 async def store_model(blobs: BlobStore, parts: AsyncIterator[files.Bytes], limit_bytes: int) -> Blob:
