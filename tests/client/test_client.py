@@ -395,7 +395,7 @@ def test_a_small_model_comes_with_its_assignment(
 
     assert "Download" not in fleet.calls
     assert seen == [base]
-    np.testing.assert_allclose(reported_update(fleet)["bias"], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(update_of(fleet)["bias"], 1.0, rtol=1e-5)
     (failure,) = fleet.requests["Fail"]
     assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
     assert model.digest in failure.text

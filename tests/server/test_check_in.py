@@ -206,7 +206,7 @@ async def test_a_check_in_while_its_assignment_is_stored_gets_the_living_token(s
 
 
 async def test_a_small_model_comes_with_the_assignment_and_a_large_one_does_not(site: Site) -> None:
-    clients, large = await site.fleet(2), Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES, "u1")})
+    clients, large = await site.fleet(2), Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES // 4, "f4")})
     waiting = [client.check_in(wait_s=harness.PATIENCE_S) for client in clients]
     await site.waiting(2)
     await site.operator.start(job_file("small", goal=1))
@@ -218,10 +218,10 @@ async def test_a_small_model_comes_with_the_assignment_and_a_large_one_does_not(
 
 async def test_a_model_that_cannot_be_read_is_not_sent_along(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path)
-    models, missing = InlineModels(blobs), ModelVersion(version=1, digest="0" * 64, size_bytes=4)
+    models, missing = InlineModels(blobs), ModelVersion(version=1, round=1, attempt=1, digest="0" * 64, size_bytes=4)
     assert await models.content(missing) == b""
     blob = await asyncio.to_thread(blobs.put_chunks, [b"here"])
-    here = ModelVersion(version=2, digest=blob.digest, size_bytes=blob.size_bytes)
+    here = ModelVersion(version=2, round=2, attempt=1, digest=blob.digest, size_bytes=blob.size_bytes)
     assert await asyncio.gather(*(models.content(here) for _ in range(3))) == [b"here"] * 3
     await asyncio.to_thread(blobs.delete, blob.digest)
     assert await models.content(here) == b"here"
