@@ -53,6 +53,7 @@ class Deployment:
     processes: Processes
     server: psutil.Process
     is_insecure: bool = False
+    clients: list[psutil.Process] = dataclasses.field(default_factory=list[psutil.Process])
     population: str = "bench"
 
     def admin(self) -> AdminClient:
@@ -97,7 +98,7 @@ def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[
         for index in range(num_clients):
             client = [BIN / "fedplat-client", "run", "--ticket-file", ticket, "--trainer", "noop=noop:train"]
             client += ["--data-dir", folder / f"client-{index}", "--log-level", "warning"]
-            deployment.processes.start(f"client-{index}", client, HERE)
+            deployment.clients.append(deployment.processes.start(f"client-{index}", client, HERE))
         wait_for_clients(deployment, admin, num_clients)
         yield deployment
 

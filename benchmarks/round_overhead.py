@@ -1,58 +1,164 @@
-"""What does a whole round cost when training costs nothing?
+"""What does a whole round cost when training costs nothing, and what for?
 
-    python benchmarks/round_overhead.py [--clients 4] [--rounds 50] [--model-bytes 4096] [--json]
+    python benchmarks/round_overhead.py [--clients 4] [--rounds 60] [--model-bytes 4096] [--json] [--save]
 
-A real server process and real client processes over loopback; SQLite and blobs on the disk, every version synced.
-A round lasts from one committed version to the next: check-in, selection, download, (no) training, upload, report,
-aggregation, commit. The first rounds are left out: processes load code then.
+Real server processes and real client processes over loopback, as deployed by default: TLS, signed calls, SQLite, and
+every update and version synced to the disk. Then without one of these at a time, in turns with the default. A round
+lasts from one committed version to the next: check-in, selection, model, (no) training, report, aggregation, commit.
+A second table says which part of the round takes how long.
 """
 
 from __future__ import annotations
 
-import json
-import platform
+import contextlib
+import dataclasses
 import statistics
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from deployment import deploy, measure
+import report
+from deployment import JOB, Deployment, deploy, intervals
+from fedplat.cli import submission
+from fedplat.cli.admin import AdminClient
+from fedplat.job import parse_job
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
 from models import alike, parameters
 
-WARM_UP = 3
+WARM_UP = 5
+"""Rounds of each part of a measurement that are left out."""
+PARTS = 4
+POLL_S = 0.3
+STAGES = ("selection", "first report", "last report", "aggregation and commit")
+
+
+@dataclasses.dataclass
+class Setting:
+    """One way to run rounds, and what was measured of it: seconds of rounds and stages, CPU seconds of processes."""
+
+    name: str
+    durability: str = "spool"
+    insecure: bool = False
+    watched: bool = False
+    rounds: list[float] = dataclasses.field(default_factory=list[float])
+    stages: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in STAGES})
+    server_s: list[float] = dataclasses.field(default_factory=list[float])
+    client_s: list[float] = dataclasses.field(default_factory=list[float])
 
 
 def main(
     clients: Annotated[int, typer.Option(min=1, help="Client processes, all of them in each round.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to measure.")] = 50,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds to measure of each setting.")] = 200,
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
 ) -> None:
     """Measure the time of rounds whose trainer does nothing."""
-    with tempfile.TemporaryDirectory() as folder, deploy(Path(folder), clients) as deployment:
-        seconds = measure(deployment, clients, rounds + WARM_UP, parameters(alike(model_bytes)))[WARM_UP:]
-    result = {
-        "clients": clients,
-        "model_bytes": model_bytes,
-        "rounds": len(seconds),
-        "median_s": round(statistics.median(seconds), 5),
-        "min_s": round(min(seconds), 5),
-        "p90_s": round(float(np.percentile(seconds, 90)), 5),
-        "max_s": round(max(seconds), 5),
-        "python": platform.python_version(),
-    }
-    if as_json:
-        print(json.dumps(result))
-    else:
-        Console().print(
-            f"no-op round, {clients} clients, {model_bytes} bytes: median {result['median_s'] * 1000:.1f} ms "
-            f"(min {result['min_s'] * 1000:.1f}, p90 {result['p90_s'] * 1000:.1f}, max {result['max_s'] * 1000:.1f}) "
-            f"over {len(seconds)} rounds"
-        )
+    model = parameters(alike(model_bytes))
+    settings = [
+        Setting("as deployed by default"),
+        Setting('durability = "memory"', durability="memory"),
+        Setting("without TLS", insecure=True),
+        Setting("an operator watches", watched=True),
+    ]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        secure = stack.enter_context(deploy(Path(folder) / "secure", clients))
+        insecure = stack.enter_context(deploy(Path(folder) / "insecure", clients, insecure=True))
+        for _ in range(PARTS):
+            for setting in settings:
+                here = insecure if setting.insecure else secure
+                measure(here, setting, clients, WARM_UP + -(-rounds // PARTS), model)
+    report.finish(_overhead(settings, clients, model_bytes), as_json, save)
+    report.finish(_stages(settings[0]), as_json, save)
+
+
+def measure(deployment: Deployment, setting: Setting, clients: int, rounds: int, model: Parameters) -> None:
+    """Runs rounds in a setting, and adds what they took to it. Nobody watches them, unless the setting says so."""
+    text = f'durability = "{setting.durability}"' + JOB.format(rounds=rounds, clients=clients)
+    with deployment.admin() as admin:
+        before = _cpu_s(deployment)
+        job = submission.submit(admin, submission.Submission(text, parse_job(text), model))
+        if setting.watched:
+            for _ in admin.watch_job(job.job_id):
+                pass
+        while admin.show_job(job.job_id).status != admin_pb2.JOB_STATUS_COMPLETED:
+            time.sleep(POLL_S)
+        after = _cpu_s(deployment)
+        _note(setting, admin, job.job_id)
+    setting.server_s.append((after[0] - before[0]) / rounds)
+    setting.client_s.append((after[1] - before[1]) / rounds / clients)
+
+
+def _note(setting: Setting, admin: AdminClient, job_id: str) -> None:
+    """Adds the moments of a job's history, which it has of every transaction, to what was measured."""
+    versions: list[float] = []
+    reported: Counter[int] = Counter()
+    last = 0.0
+    for event in admin.watch_job(job_id):
+        if event.entity == "version":
+            versions.append(event.unix_s)
+        stage = _stage(event, reported)
+        if event.round > WARM_UP and stage:
+            setting.stages[stage].append(event.unix_s - last)
+        if stage:
+            last = event.unix_s
+    setting.rounds.extend(intervals(versions)[WARM_UP:])
+
+
+def _stage(event: admin_pb2.JobEvent, reported: Counter[int]) -> str:
+    """The stage that ends with an event, if one does."""
+    if event.entity == "attempt" and event.to_state == "COLLECTING":
+        return "selection"
+    if event.entity == "assignment" and event.to_state == "REPORTED":
+        reported[event.round] += 1
+        return "first report" if reported[event.round] == 1 else "last report"
+    return "aggregation and commit" if event.entity == "version" else ""
+
+
+def _cpu_s(deployment: Deployment) -> tuple[float, float]:
+    """CPU seconds of the server, and of all clients together."""
+    ours = [sum(process.cpu_times()[:2]) for process in deployment.clients]
+    return sum(deployment.server.cpu_times()[:2]), sum(ours)
+
+
+def _overhead(settings: Sequence[Setting], clients: int, model_bytes: int) -> report.Report:
+    columns = ("setting", "round, median ms", "best ms", "90 % below, ms", "server's CPU, ms", "CPU of a client, ms")
+    return report.Report(
+        name="round_overhead",
+        title=f"A no-op round: {clients} clients, {model_bytes:,} bytes",
+        columns=columns,
+        rows=tuple(
+            (
+                setting.name,
+                statistics.median(setting.rounds) * 1e3,
+                min(setting.rounds) * 1e3,
+                float(np.percentile(setting.rounds, 90)) * 1e3,
+                statistics.median(setting.server_s) * 1e3,
+                statistics.median(setting.client_s) * 1e3,
+            )
+            for setting in settings
+        ),
+        notes=(f"{len(settings[0].rounds)} rounds of each, in {PARTS} parts, in turns.",),
+    )
+
+
+def _stages(setting: Setting) -> report.Report:
+    """How long a round is in each stage, by the moments of its transactions."""
+    per_round = {name: sum(seconds) / len(setting.rounds) * 1e3 for name, seconds in setting.stages.items()}
+    return report.Report(
+        name="round_stages",
+        title="Where a no-op round's time goes",
+        columns=("until", "ms", "share, %"),
+        rows=tuple((name, ms, 100.0 * ms / sum(per_round.values())) for name, ms in per_round.items()),
+        notes=("Means, so that they add up; each stage ends with its transaction.",),
+    )
 
 
 if __name__ == "__main__":

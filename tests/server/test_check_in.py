@@ -206,7 +206,10 @@ async def test_a_check_in_while_its_assignment_is_stored_gets_the_living_token(s
 
 
 async def test_a_small_model_comes_with_the_assignment_and_a_large_one_does_not(site: Site) -> None:
-    clients, large = await site.fleet(2), Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES // 4, "f4")})
+    clients, large = (
+        await site.fleet(2),
+        Parameters.from_arrays({"weight": np.zeros(wire.INLINE_MODEL_BYTES // 4, "f4")}),
+    )
     waiting = [client.check_in(wait_s=harness.PATIENCE_S) for client in clients]
     await site.waiting(2)
     await site.operator.start(job_file("small", goal=1))
