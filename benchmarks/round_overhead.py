@@ -104,7 +104,7 @@ def _note(setting: Setting, admin: AdminClient, job_id: str) -> None:
     for event in admin.watch_job(job_id):
         if event.entity == "version":
             versions.append(event.unix_s)
-        stage = _stage(event, reported)
+        stage = stage_ended_by(event, reported)
         if event.round > WARM_UP and stage:
             setting.stages[stage].append(event.unix_s - last)
         if stage:
@@ -112,7 +112,7 @@ def _note(setting: Setting, admin: AdminClient, job_id: str) -> None:
     setting.rounds.extend(intervals(versions)[WARM_UP:])
 
 
-def _stage(event: admin_pb2.JobEvent, reported: Counter[int]) -> str:
+def stage_ended_by(event: admin_pb2.JobEvent, reported: Counter[int]) -> str:
     """The stage that ends with an event, if one does."""
     if event.entity == "attempt" and event.to_state == "COLLECTING":
         return "selection"

@@ -28,6 +28,14 @@ from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
 from fedplat_server.store.tables import assignments, attempts, history, jobs, model_versions
 
+# Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
+_LATER = (
+    select(history)
+    .where(history.c.job_id == sqlalchemy.bindparam("this_job"), history.c.sequence > sqlalchemy.bindparam("after"))
+    .order_by(history.c.sequence)
+    .limit(sqlalchemy.bindparam("most"))
+)
+
 
 async def open_store(database: str, clock: Callable[[], float] = time.time) -> SqlStore:
     """Opens the database at a path or URL.
@@ -193,8 +201,8 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
 
     async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""
-        later = (history.c.job_id == job_id) & (history.c.sequence > after_sequence)
-        found = await self._all(select(history).where(later).order_by(history.c.sequence).limit(limit))
+        values = {"this_job": job_id, "after": after_sequence, "most": limit}
+        found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
         return [rows.history_record(row) for row in found]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
