@@ -8,7 +8,8 @@ PEERS := .venv-peers
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
-	growth.py
+	growth.py \
+	check_ins.py
 
 .PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
 all: demo

@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from fedplat_server import __version__, certificate_commands, evaluators, init_command, logs, operator_commands
+from fedplat_server import (
+    __version__,
+    certificate_commands,
+    evaluators,
+    init_command,
+    logs,
+    open_files,
+    operator_commands,
+)
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
@@ -178,6 +186,7 @@ def _evaluators(items: list[str]) -> dict[str, str]:
 
 
 async def _serve(config: ServerConfig) -> None:
+    open_files.raise_limit()
     daemon = Daemon(config)
     with stop_on_signals(daemon.stop):
         await daemon.run()
