@@ -82,6 +82,13 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="HOST:PORT at which other daemons of the same PostgreSQL reach this one. Default: --listen.",
         ),
     ] = "",
+    share_port: Annotated[
+        bool,
+        typer.Option(
+            "--share-port",
+            help="Share --listen with other daemons of this host; --advertise says at which port this one listens too.",
+        ),
+    ] = False,
     lease_s: Annotated[
         float,
         typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
@@ -106,6 +113,8 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
     if not evaluation_s > 0.0:
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
+    if share_port:
+        _check_shared_port(listen, advertise, database or "")
     scorers = _evaluators(evaluator or [])
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
@@ -120,6 +129,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         evaluation_s=evaluation_s,
         grace_s=grace_s,
         advertise=advertise,
+        share_port=share_port,
         lease=LeaseTimes.of(lease_s),
         reflection=reflection,
         tls=files,
@@ -135,6 +145,18 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         asyncio.run(_serve(config))
     finally:
         log.finish(timeout_s=1.0)
+
+
+def _check_shared_port(listen: str, advertise: str, database: str) -> None:
+    if not database.startswith("postgres"):
+        raise ConfigError("--share-port is for daemons of one PostgreSQL; say which with --database postgresql://...")
+    shared, own = (int(address.rpartition(":")[2] or 0) for address in (listen, advertise))
+    if own in (0, shared):
+        raise ConfigError(
+            "--share-port needs --advertise HOST:PORT with a port that is this daemon's own: there the others reach it"
+        )
+    if shared == 0:
+        raise ConfigError(f"--listen {listen}: a port that is shared has a number that all of them know")
 
 
 def _host(address: str, option: str) -> str:

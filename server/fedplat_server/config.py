@@ -63,7 +63,8 @@ class ServerConfig(msgspec.Struct, frozen=True):
 
     `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` maps the names that jobs use
     to `module:function` or `/path/to/file.py:function`, and one call of an evaluator may take `evaluation_s`.
-    Other daemons of the database reach this one at `advertise` (empty: where it listens).
+    Other daemons of the database reach this one at `advertise` (empty: where it listens). With `share_port` several
+    daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
     At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
     """
@@ -76,12 +77,18 @@ class ServerConfig(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     grace_s: float = 10.0
     advertise: str = ""
+    share_port: bool = False
     lease: LeaseTimes = LeaseTimes()
 
     @property
     def is_shared(self) -> bool:
         """Whether several daemons may use the database, and the data folder with it: all but SQLite."""
         return self.database.startswith("postgres")
+
+    @property
+    def own_listen(self) -> str:
+        """Where this daemon alone listens, if it shares its port."""
+        return f"{self.listen.rpartition(':')[0]}:{self.advertise.rpartition(':')[2]}"
 
     def address(self, port: int) -> str:
         """Where other daemons reach this one, which listens on this port."""

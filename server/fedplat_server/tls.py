@@ -101,12 +101,22 @@ class Certificates:
         return (self.loaded.expires - self._clock()).total_seconds() / 86_400
 
     def credentials(self, *, of_both: bool = False) -> grpc.ServerCredentials:
-        """Credentials that ask `refresh` at every handshake. `of_both`: who connects must show one of `ca`, too."""
-        # None, for "go on with what you have", is missing in the types of gRPC.
-        return grpc.dynamic_ssl_server_credentials(self.loaded.configuration(), cast(Any, self._fetch), of_both)
+        """Credentials for one port, which asks `refresh` at every handshake.
 
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        return self.loaded.configuration() if self.refresh() else None
+        `of_both`: who connects must show one of `ca`, too.
+        """
+        given = self.loaded  # by these credentials: others, or `look`, may have taken up a change before
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            self.refresh()
+            if self.loaded is given:
+                return None
+            given = self.loaded
+            return given.configuration()
+
+        # None, for "go on with what you have", is missing in the types of gRPC.
+        return grpc.dynamic_ssl_server_credentials(given.configuration(), cast(Any, fetch), of_both)
 
     def refresh(self) -> bool:
         """Takes up files that have changed; whether there was something to take up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Generator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -31,7 +32,7 @@ def test_a_low_limit_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", Mock(return_value=(256, resource.RLIM_INFINITY)))
     monkeypatch.setattr(resource, "setrlimit", refuse)
     with capture_logs() as said:
         assert open_files.raise_limit() == 256

@@ -239,6 +239,9 @@ def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path
         assert server.stop() == 0
 
 
+SHARED = ["--share-port", "--database", "postgresql://x/y", "--listen", "localhost:7443"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -247,6 +250,10 @@ def test_a_second_daemon_on_the_same_folder_or_port(folder: Path, tmp_path: Path
         (["--listen", "0.0.0.0:7443"], "--insecure on 0.0.0.0: without TLS a server listens on loopback only"),
         (["--tls-certificate", "x.pem"], "--insecure and --tls-certificate exclude each other"),
         (["--log-level", "LOUD"], "expected DEBUG, INFO"),
+        (["--share-port"], "--share-port is for daemons of one PostgreSQL"),
+        (["--share-port", "--database", "postgresql://x/y"], "--share-port needs --advertise"),
+        ([*SHARED, "--advertise", "localhost:7443"], "a port that is this daemon's own"),
+        ([*SHARED, "--advertise", "localhost:7444", "--listen", "localhost:0"], "has a number that all of them know"),
         (["--grace-s", "inf"], "--grace-s inf"),
         (["--evaluation-s", "0"], "--evaluation-s 0"),
         (["--evaluation-s", "nan"], "--evaluation-s nan"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from grpc import aio
 
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.profile import Profile
@@ -148,6 +150,25 @@ async def test_certificate_and_authority_change_in_the_middle_of_a_round(folder:
         ]
         with pytest.raises(Exception, match=r"UNAVAILABLE|CERTIFICATE_VERIFY_FAILED"):
             await harness.Operator(site.connect(old_ca)).show(job)
+
+
+@pytest.mark.fault("F31")
+async def test_every_port_takes_up_new_files_whoever_saw_them_first(folder_pki: PkiFolder) -> None:
+    certificates = Certificates(folder_pki.files)
+    server = aio.server()
+    ports = [server.add_secure_port("127.0.0.1:0", certificates.credentials()) for _ in range(2)]
+    await server.start()
+    try:
+        for _ in range(2):
+            certificates.look()
+            expected = folder_pki.files.certificate.read_bytes().strip()
+            shown = [
+                await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port)) for port in (*ports, *ports)
+            ]
+            assert {one.encode().strip() for one in shown} == {expected}
+            folder_pki.renew(folder_pki.hosts(), utc_now())
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.fault("F31")

@@ -25,6 +25,7 @@ from fedplat_server.rpc.gate import Gate
 from fedplat_server.rpc.health import Health
 from fedplat_server.rpc.streams import Part
 from fedplat_server.services import Services
+from fedplat_server.shared_port import Claim
 from fedplat_server.tls import Certificates, TlsFiles
 
 _SERVICES = (
@@ -34,7 +35,6 @@ _SERVICES = (
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second daemon on the port must fail, not share it
     # Clients keep long polls open through NATs, and may ping to do so.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -98,8 +98,10 @@ class Endpoint:
         """Takes the ports. Callers wait until `start`. Raises `ConfigError` if they cannot be had."""
         self.switch = Switch(_SERVICES)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
+        # Without --share-port a second daemon on the port must fail, not share it.
+        options = (*OPTIONS, ("grpc.so_reuseport", int(config.share_port)))
         self._server = aio.server(
-            interceptors=(Boundary(),), options=OPTIONS, compression=grpc.Compression.NoCompression
+            interceptors=(Boundary(),), options=options, compression=grpc.Compression.NoCompression
         )
         self._server.add_generic_rpc_handlers((self.switch,))
         self.health = Health(_SERVICES)
@@ -107,8 +109,11 @@ class Endpoint:
         if config.reflection:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
-        credentials = self.certificates.credentials() if self.certificates is not None else None
-        self.port = self._bind(config.listen, "--listen", credentials)
+        self._join = lambda: None
+        if config.share_port:
+            self.port = self._share(config)
+        else:
+            self.port = self._bind(config.listen, "--listen", self._credentials())
         self.peers = Peers(utc_now)
         self.issuer = Issuer(None)
         self.mtls_port = 0
@@ -128,8 +133,28 @@ class Endpoint:
                 f"choose another with {option} HOST:PORT"
             ) from exc
 
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        return self.certificates.credentials() if self.certificates is not None else None
+
+    def _share(self, config: ServerConfig) -> int:
+        """Takes this daemon's own port now, and the port that it shares when it begins to answer.
+
+        Until then connections go to the others only: here they would wait for a database that may be away.
+        """
+        Claim(config.own_listen, "--advertise", shared=False).release()  # gRPC would share this one, too
+        self._bind(config.own_listen, "--advertise", self._credentials())
+        claim = Claim(config.listen, "--listen", shared=True)
+
+        def join() -> None:
+            self._bind(config.listen, "--listen", self._credentials())
+            claim.release()
+
+        self._join = join
+        return int(config.listen.rpartition(":")[2])
+
     async def start(self) -> None:
         """Begins to answer."""
+        self._join()
         await self.health.start()
         await self._server.start()
 
