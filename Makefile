@@ -8,6 +8,7 @@ PEERS := .venv-peers
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
+	aggregation.py \
 	growth.py \
 	check_ins.py
 

@@ -1,0 +1,195 @@
+"""How fast are updates aggregated as they arrive, and what memory does that take?
+
+    python benchmarks/aggregation.py [--parameters 1000000 --parameters 25000000] [--updates 10 ...] [--json] [--save]
+
+Through the functions that the server uses: the check before an update is accepted, and the fold afterwards, from files
+of the spool, which the page cache holds. The same four updates come again and again. In turns with them: the fold of
+arrays in memory, torch's `add_(alpha=)` and a plain copy of the same bytes. Flower's `aggregate_arrayrecords` runs in
+the peers' own environment, if that is there. Everything on one thread; each case in a process of its own, whose memory
+beyond the accumulator is what it took at most while it checked and folded, less what it had before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import typer
+
+import report
+from fedplat.aggregate import Accumulator, FedAvg
+from fedplat.model import ModelFile, Parameters
+from fedplat_server import intake
+
+PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
+FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"
+DTYPES: dict[str, Any] = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16}
+WEIGHT = 3.0
+FLOWER_BYTES = 20e9
+"""What Flower is given at most: beyond it a case would take minutes."""
+SLICE = 10
+"""Updates between two looks at the other ways."""
+MAX_SLICES = 20
+"""Beyond it the rates do not change any more; memory is measured over all updates."""
+COLUMNS = (
+    "updates",
+    "K",
+    "copy GB/s",
+    "fold of arrays",
+    "fold of files",
+    "check of files",
+    "check + fold",
+    "fold / copy",
+    "torch add_",
+    "Flower",
+    "memory beyond the accumulator, MB",
+)
+
+
+class Rates(NamedTuple):
+    """Bytes of updates a second, by way, and the memory that folding files took."""
+
+    copy: float
+    arrays: float
+    files: float
+    check: float
+    both: float
+    torch: float
+    memory_bytes: int
+
+
+def main(
+    parameters: Annotated[list[int] | None, typer.Option(min=1, help="Parameters of a model.")] = None,
+    updates: Annotated[list[int] | None, typer.Option(min=1, help="Updates to aggregate.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+) -> None:
+    """Measure checking and folding updates, beside Flower, torch and a plain copy."""
+    rows: list[tuple[report.Cell, ...]] = []
+    context = multiprocessing.get_context("spawn")
+    for num_parameters in parameters or [1_000_000, 25_000_000]:
+        for dtype in DTYPES:
+            for num_updates in updates or [10, 100, 1000]:
+                with context.Pool(1) as pool:  # a process of its own: its peak of memory is this case's
+                    rates = pool.apply(measure, (num_parameters, dtype, num_updates))
+                rows.append(row(num_parameters, dtype, num_updates, rates))
+    note = "GB/s of updates as they lie in their files; the fold of bf16 reads half the bytes of fp32 for as many sums."
+    if not PEERS.exists():
+        note += " Flower was not measured: `make bench-peers` makes its environment."
+    finished = report.Report(
+        name="aggregation",
+        title="Aggregation on arrival, GB/s of updates on one thread",
+        columns=COLUMNS,
+        rows=tuple(rows),
+        notes=(note,),
+    )
+    report.finish(finished, as_json, save)
+
+
+def row(num_parameters: int, dtype: str, num_updates: int, rates: Rates) -> tuple[report.Cell, ...]:
+    """A line of the table."""
+    flower = flower_rate(num_parameters, num_updates) if dtype == "fp32" else None  # it knows no bf16
+    return (
+        f"{num_parameters / 1e6:g} M {dtype}",
+        num_updates,
+        *(rate / 1e9 for rate in (rates.copy, rates.arrays, rates.files, rates.check, rates.both)),
+        rates.files / rates.copy,
+        rates.torch / 1e9,
+        None if flower is None else flower / 1e9,
+        rates.memory_bytes / 1e6,
+    )
+
+
+def flower_rate(num_parameters: int, num_updates: int) -> float | None:
+    """Bytes a second of `aggregate_arrayrecords`, if it is installed and does not take too long."""
+    if not PEERS.exists() or 4.0 * num_parameters * num_updates > FLOWER_BYTES:
+        return None
+    command = [PEERS, FLOWER, str(num_parameters), str(num_updates)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def measure(num_parameters: int, dtype: str, num_updates: int) -> Rates:
+    """Runs one case; in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(number) for number in range(4)]
+        for number, path in enumerate(paths):
+            values = np.random.default_rng(number).random(num_parameters, np.float32).astype(DTYPES[dtype])
+            path.write_bytes(Parameters.from_arrays({"w": values}).to_bytes())
+            del values
+        memory_bytes = files_memory(paths, num_updates)
+        return rates_of(paths, num_updates, memory_bytes)
+
+
+def files_memory(paths: list[Path], num_updates: int) -> int:
+    """What checking and folding takes at most beyond the accumulator."""
+    base = ModelFile.open(paths[0])
+    accumulator = Accumulator(base.schema, FedAvg().build())
+    fold_file(accumulator, base, paths[0])  # the accumulator's pages are there now
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status_bytes("VmRSS")
+    for number in range(num_updates):
+        check_file(paths[0], paths[number % 4])
+        fold_file(accumulator, base, paths[number % 4])
+    return max(status_bytes("VmHWM") - before, 0)
+
+
+def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
+    """Every way in turns, in slices of a few updates."""
+    import torch
+
+    torch.set_num_threads(1)
+    base = ModelFile.open(paths[0])
+    accumulator = Accumulator(base.schema, FedAvg().build())
+    arrays = [Parameters.open(path).copy() for path in paths]
+    total, target = torch.zeros(base.schema.num_floating), np.zeros_like(arrays[0].buffer)
+    tensors = [one.to_torch()["w"] for one in arrays]
+    ways: dict[str, Callable[[int], object]] = {
+        "copy": lambda number: np.copyto(target, arrays[number].buffer),
+        "arrays": lambda number: accumulator.fold(arrays[number], WEIGHT),
+        "files": lambda number: fold_file(accumulator, base, paths[number]),
+        "check": lambda number: check_file(paths[0], paths[number]),
+        "torch": lambda number: total.add_(tensors[number], alpha=WEIGHT),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(-1, min(max(num_updates // SLICE, 3), MAX_SLICES)):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for number in range(SLICE):
+                way(number % 4)
+            if turn >= 0:  # the first one warms up
+                seconds[name].append((time.perf_counter() - start) / SLICE)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rates = {name: arrays[0].buffer.nbytes / each for name, each in medians.items()}
+    both = arrays[0].buffer.nbytes / (medians["check"] + medians["files"])
+    return Rates(**rates, both=both, memory_bytes=memory_bytes)
+
+
+def check_file(base: Path, update: Path) -> None:
+    """What the server does before it accepts an update."""
+    assert intake.check_update(update, base, None) is None
+
+
+def fold_file(accumulator: Accumulator, base: ModelFile, update: Path) -> None:
+    """What it does afterwards."""
+    accumulator.fold(intake.open_update(update, base, None), WEIGHT)
+
+
+def status_bytes(key: str) -> int:
+    """A number of this process from /proc, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{key}:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    typer.run(main)
