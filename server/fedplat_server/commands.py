@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedplat.wire import allocator
 from fedplat_server import (
     __version__,
     certificate_commands,
@@ -141,6 +142,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             "say which is: --advertise HOST:PORT"
         )
     log = logs.configure(log_level, json=json_log)
+    allocator.reuse_message_memory()
     try:
         asyncio.run(_serve(config))
     finally:
