@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -352,50 +351,3 @@ def test_mistakes_in_the_callers_code_are_named(make_client: MakeClient) -> None
         Client("localhost:1", population="demo", labels=labels)
     with pytest.raises(ValueError, match="cannot name a server or a population"):
         Client("localhost:1", population="")
-
-
-def test_a_small_update_travels_with_its_report(
-    fleet: FakeFleet, base: Parameters, model: model_pb2.ModelRef, make_client: MakeClient
-) -> None:
-    fleet.assign(model)
-    fleet.lost_replies["Report"] = 1  # the repetition carries the same bytes
-    client = make_client(inline_limit_bytes=wire.INLINE_BYTES)
-
-    @client.trainer("digits")
-    def train(task: Task) -> TrainResult:
-        task.parameters["bias"] += np.float32(1)
-        return TrainResult(parameters=task.parameters, num_examples=1)
-
-    client.run(max_tasks=1)
-
-    assert "Upload" not in fleet.calls
-    first, second = fleet.requests["Report"]
-    assert first == second
-    assert hashlib.sha256(first.update).hexdigest() == first.digest
-    update = Parameters.from_bytes(first.update)
-    np.testing.assert_allclose(update["bias"], 1.0, rtol=1e-5)
-    np.testing.assert_array_equal(update["weight"], 0.0)
-
-
-def test_a_small_model_comes_with_its_assignment(
-    fleet: FakeFleet, base: Parameters, model: model_pb2.ModelRef, make_client: MakeClient
-) -> None:
-    fleet.assign(model, model_bytes=base.to_bytes())
-    fleet.assign(model, model_bytes=base.to_bytes()[:-1] + b"!")
-    client = make_client()
-    seen: list[Parameters] = []
-
-    @client.trainer("digits")
-    def train(task: Task) -> TrainResult:
-        seen.append(task.parameters.copy())
-        task.parameters["bias"] += np.float32(1)
-        return TrainResult(parameters=task.parameters, num_examples=1)
-
-    client.run(max_tasks=2)
-
-    assert "Download" not in fleet.calls
-    assert seen == [base]
-    np.testing.assert_allclose(update_of(fleet)["bias"], 1.0, rtol=1e-5)
-    (failure,) = fleet.requests["Fail"]
-    assert failure.reason == model_pb2.REASON_TRANSFER_FAILED
-    assert model.digest in failure.text
