@@ -69,9 +69,9 @@ class Found:
 
 
 POINTS = (
-    *(Point("model", size, 4) for size in (MB, 10 * MB, 100 * MB, 500 * MB)),
-    *(Point("cohort", MB, clients) for clients in (10, 100, 1000)),
     *(Point("tensors", 16 * MB, 4, tensors) for tensors in (1, 10, 100, 1000)),
+    *(Point("cohort", MB, clients) for clients in (10, 100, 1000)),
+    *(Point("model", size, 4) for size in (MB, 10 * MB, 100 * MB, 500 * MB)),
     Point("2 GB", 2 * GB, 4, least=1),
     Point("100 clients", 100 * MB, 100, 25, least=1),
 )

@@ -2,7 +2,8 @@
 
     python benchmarks/page.py
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`; what is between is replaced.
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`; what is between is replaced, once there is
+such a result.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def filled(text: str) -> str:
 
     def table(place: re.Match[str]) -> str:
         path = report.RESULTS / f"{place[2]}.json"
+        if not path.exists():
+            return place[0]
         found = msgspec.json.decode(path.read_bytes(), type=report.Report)
         return f"{place[1]}\n{report.markdown(found)}\n\n{place[3]}"
 

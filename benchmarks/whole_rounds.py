@@ -114,8 +114,8 @@ def measure(rounds: Rounds, systems: Sequence[str], budget: Budget, times: int =
     order = list(turns([name for name in systems if rounds[0] != ALONE or name in OURS], times))
     for name in order:
         if time.monotonic() > budget.end:
-            measured.failures.append(f"{label(rounds)}, {name}: no time was left (--minutes)")
-            continue
+            measured.failures.append(f"{label(rounds)}, from {name} on: no time was left (--minutes)")
+            break
         sample = attempt(name, budget.plan(rounds, order.count(name)), measured, rounds)
         if sample is None:
             continue

@@ -37,7 +37,7 @@ def test_a_peer_that_is_not_installed_is_named_with_what_to_do(monkeypatch: pyte
 
 def test_nothing_is_started_when_the_time_is_over() -> None:
     found = whole_rounds.measure(SMALL, ["fedplat"], Budget(1, 1.0, -math.inf), times=1)
-    assert found.failures == ["4KB, 2 clients, fedplat: no time was left (--minutes)"]
+    assert found.failures == ["4KB, 2 clients, from fedplat on: no time was left (--minutes)"]
 
 
 def test_ours_are_measured_before_between_and_after_the_peers() -> None:
