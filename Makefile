@@ -10,7 +10,8 @@ BENCHMARKS := \
 	transfer.py \
 	aggregation.py \
 	growth.py \
-	check_ins.py
+	check_ins.py \
+	update_codecs.py
 
 .PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
 all: demo
