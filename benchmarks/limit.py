@@ -1,11 +1,12 @@
 """The limit of a round: its bytes through raw gRPC streams, with nothing behind them.
 
-    python benchmarks/limit.py serve PORT BYTES CLIENTS ROUNDS SECONDS
-    python benchmarks/limit.py work PORT BYTES
+    python benchmarks/limit.py serve PORT BYTES CLIENTS ROUNDS SECONDS [PKI]
+    python benchmarks/limit.py work PORT BYTES [PKI]
 
 A server process and a process for each client, as in a real deployment. In each round every client gets the model and
 sends as many bytes back, in chunks of 2 MiB, without a copy by protobuf; the next round begins when all have.
-The server prints the moments at which rounds were complete, one a line.
+The server prints the moments at which rounds were complete, one a line. PKI is the folder that `fedplat-server init`
+makes: with it they speak TLS.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc
 from grpc import aio
@@ -72,22 +74,33 @@ def cut(size: int) -> list[bytes]:
     return [bytes(min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
 
 
-async def serve(port: int, size: int, clients: int, rounds: int, seconds: float) -> list[float]:
+async def serve(port: int, service: _Service, pki: Path | None) -> list[float]:
     """Serves until the rounds are over; their moments."""
     server = aio.server(options=_OPTIONS)
-    service = _Service(size, clients, rounds, seconds)
     server.add_generic_rpc_handlers((service,))
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    if pki is None:
+        server.add_insecure_port(f"127.0.0.1:{port}")
+    else:
+        pair = ((pki / "server.key").read_bytes(), (pki / "server.pem").read_bytes())
+        server.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair]))
     await server.start()
     await service.done.wait()
     await server.stop(grace=5.0)
     return service.moments
 
 
-async def work(port: int, size: int) -> None:
+def connect(port: int, pki: Path | None) -> aio.Channel:
+    """A channel to the server."""
+    address = f"127.0.0.1:{port}"
+    if pki is None:
+        return aio.insecure_channel(address, options=_OPTIONS)
+    return aio.secure_channel(address, grpc.ssl_channel_credentials((pki / "ca.pem").read_bytes()), options=_OPTIONS)
+
+
+async def work(port: int, size: int, pki: Path | None) -> None:
     """Takes part in rounds until told to stop."""
     chunks = cut(size)
-    async with aio.insecure_channel(f"127.0.0.1:{port}", options=_OPTIONS) as channel:
+    async with connect(port, pki) as channel:
         meet: Callable[..., aio.UnaryUnaryCall[bytes, bytes]] = channel.unary_unary(_MEET)
         down: Callable[..., aio.UnaryStreamCall[bytes, bytes]] = channel.unary_stream(_DOWN)
         up: Callable[..., aio.StreamUnaryCall[bytes, bytes]] = channel.stream_unary(_UP)
@@ -97,9 +110,15 @@ async def work(port: int, size: int) -> None:
             await up(iter(chunks))
 
 
+async def main(role: str, port: int, size: int, *rest: str) -> None:
+    """Serves or works, as the command line says."""
+    if role == "work":
+        await work(port, size, Path(rest[0]) if rest else None)
+        return
+    clients, rounds, seconds, *pki = rest
+    service = _Service(size, int(clients), int(rounds), float(seconds))
+    print(*await serve(port, service, Path(pki[0]) if pki else None), sep="\n", flush=True)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        port, size, clients, rounds = map(int, sys.argv[2:6])
-        print(*asyncio.run(serve(port, size, clients, rounds, float(sys.argv[6]))), sep="\n", flush=True)
-    else:
-        asyncio.run(work(*map(int, sys.argv[2:4])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import limit
-from deployment import ENVIRONMENT, HERE, START_S, deploy, intervals, measure
+from deployment import BIN, ENVIRONMENT, HERE, START_S, deploy, intervals, measure
 from models import Tensors, parameters, size_bytes
 from processes import FailedError, NotInstalledError, Processes, free_port
 
@@ -65,16 +65,28 @@ def _fedplat(plan: Plan, folder: Path, insecure: bool) -> Sample:
 
 def raw_grpc(plan: Plan, folder: Path) -> Sample:
     """The limit: the same bytes, and nothing done with them."""
+    return _raw_grpc(plan, folder, [])
+
+
+def raw_grpc_tls(plan: Plan, folder: Path) -> Sample:
+    """The limit of those who speak TLS."""
+    with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
+        if not processes.run([BIN / "fedplat-server", "init", "--data-dir", folder, "--host", "127.0.0.1"], START_S):
+            raise FailedError("no certificates could be made for the limit")
+    return _raw_grpc(plan, folder, [str(folder / "pki")])
+
+
+def _raw_grpc(plan: Plan, folder: Path, pki: list[str]) -> Sample:
     port, size = str(free_port()), str(size_bytes(plan.tensors))
     program = [sys.executable, str(Path(limit.__file__))]
-    serve = [*program, "serve", port, size, str(plan.clients), str(plan.rounds + WARM_UP), str(plan.seconds)]
+    serve = [*program, "serve", port, size, str(plan.clients), str(plan.rounds + WARM_UP), str(plan.seconds), *pki]
     log = folder / "server.log"
     with Processes(folder, {**os.environ, **ENVIRONMENT}) as processes:
         server = processes.start("server", serve)
         workers = Processes(folder, {**os.environ, **ENVIRONMENT})
         with workers:
             for number in range(plan.clients):
-                workers.start(f"client-{number}", [*program, "work", port, size])
+                workers.start(f"client-{number}", [*program, "work", port, size, *pki])
             deadline = time.monotonic() + START_S + 2 * plan.seconds
             while server.poll() is None and time.monotonic() < deadline:
                 processes.note_peak(server)

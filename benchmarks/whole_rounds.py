@@ -3,7 +3,7 @@
     python benchmarks/whole_rounds.py [--all] [--model 100MB] [--clients 10] [--system fedplat] [--save]
 
 Real server and client processes over loopback, no training. A round lasts from one committed model to the next. What
-is compared is measured in turns: fedplat and the limit before, between and after the peers, which take minutes. The
+is compared is measured in turns: fedplat and the limits before, between and after the peers, which take minutes. The
 peers come from `make bench-peers`; what is not installed is left out. The first round of each start is left out too.
 """
 
@@ -27,9 +27,14 @@ from flower import flower
 from models import MODELS
 from processes import FailedError, NotInstalledError
 from report import Cell, Report, finish
-from systems import Plan, Sample, System, fedplat, fedplat_insecure, raw_grpc
+from systems import Plan, Sample, System, fedplat, fedplat_insecure, raw_grpc, raw_grpc_tls
 
-OURS: dict[str, System] = {"fedplat": fedplat, "fedplat --insecure": fedplat_insecure, "limit": raw_grpc}
+OURS: dict[str, System] = {
+    "fedplat": fedplat,
+    "fedplat --insecure": fedplat_insecure,
+    "limit": raw_grpc,
+    "limit, TLS": raw_grpc_tls,
+}
 PEERS: dict[str, System] = {"Flower": flower, "NVFlare": nvflare, "NVFlare tuned": nvflare_tuned}
 SYSTEMS = OURS | PEERS
 BARS = (("100MB", 10), ("ResNet-50", 2), ("one-tensor", 2), ("4KB", 4))
@@ -38,11 +43,11 @@ ALL_CLIENTS = (2, 4, 10)
 TURNS = 3
 ALONE = "one-tensor"
 """What fedplat's ResNet-50 is compared with, and no peer's."""
-COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "server MiB", "rounds")
+COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "x limit, TLS", "server MiB", "rounds")
 NOTES = (
     'Median of the rounds. fedplat keeps updates on the disk (`durability = "spool"`) and syncs each version; '
     "Flower holds its state in memory, and NVFlare syncs nothing.",
-    "fedplat and NVFlare's POC mode use TLS by default, Flower and the limit do not. "
+    "fedplat and NVFlare's POC mode use TLS by default, Flower does not; the limit is measured with and without. "
     "NVFlare tuned: its polling intervals at 0.01 s instead of 0.5 to 2 s.",
     "Server MiB: the sum of the peaks of the server's processes.",
 )
@@ -169,7 +174,7 @@ def row(rounds: Rounds, system: str, measured: Measured) -> tuple[Cell, ...]:
     """What is shown of a system."""
     median = measured.median(system)
     ratios: list[Cell] = []
-    for base in ("fedplat", "limit"):
+    for base in ("fedplat", "limit", "limit, TLS"):
         other = measured.median(base)
         ratios.append(median / other if median is not None and other else None)
     memory = max(sample.server_rss for sample in measured.samples[system]) / 2**20
