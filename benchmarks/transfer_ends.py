@@ -22,7 +22,7 @@ from grpc import aio
 from fedplat import wire
 from fedplat.identity import Ticket
 from fedplat.model import Parameters
-from fedplat.wire import allocator
+from fedplat.wire import memory
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import transfer, transport
 from fedplat_client.access import SignedAccess
@@ -144,7 +144,7 @@ def _take(connection: socket.socket, size: int, into: bytearray) -> None:
 
 def fedplat_client(ticket: str, folder: str) -> None:
     """A client as it works on an assignment: a model becomes a file of the cache, an update is a new one each time."""
-    allocator.reuse_message_memory()
+    memory.reuse_message_memory()
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.locked():

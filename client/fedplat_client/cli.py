@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import click
 
 from fedplat.errors import FedplatError, MissingExtraError, TicketError
-from fedplat.wire import allocator
+from fedplat.wire import memory
 from fedplat_client import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -100,8 +100,9 @@ def main() -> None:
 def run(**options: Unpack[_RunOptions]) -> None:
     """Runs a client."""
     _set_up_logging(options["log_level"])
-    allocator.reuse_message_memory()
+    memory.reuse_message_memory()
     client = _client(options)
+    memory.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:

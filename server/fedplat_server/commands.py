@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.wire import allocator
+from fedplat.wire import memory
 from fedplat_server import (
     __version__,
     certificate_commands,
@@ -142,7 +142,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             "say which is: --advertise HOST:PORT"
         )
     log = logs.configure(log_level, json=json_log)
-    allocator.reuse_message_memory()
+    memory.reuse_message_memory()
     try:
         asyncio.run(_serve(config))
     finally:
@@ -212,6 +212,7 @@ def _evaluators(items: list[str]) -> dict[str, str]:
 async def _serve(config: ServerConfig) -> None:
     open_files.raise_limit()
     daemon = Daemon(config)
+    memory.keep_what_is_loaded()
     with stop_on_signals(daemon.stop):
         await daemon.run()
     logs.get().info("the server has stopped")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,9 @@ from fedplat_server.errors import BlobError, BlobFullError
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 READ_BYTES = 1 << 20
+WRITEBACK_BYTES = 8 << 20
+"""After so many new bytes of a file it pays to begin writing them to the disk."""
+_SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -68,6 +72,16 @@ def write_all(descriptor: int, data: Bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def begin_sync(descriptor: int, offset: int, size_bytes: int) -> None:
+    """Lets the kernel begin to write a part of a file to the disk, so that the sync at its end has less to wait for.
+
+    Six uploads of 100 MB at once, hashed and synced: 0.46 s instead of 0.66. Promises nothing: an error
+    shows in the sync. Linux only; elsewhere the sync does it all.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
+
+
 def sync(path: Path) -> None:
     """Makes a file's bytes, or a folder's entries, survive a power failure.
 
@@ -78,3 +92,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _found_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range = _found_sync_file_range()
