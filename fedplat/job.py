@@ -133,13 +133,18 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Compression(Struct, frozen=True, forbid_unknown_fields=True):
-    """How what travels is compressed. `uplink`: the codec of the updates that clients send (none: float32 as it is)."""
+    """How what travels is compressed.
+
+    `uplink`: the codec of the updates that clients send (none: float32 as it is). `downlink`: the codec of the step
+    from one version to the next, which clients that have the one download instead of the other (none: whole models).
+    """
 
     uplink: codecs.Options | None = None
+    downlink: codecs.Options | None = None
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the codecs that a client has to know."""
+        """Names of the codecs that a client has to know. Without that of the downlink it gets whole models."""
         return frozenset() if self.uplink is None else frozenset({str(self.uplink.__struct_config__.tag)})
 
 

@@ -60,8 +60,9 @@ class Part:
 class ModelCache:
     """A folder with one file per model, `<digest>.safetensors`, and one `<digest>.part` per unfinished download.
 
-    One model is in use at a time: the one that was last asked for. It is never evicted; of the others, the one
-    that was used longest ago goes first. Methods raise `OSError` when the disk fails them.
+    One model is in use at a time: the one that was last asked for, and while it is made from a delta, its base. They
+    are never evicted; of the others, the one that was used longest ago goes first. Methods raise `OSError` when
+    the disk fails them.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -90,17 +91,21 @@ class ModelCache:
         finally:
             part.close()
 
-    def make_room(self, digest: str, size_bytes: int) -> None:
-        """Evicts other models and other unfinished downloads until `size_bytes` fit into the limit."""
-        others = [path for path in self._folder.iterdir() if path.stem != digest]
+    def make_room(self, size_bytes: int, *digests: str) -> bool:
+        """Evicts other models and other unfinished downloads than these until `size_bytes`, for all of these, fit.
+
+        False if that is beyond the limit.
+        """
+        others = [path for path in self._folder.iterdir() if path.stem not in digests]
         used = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in others)
         excess = sum(size for _, size, _ in used) + size_bytes - self._limit_bytes
         for _, size, path in used:
             if excess <= 0:
-                return
+                break
             path.unlink()
             excess -= size
             _logger.info("A model was evicted from the cache.", extra={"file": path.name, "size_bytes": size})
+        return excess <= 0
 
     def admit(self, part: Part, digest: str) -> Path:
         """Makes a finished download a model of the cache.
@@ -108,13 +113,17 @@ class ModelCache:
         It is not synced: `find` notices what a power failure may leave of it. Raises `TransferError`, and deletes the
         download, when its content has another digest.
         """
+        self.check(part, digest)
+        return part.path.replace(self._path(digest, "safetensors"))
+
+    def check(self, part: Part, digest: str) -> None:
+        """Raises `TransferError`, and deletes a finished download, when its content has another digest."""
         if part.digest != digest:
             part.path.unlink()
             raise TransferError(
-                f"the downloaded model has the digest {part.digest}; expected {digest}. It was deleted; "
+                f"what was downloaded has the digest {part.digest}; expected {digest}. It was deleted; "
                 "the next attempt downloads it anew"
             )
-        return part.path.replace(self._path(digest, "safetensors"))
 
     def _path(self, digest: str, suffix: str) -> Path:
         if not _DIGEST.fullmatch(digest):  # it becomes the name of a file

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from fedplat import wire
 from fedplat.model import Parameters
@@ -17,14 +18,16 @@ from fedplat_client.errors import CallRefusedError, ServerUnavailableError, Tran
 from fedplat_client.options import Backoff
 from fedplat_client.task import Control
 
+Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
+"""What is downloaded: it has a digest and a size."""
 _SOON_S = 0.5
 """A part that went within this time lets the next one be larger."""
 # The server has another number of bytes than we thought: ask it, and go on from there.
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: model_pb2.ModelRef, part: Part, control: Control) -> None:
-    """Completes a part, which holds the beginning of a model or nothing yet.
+def download(connection: Connection, model: Source, part: Part, control: Control) -> None:
+    """Completes a part, which holds the beginning of a model or of a delta, or nothing yet.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
     """
@@ -141,7 +144,7 @@ class _Patience:
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: model_pb2.ModelRef, part: Part, control: Control) -> None:
+def _append(connection: Connection, model: Source, part: Part, control: Control) -> None:
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
     received = connection.download(request, _positive(control.remaining_s), control.signal)
     with contextlib.closing(received):

@@ -27,6 +27,7 @@ from fedplat_client.errors import (
     TransferError,
 )
 from fedplat_client.heartbeat import Heartbeat
+from fedplat_client.models import Models
 from fedplat_client.options import Backoff, ClientOptions
 from fedplat_client.residuals import Residuals
 from fedplat_client.stopping import Stop, StopSignal, reason_name
@@ -132,17 +133,8 @@ class Worker:
         return lambda task: _call(trainer, task, TrainResult)
 
     def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
-        model = assignment.model
         try:
-            if assignment.model_bytes:
-                return transfer.received(model, assignment.model_bytes)
-            path = self.cache.find(model.digest)
-            if path is None:
-                self.cache.make_room(model.digest, model.size_bytes)
-                with self.cache.part(model.digest) as part:
-                    transfer.download(self.connection, model, part, control)
-                    path = self.cache.admit(part, model.digest)
-            return Parameters.open(path)
+            return Models(self.connection, self.cache).get(assignment, control)
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise _AssignmentFailedError(

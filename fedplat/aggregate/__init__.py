@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from fedplat.aggregate.accumulator import Accumulator, Part
 from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
 from fedplat.aggregate.clip import clip_by_norm, l2_norm
+from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
 from fedplat.aggregate.fedadam import FedAdam, server_adam
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
@@ -55,9 +56,11 @@ __all__ = [
     "State",
     "Wrapper",
     "clip_by_norm",
+    "compress_step",
     "first_columns",
     "l2_norm",
     "read_columns",
+    "seed_of",
     "server_adagrad",
     "server_adam",
     "server_momentum",

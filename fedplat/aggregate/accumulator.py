@@ -25,8 +25,8 @@ from fedplat.model import (
     Vector,
     all_finite,
     blocks,
-    moved,
-    read_run,
+    kept,
+    stepped,
 )
 
 
@@ -105,28 +105,22 @@ class Accumulator:
         `ValueError` when the rule has no result, since no update was folded, say.
         """
         self._check(base, "base version")
-        steps, step, used = self._steps(state), np.empty(0, np.float32), 0
-        with base.reader(8 * WINDOW) as read:
-            for run in self._schema.segments:
-                if run.dtype not in FLOATING:
-                    yield from (Part(values) for values in self._carry(read, run))
-                    continue
-                first = 0
-                while first < run.count:
-                    remembered = None
-                    if used == step.size:
-                        (step, remembered), used = next(steps), 0
-                        _check_finite(*remembered.values())
-                    count = min(run.count - first, step.size - used)
-                    values = moved(read_run(read, run, first, count), step[used : used + count])
-                    _check_finite(values)
-                    yield Part(values, remembered)
-                    first, used = first + count, used + count
-        for _, remembered in steps:  # the one column of a model without floating-point entries
-            yield Part(np.empty(0, np.uint8), remembered)
+        drawn: list[State] = []
+        steps = self._steps(state, drawn)
+        for values in stepped(base, steps, self._carry):
+            _check_finite(values)
+            yield Part(values, drawn.pop() if drawn else None)
+        for _ in steps:  # the one column of a model without floating-point entries
+            yield Part(np.empty(0, np.uint8), drawn.pop())
 
-    def _steps(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
-        """The rule's step and next state, column by column."""
+    def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
+        """The rule's step, column by column; the next state's column is put into `drawn`."""
+        for step, remembered in self._applied(state):
+            _check_finite(*remembered.values())
+            drawn.append(remembered)
+            yield step
+
+    def _applied(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
         rule, partial, size = self._rule, self._partial, self._schema.num_floating
         if not rule.blockwise:
             with np.errstate(all="ignore"):
@@ -142,8 +136,7 @@ class Accumulator:
 
     def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
         largest = self._carried.get(run)
-        for block in blocks(run.count, WINDOW):
-            yield largest[block] if largest is not None else read_run(read, run, block.start, block.stop - block.start)
+        return kept(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
 
     def _carry_largest(self, update: Values) -> None:
         for run in self._schema.segments:

@@ -28,6 +28,7 @@ from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, windows
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
+from fedplat.model.steps import kept, stepped
 from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, moved, read_run
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ __all__ = [
     "all_finite",
     "blocks",
     "is_finite",
+    "kept",
     "moved",
     "read_run",
+    "stepped",
     "windows",
 ]
 

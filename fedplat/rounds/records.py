@@ -131,7 +131,8 @@ class Attempt:
 class ModelVersion:
     """A committed global model: content-addressed bytes, and those of the server optimizer's state.
 
-    Version 0 is the initial model. `state_digest` is empty for rules that remember nothing.
+    Version 0 is the initial model. `state_digest` is empty for rules that remember nothing. The delta is the encoded
+    step that leads here from the version whose digest is `delta_base`; both digests are empty where there is none.
     """
 
     version: int
@@ -140,6 +141,9 @@ class ModelVersion:
     digest: str
     size_bytes: int
     state_digest: str = ""
+    delta_digest: str = ""
+    delta_size_bytes: int = 0
+    delta_base: str = ""
     num_updates: int = 0
     total_weight: float = 0.0
 

@@ -16,14 +16,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, first_columns, read_columns, state_schema
+from fedplat.aggregate import Accumulator, Rule, compress_step, first_columns, read_columns, seed_of, state_schema
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat.updates import Format
 from fedplat_server import crash, intake, logs
-from fedplat_server.blobs import BlobStore, BlobWriter
+from fedplat_server.blobs import Blob, BlobStore, BlobWriter
 from fedplat_server.errors import BlobError
 from fedplat_server.uploads import UploadKey, UploadStore
 
@@ -88,11 +89,18 @@ class Aggregation:
 
     async def _aggregate(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> ModelVersion:
         base = await asyncio.to_thread(ModelFile.open, self._blobs.path(job.latest.digest))
-        rule = job.spec.rule()
+        payloads: list[bytes] = []
+        rule = _rule(job, payloads.append)
         accumulator = Accumulator(base.schema, rule)
         while isinstance(command := await queue.get(), Fold):
             await asyncio.to_thread(self._fold, job, base, accumulator, command)
-        return await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
+        version = await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
+        if codec := job.spec.compression.downlink:
+            delta = await asyncio.to_thread(self._keep_delta, Format(codec, base.schema), payloads[-1], version.digest)
+            version = dataclasses.replace(
+                version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
+            )
+        return version
 
     def _fold(self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold) -> None:
         upload_key = UploadKey(*command.key, command.client_id)
@@ -135,9 +143,23 @@ class Aggregation:
             total_weight=accumulator.total_weight,
         )
 
+    def _keep_delta(self, format: Format, payload: bytes, digest: str) -> Blob:
+        """Stores the step to a version as a file of its own; without a version that names it, it is an orphan."""
+        model = ModelFile.open(self._blobs.path(digest))
+        with crash.step("commit.delta"):
+            return self._blobs.put_chunks(format.framed([payload], model))
+
     async def _discard(self, key: AttemptKey) -> None:
         try:
             # In a thread: unlinking gigabytes must not hold up the event loop.
             await asyncio.to_thread(self._uploads.discard_attempt, *key)
         except BlobError as exc:  # no harm to the round; the next start clears the folder
             logs.get().error("updates could not be thrown away", attempt=str(key), error=str(exc))
+
+
+def _rule(job: JobState, keep: Callable[[bytes], None]) -> Rule:
+    """The job's rule; if the job has a downlink, with steps that are encoded, and `keep` is given what they become."""
+    rule, codec = job.spec.rule(), job.spec.compression.downlink
+    if codec is None:
+        return rule
+    return compress_step(codec.build(), seed_of(job.job_id, job.latest.version + 1), keep)(rule)

@@ -178,17 +178,18 @@ class MemoryStore(MemoryFleet):
         return [record for mine, record in later if mine == job_id][:limit]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version with this digest."""
+        """The populations of the jobs that have a version, or a delta, with this digest."""
         return frozenset(
             job.state.spec.population
             for job in self._jobs.values()
-            if any(record.version.digest == digest for record in job.versions)
+            if any(digest in (record.version.digest, record.version.delta_digest) for record in job.versions)
         )
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions and of all server optimizer states."""
+        """Digests of all versions, their deltas, and all server optimizer states."""
         versions = [record.version for job in self._jobs.values() for record in job.versions]
-        return frozenset(digest for one in versions for digest in (one.digest, one.state_digest) if digest)
+        named = (digest for one in versions for digest in (one.digest, one.state_digest, one.delta_digest))
+        return frozenset(digest for digest in named if digest)
 
     def _check(self, changes: Sequence[Change]) -> None:
         """Raises whatever a database would refuse the changes for, before any is applied."""

@@ -290,7 +290,7 @@ def test_waiting_for_a_transfer_ends_with_the_task() -> None:
 class TestModelCache:
     def fill(self, cache: ModelCache, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
-        cache.make_room(digest, len(content))
+        cache.make_room(len(content), digest)
         with cache.part(digest) as part:
             part.write(content)
             cache.admit(part, digest)
@@ -314,7 +314,7 @@ class TestModelCache:
     def test_the_model_in_use_stays_though_it_exceeds_the_limit(self, tmp_path: Path) -> None:
         cache = ModelCache(tmp_path / "models", limit_bytes=10)
         digest = self.fill(cache, b"y" * 100)
-        cache.make_room(digest, 100)
+        cache.make_room(100, digest)
         assert cache.find(digest) is not None
 
     def test_another_digest_is_refused(self, tmp_path: Path) -> None:

@@ -33,9 +33,19 @@ def test_each_codec_has_a_name_in_job_files(name: str, table: str) -> None:
     assert compression.names == {name}
 
 
+@pytest.mark.parametrize("name", codecs.CODECS)
+def test_versions_are_sent_with_each_codec_to_whoever_knows_it(name: str) -> None:
+    compression = parse_job(SMALL + f"[compression]\ndownlink = {{codec = '{name}'}}\n").compression
+    assert (compression.uplink, compression.downlink) == (None, codecs.CODECS[name]())
+    assert compression.names == frozenset()
+
+
 @pytest.mark.parametrize(
     ("table", "mistake"),
     [
+        ("[compression.downlink]\ncodec = 'bf61'", "compression.downlink.codec = 'bf61': expected one of "),
+        ("[compression.downlink]\ncodec = 'eden'\nbits = 9", "compression.downlink.bits = 9: expected one of "),
+        ("[compression]\ndownlink = 'bf16'", "compression.downlink = 'bf16': expected a table"),
         ("[compression.uplink]\ncodec = 'bf61'", "compression.uplink.codec = 'bf61': expected one of "),
         ("[compression.uplink]\ncodec = 16", "compression.uplink.codec = 16: expected one of "),
         ("[compression.uplink]", "compression.uplink.codec: this key is required and missing; expected one of "),

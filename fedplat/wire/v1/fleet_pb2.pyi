@@ -423,6 +423,7 @@ class Assignment(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     UPLINK_FIELD_NUMBER: _builtins.int
     MODEL_BYTES_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """Secret, single use; names this assignment in all later calls."""
     job_id: _builtins.str
@@ -445,6 +446,10 @@ class Assignment(_message.Message):
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
     def config(self) -> _containers.MessageMap[_builtins.str, _model_pb2.Value]: ...
+    @_builtins.property
+    def delta(self) -> Global___ModelDelta:
+        """A shorter way to the model for clients that have its base. Nobody has to take it."""
+
     def __init__(
         self,
         *,
@@ -462,14 +467,48 @@ class Assignment(_message.Message):
         heartbeat_s: _builtins.float = ...,
         uplink: _builtins.str = ...,
         model_bytes: _builtins.bytes = ...,
+        delta: Global___ModelDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "config", b"config", "delta", b"delta", "heartbeat_s", b"heartbeat_s", "job_id", b"job_id", "job_name", b"job_name", "model", b"model", "model_bytes", b"model_bytes", "round", b"round", "task", b"task", "token", b"token", "trainer", b"trainer", "training_timeout_s", b"training_timeout_s", "uplink", b"uplink", "upload_timeout_s", b"upload_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class ModelDelta(_message.Message):
+    """The encoded step from one version to the next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """SHA-256 of the delta's file, by which it is downloaded."""
+    size_bytes: _builtins.int
+    base_digest: _builtins.str
+    """SHA-256 of the model that the step is added to."""
+    codec: _builtins.str
+    """The codec that the step is encoded with, and its options, as in Assignment.uplink."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        base_digest: _builtins.str = ...,
+        codec: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "codec", b"codec", "digest", b"digest", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDelta: _TypeAlias = ModelDelta  # noqa: Y015
 
 @_typing.final
 class DownloadRequest(_message.Message):

@@ -52,6 +52,19 @@ def model_ref(version: ModelVersion) -> model_pb2.ModelRef:
     return model_pb2.ModelRef(version=version.version, digest=version.digest, size_bytes=version.size_bytes)
 
 
+def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
+    """Names the step that leads to a version; None if there is none, or the whole model is no larger."""
+    codec = spec.compression.downlink
+    if codec is None or not version.delta_digest or version.delta_size_bytes >= version.size_bytes:
+        return None
+    return fleet_pb2.ModelDelta(
+        digest=version.delta_digest,
+        size_bytes=version.delta_size_bytes,
+        base_digest=version.delta_base,
+        codec=updates.options_to_text(codec),
+    )
+
+
 def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
     """The trainer or evaluator that an assignment runs."""
     if kind is AttemptKind.TRAIN:

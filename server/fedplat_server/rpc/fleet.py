@@ -79,7 +79,7 @@ class FleetService(MembershipService):
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: fleet_pb2.DownloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        """Sends a model of one of the population's jobs, as messages `Chunk`."""
+        """Sends a model of one of the population's jobs, or a delta, as messages `Chunk`."""
         client = await self._client(context)
         digest = requests.digest(request.digest)
         if not await self._may_read(client, digest):
@@ -202,6 +202,7 @@ class FleetService(MembershipService):
         job = self._services.jobs.state(command.key.job_id)
         spec = job.spec
         assert job.latest.version == command.base_version
+        model_bytes = await self._services.inline_models.content(job.latest)
         return fleet_pb2.Assignment(
             token=command.token,
             job_id=job.job_id,
@@ -216,12 +217,14 @@ class FleetService(MembershipService):
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
             uplink=convert.uplink(spec, command.kind),
-            model_bytes=await self._services.inline_models.content(job.latest),
+            model_bytes=model_bytes,
+            delta=None if model_bytes else convert.model_delta(job.latest, spec),
         )
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
         for job in self._services.runner.coordinator.jobs.values():
-            if job.latest.digest == digest and job.spec.population == client.population:
+            latest = job.latest
+            if digest in (latest.digest, latest.delta_digest) and job.spec.population == client.population:
                 return True
         return client.population in await self._services.store.populations_of(digest)
 

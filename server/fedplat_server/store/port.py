@@ -152,9 +152,9 @@ class Store(FleetStore, OperatorStore, AuditStore, Protocol):
         ...
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version with this digest."""
+        """The populations of the jobs that have a version, or a delta, with this digest."""
         ...
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions and of all server optimizer states."""
+        """Digests of all versions, their deltas, and all server optimizer states."""
         ...

@@ -206,15 +206,17 @@ class SqlStore(SqlFleet, sql_people.SqlPeople):
         return [rows.history_record(row) for row in found]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version with this digest."""
-        mine = (model_versions.c.job_id == jobs.c.job_id) & (model_versions.c.digest == digest)
+        """The populations of the jobs that have a version, or a delta, with this digest."""
+        named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
+        mine = (model_versions.c.job_id == jobs.c.job_id) & named
         return frozenset(row.population for row in await self._all(select(jobs.c.population).where(mine).distinct()))
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions and of all server optimizer states."""
+        """Digests of all versions, their deltas, and all server optimizer states."""
         models = select(model_versions.c.digest.label("digest"))
-        states = select(model_versions.c.state_digest).where(model_versions.c.state_digest != "")
-        return frozenset(row.digest for row in await self._all(models.union(states)))
+        beside = (model_versions.c.state_digest, model_versions.c.delta_digest)
+        others = (select(column).where(column != "") for column in beside)
+        return frozenset(row.digest for row in await self._all(models.union(*others)))
 
     async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
         def work(connection: Connection) -> Sequence[rows.Row]:

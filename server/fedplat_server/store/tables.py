@@ -190,6 +190,9 @@ model_versions = Table(
     Column("total_weight", Float, nullable=False),
     Column("created_unix_s", Float, nullable=False),
     Column("metrics", Metrics, nullable=False),
+    Column("delta_digest", String, nullable=False, index=True, server_default=""),
+    Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("delta_base", String, nullable=False, server_default=""),
     PrimaryKeyConstraint("job_id", "version"),
     UniqueConstraint("job_id", "round"),
 )

@@ -84,3 +84,6 @@ def _need(needed: dict[str, files.Needed], job: Job) -> None:
         needed[version.digest] = files.Needed(place, "its model", version.size_bytes)
         if version.state_digest:
             needed.setdefault(version.state_digest, files.Needed(place, "its optimizer's state", None))
+        if version.delta_digest:
+            delta = files.Needed(place, "its delta", version.delta_size_bytes)
+            needed.setdefault(version.delta_digest, delta)

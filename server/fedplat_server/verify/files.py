@@ -1,4 +1,7 @@
-"""Checks the files that the database names: the blobs of versions and optimizer states. Blocks; run it in a thread."""
+"""Checks the files that the database names: the blobs of versions, deltas and optimizer states.
+
+Blocks; run it in a thread.
+"""
 
 from __future__ import annotations
 

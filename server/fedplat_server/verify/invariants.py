@@ -193,12 +193,28 @@ def optimizer_state_is_kept(job: Job) -> Iterator[Wrong]:
     """I2: a rule that remembers something has its state beside each version that it made; no other rule has."""
     if job.spec is None:
         return
-    remembers = bool(job.spec.rule().init(1))
+    remembers = job.spec.compression.downlink is not None or bool(job.spec.rule().init(1))
     for version in job.versions:
         wanted = remembers and version.version > 0
         if bool(version.state_digest) != wanted:
             found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
             yield Wrong(version_place(job, version), found, "one" if wanted else "none for this rule")
+
+
+def deltas_are_kept(job: Job) -> Iterator[Wrong]:
+    """I2: a job with a downlink has a delta from each version to the next; no other job has any."""
+    if job.spec is None:
+        return
+    digests = {version.version: version.digest for version in job.versions}
+    for version in job.versions:
+        wanted = job.spec.compression.downlink is not None and version.version > 0
+        if bool(version.delta_digest) != wanted:
+            found = f"the delta is {'there' if version.delta_digest else 'not there'}"
+            yield Wrong(version_place(job, version), found, "one" if wanted else "none for this version")
+        base = digests.get(version.version - 1)
+        if version.delta_digest and base is not None and version.delta_base != base:
+            found = f"the delta's base is {version.delta_base[:100]!r}"
+            yield Wrong(version_place(job, version), found, f"{base}, the version before")
 
 
 def counters_agree(job: Job) -> Iterator[Wrong]:
@@ -289,6 +305,7 @@ CHECKS: Sequence[Check] = (
     Check("I2", Job, versions_are_dense),
     Check("I2", Job, versions_have_one_attempt),
     Check("I2", Job, optimizer_state_is_kept),
+    Check("I2", Job, deltas_are_kept),
     Check("I2", Job, counters_agree),
     Check("I2", Job, attempts_are_numbered),
     Check("I3", Attempt, acknowledged_has_an_end),

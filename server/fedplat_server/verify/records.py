@@ -63,6 +63,9 @@ class VersionRow:
     digest: str
     size_bytes: int
     state_digest: str
+    delta_digest: str
+    delta_size_bytes: int
+    delta_base: str
     num_updates: int
     total_weight: float
 

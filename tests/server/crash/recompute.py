@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from fedplat.aggregate import Accumulator, state_from_bytes, state_to_bytes
+from fedplat.aggregate import Accumulator, compress_step, seed_of, state_from_bytes, state_to_bytes
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values
 from fedplat.updates import Format
@@ -50,16 +50,23 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
         assert [(digest_of(content), len(content)) for content, _ in updates] == [
             (one.digest, one.update_bytes) for one in cohort
         ]
-        model, state = _aggregate(job.spec, data_dir / "blobs", before, updates)
-        assert (digest_of(model), digest_of(state)) == (version.digest, version.state_digest), (
-            f"version {version.version} is not what its updates give"
-        )
+        made = _aggregate(job, data_dir / "blobs", before, updates)
+        assert [digest_of(one) if one else "" for one in made] == [
+            version.digest,
+            version.state_digest,
+            version.delta_digest,
+        ], f"version {version.version} is not what its updates give"
 
 
 def _aggregate(
-    spec: JobSpec, blobs: Path, before: VersionRow, updates: list[tuple[bytes, AssignmentRow]]
-) -> tuple[bytes, bytes]:
-    rule = spec.rule()
+    job: Job, blobs: Path, before: VersionRow, updates: list[tuple[bytes, AssignmentRow]]
+) -> tuple[bytes, bytes, bytes]:
+    """The files of the next version, of the rule's state and of the delta."""
+    spec, payloads = job.spec, list[bytes]()
+    assert spec is not None
+    rule, codec = spec.rule(), spec.compression.downlink
+    if codec is not None:
+        rule = compress_step(codec.build(), seed_of(job.row.job_id, before.version + 1), payloads.append)(rule)
     base = Parameters.open(files.path_of(blobs, before.digest))
     state = rule.init(base.schema.num_floating)
     if before.state_digest:
@@ -68,7 +75,8 @@ def _aggregate(
     for content, row in updates:
         accumulator.fold(_values(content, base, spec), row.weight)
     model, state = accumulator.finish(base, state)
-    return model.to_bytes(), state_to_bytes(state)
+    delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
+    return model.to_bytes(), state_to_bytes(state), delta
 
 
 def _values(content: bytes, base: Parameters, spec: JobSpec) -> Values:

@@ -19,6 +19,7 @@ from server.crash.scenario import KILLED, World
 from server.harness import initial_model
 
 POINTS = points.all_points()
+DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
 EVALUATOR = f"{Path(__file__).with_name('evaluator.py')}:score"
 
 
@@ -48,6 +49,12 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 async def world(zygote: Nursery, folder: Path, database: str) -> World:
     return World(zygote, Order(folder, database, folder.parent / "server.log", {"score": EVALUATOR}))
+
+
+def in_sqlite(zygote: Nursery, folder: Path) -> World:
+    """For what does not depend on the database."""
+    database = f"sqlite:///{folder / 'fedplat.sqlite'}"
+    return World(zygote, Order(folder, database, folder.parent / "server.log"))
 
 
 async def check(world: World, *, kept: bool = True) -> None:
@@ -94,6 +101,12 @@ async def in_memory(world: World, point: str) -> None:
     assert world.statuses == [KILLED, 0]
 
 
+async def with_deltas(world: World, point: str) -> None:
+    """Each version is the one before and an encoded step, which is a file of its own."""
+    await scenario.train(world, scenario.job_text(more=DOWNLINK), [point])
+    assert world.statuses == [KILLED, 0]
+
+
 ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
     "metrics.before": scored,
     "metrics.after": scored,
@@ -101,6 +114,8 @@ ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
     "blob.remove_orphan.after": restarted,
     "upload.discard.before": in_memory,
     "upload.discard.after": in_memory,
+    "commit.delta.before": with_deltas,
+    "commit.delta.after": with_deltas,
 }
 BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
 
@@ -182,6 +197,15 @@ async def test_killed_while_a_version_is_made(world: World, point: str) -> None:
     await check(world)
 
 
+# The fourth blob is the delta.
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("point", ["blob.write.after:4", "blob.rename.before:4", "blob.rename.after:4"])
+async def test_killed_while_a_delta_is_written(zygote: Nursery, folder: Path, point: str) -> None:
+    world = in_sqlite(zygote, folder)
+    await with_deltas(world, point)
+    await check(world)
+
+
 # --- when it starts again ------------------------------------------------------------------------------------
 
 AT_THE_START = ["spool.keep.before", "spool.keep.after", "save.before", "save.uncommitted", "save.after"]
@@ -207,10 +231,9 @@ async def test_killed_in_the_middle_of_a_round(world: World) -> None:
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("name", codecs.CODECS)
 async def test_killed_in_the_middle_of_a_round_of_encoded_updates(zygote: Nursery, folder: Path, name: str) -> None:
-    """They are folded again from the spool, as they were encoded."""
-    database = f"sqlite:///{folder / 'fedplat.sqlite'}"
-    world = World(zygote, Order(folder, database, folder.parent / "server.log"))
-    text = scenario.job_text(more=f'[compression]\nuplink = {{codec = "{name}"}}\n')
+    """They are folded again from the spool, as they were encoded; and the step is encoded to the same bytes."""
+    world = in_sqlite(zygote, folder)
+    text = scenario.job_text(more=f'[compression]\nuplink = {{codec = "{name}"}}\ndownlink = {{codec = "{name}"}}\n')
     await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
     assert world.statuses == [KILLED, 0]
     await check(world)

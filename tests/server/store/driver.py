@@ -154,6 +154,9 @@ class Driver:
             digest=digest_of(job_id, number),
             size_bytes=2**40 + number,
             state_digest=digest_of(job_id, "state", number),
+            delta_digest=digest_of(job_id, "delta", number),
+            delta_size_bytes=2**39 + number,
+            delta_base=job.latest.digest,
             num_updates=len(reported),
             total_weight=sum(one.weight for one in reported),
         )

@@ -196,11 +196,12 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
     await driver.finish_attempt("one", "a")
     latest = driver.coordinator.jobs["one"].latest
     assert await store.populations_of(latest.digest) == {"demo"}
+    assert await store.populations_of(latest.delta_digest) == {"demo"}
     assert await store.populations_of(latest.state_digest) == frozenset()
     await store.create_job(
         dataclasses.replace(
             draft("three", JOB_FILE.replace('"demo"', '"third"')),
-            latest=dataclasses.replace(latest, version=0, round=0),
+            latest=dataclasses.replace(latest, version=0, round=0, delta_digest=""),
         ),
         JOB_FILE.replace('"demo"', '"third"'),
         "three",
@@ -211,6 +212,7 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
         digest_of("two", 0),
         latest.digest,
         latest.state_digest,
+        latest.delta_digest,
     }
 
 

@@ -14,7 +14,12 @@ from server import databases, harness
 from server.harness import Site, initial_model, job_file, update_of
 
 DONE = job_file(
-    "done", rounds=2, goal=2, over_selection=1.5, min_fraction=0.5, more='[aggregation]\nrule = "fedavgm"\n'
+    "done",
+    rounds=2,
+    goal=2,
+    over_selection=1.5,
+    min_fraction=0.5,
+    more='[aggregation]\nrule = "fedavgm"\n[compression]\ndownlink = {codec = "eden"}\n',
 )
 
 
@@ -40,7 +45,7 @@ class Place:
             await engine.dispose()
 
     def blob(self, digest_of: str, job: str, version: int) -> Path:
-        """The file of a version: of its `digest`, or of its `state_digest`."""
+        """The file of a version: of its `digest`, `state_digest` or `delta_digest`."""
         found: list[str] = []
 
         async def ask() -> None:

@@ -20,8 +20,8 @@ async def test_a_healthy_database_is_clean(place: Place) -> None:
     assert (report.findings, report.notes) == ([], [])
     counted = {"jobs": 3, "attempts": 4, "assignments": 11, "versions": 5}
     assert {name: report.checked[name] for name in counted} == counted
-    # Three jobs with one initial model, two versions, two momenta.
-    assert report.checked["blobs"] == 5
+    # Three jobs with one initial model, two versions, two momenta, two deltas.
+    assert report.checked["blobs"] == 7
     assert report.checked["bytes"] > 5 * len(initial_model().buffer)
 
 

@@ -33,8 +33,11 @@ DAMAGES: Sequence[tuple[Callable[[Path], None], str]] = (
 )
 
 
+WHAT = {"digest": "its model", "state_digest": "its optimizer's state", "delta_digest": "its delta"}
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("which", ["digest", "state_digest"])
+@pytest.mark.parametrize("which", ["digest", "state_digest", "delta_digest"])
 async def test_what_is_broken_in_the_blobs_is_found(
     place: Place, which: str, damage: tuple[Callable[[Path], None], str]
 ) -> None:
@@ -46,7 +49,7 @@ async def test_what_is_broken_in_the_blobs_is_found(
     (finding,) = report.findings
     assert (finding.invariant, finding.place) == ("I2", records.Place(place.jobs["done"], version=1))
     assert said in finding.found
-    assert finding.found.startswith("its model" if which == "digest" else "its optimizer's state")
+    assert finding.found.startswith(WHAT[which])
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, _replaced, _shortened])

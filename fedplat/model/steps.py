@@ -1,0 +1,58 @@
+"""A model with a step added, window by window: the one place where a version becomes the next one.
+
+The server commits what this gives, and clients that rebuild a version from a delta must come to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.model.blocks import WINDOW, Vector, blocks
+from fedplat.model.schema import FLOATING, Schema, Segment
+from fedplat.model.values import Read, moved, read_run
+
+
+class Flat(Protocol):
+    """A model whose flat buffer can be read: `Parameters` and `ModelFile` are."""
+
+    @property
+    def schema(self) -> Schema:
+        """What the model is."""
+        ...
+
+    def reader(self, longest: int) -> AbstractContextManager[Read]:
+        """Reads of the flat buffer, at most `longest` bytes at a time."""
+        ...
+
+
+def kept(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
+    """The entries of a run as the base has them."""
+    return (read_run(read, run, part.start, part.stop - part.start) for part in blocks(run.count, WINDOW))
+
+
+def stepped(
+    base: Flat, steps: Iterator[Vector], carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]]
+) -> Iterator[npt.NDArray[Any]]:
+    """The flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
+
+    `steps` are the step's entries in order, in parts of any size up to `WINDOW`, and are drawn as they are needed.
+    `carried` gives the entries of a run of another dtype, as `kept` does.
+    """
+    step, used = np.empty(0, np.float32), 0
+    with base.reader(8 * WINDOW) as read:
+        for run in base.schema.segments:
+            if run.dtype not in FLOATING:
+                yield from carried(read, run)
+                continue
+            first = 0
+            while first < run.count:
+                if used == step.size:
+                    step, used = next(steps), 0
+                count = min(run.count - first, step.size - used)
+                yield moved(read_run(read, run, first, count), step[used : used + count])
+                first, used = first + count, used + count
