@@ -317,19 +317,20 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def load(uplink: str) -> submission.Submission:
-    """The job, whose updates are encoded by `uplink`: a codec's name, or a table of TOML with its options."""
+def load(uplink: str, downlink: str) -> submission.Submission:
+    """The job, whose updates and versions are encoded: by a codec's name each, or a table of TOML with its options."""
     loaded = submission.load(HERE / "job.toml")
-    if not uplink:
+    named = {name: codec for name, codec in (("uplink", uplink), ("downlink", downlink)) if codec}
+    if not named:
         return loaded
-    table = uplink if uplink.startswith("{") else f'{{ codec = "{uplink}" }}'
-    text = f"{loaded.text}\n[compression]\nuplink = {table}\n"
+    tables = {name: codec if codec.startswith("{") else f'{{ codec = "{codec}" }}' for name, codec in named.items()}
+    lines = "".join(f"{name} = {table}\n" for name, table in tables.items())
+    text = f"{loaded.text}\n[compression]\n{lines}"
     return dataclasses.replace(loaded, text=text, spec=parse_job(text))
 
 
-def run(folder: Path, port: int, uplink: str, console: Console) -> int:
+def run(folder: Path, port: int, wanted: submission.Submission, console: Console) -> int:
     """Runs the demo; returns its exit status."""
-    wanted = load(uplink)
     make_empty(folder)
     processes = Processes(folder)
     demo = Demo(folder, port or free_port(), console, processes)
@@ -368,14 +369,15 @@ def report(summary: dict[str, Any], num_rounds: int, console: Console) -> int:
     return 1 if missing else 0
 
 
-def main(folder: Path = Path("runs/demo"), port: int = 0, uplink: str = "") -> None:
+def main(folder: Path = Path("runs/demo"), port: int = 0, uplink: str = "", downlink: str = "") -> None:
     """Run the demo; results go to FOLDER, and PORT 0 takes any free port.
 
-    UPLINK names a codec for the updates, such as bf16, or '{ codec = "eden", bits = 1 }'.
+    UPLINK names a codec for the updates, such as bf16, or '{ codec = "eden", bits = 1 }'; DOWNLINK one for what
+    leads from a version to the next.
     """
     console = Console()
     try:
-        status = run(folder.resolve(), port, uplink, console)
+        status = run(folder.resolve(), port, load(uplink, downlink), console)
     except KeyboardInterrupt:
         console.print("interrupted; every process was stopped")
         status = 130
