@@ -31,13 +31,14 @@ def list_versions(
                 str(version.num_updates),
                 f"{version.total_weight:.6g}",
                 formats.size(version.model.size_bytes),
+                formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
                 formats.moment(version.created_unix_s),
                 version.model.digest[:12],
                 formats.metrics(version.metrics, {}),
             )
             for version in versions
         ]
-        columns = ("#VERSION", "#ROUND", "#UPDATES", "#WEIGHT", "#SIZE", "CREATED", "SHA256", "METRICS")
+        columns = ("#VERSION", "#ROUND", "#UPDATES", "#WEIGHT", "#SIZE", "#DELTA", "CREATED", "SHA256", "METRICS")
         here.output.table(columns, rows, "no versions yet")
 
 

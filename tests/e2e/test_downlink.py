@@ -130,12 +130,14 @@ def test_who_holds_a_version_downloads_the_delta_to_the_next(
             for _ in admin.watch_job(job):
                 pass
         assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
+        shown = [version.delta_size_bytes for version in admin.list_versions(job)]
         exported = tmp_path / "model.safetensors"
         admin.export_model(job, None, exported)
     assert asyncio.run(verify(f"sqlite:///{folder / 'fedplat.sqlite'}", folder)).findings == []
     versions = asyncio.run(job_of(folder)).versions
     whole = [(version.digest, version.size_bytes) for version in versions]
     delta = [(version.delta_digest, version.delta_size_bytes) for version in versions]
+    assert shown == [size_bytes for _, size_bytes in delta]
     assert downloads == {
         "stays": [whole[0], delta[1], delta[2], delta[3]],
         "leaves": [whole[0], delta[1], delta[2]],

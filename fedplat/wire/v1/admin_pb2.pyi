@@ -983,10 +983,13 @@ class ModelVersion(_message.Message):
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     TOTAL_WEIGHT_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    DELTA_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     created_unix_s: _builtins.float
     num_updates: _builtins.int
     total_weight: _builtins.float
+    delta_size_bytes: _builtins.int
+    """Of the encoded step from the version before; 0 if there is none."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -1000,10 +1003,11 @@ class ModelVersion(_message.Message):
         num_updates: _builtins.int = ...,
         total_weight: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        delta_size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "metrics", b"metrics", "model", b"model", "num_updates", b"num_updates", "round", b"round", "total_weight", b"total_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "metrics", b"metrics", "model", b"model", "num_updates", b"num_updates", "round", b"round", "total_weight", b"total_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,6 +133,7 @@ def version(record: VersionRecord) -> admin_pb2.ModelVersion:
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
         total_weight=record.version.total_weight,
+        delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
     )
 
