@@ -11,7 +11,8 @@ BENCHMARKS := \
 	aggregation.py \
 	growth.py \
 	check_ins.py \
-	update_codecs.py
+	update_codecs.py \
+	both_ways.py
 
 .PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
 all: demo

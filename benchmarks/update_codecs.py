@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import typer
 
-from fedplat.aggregate import Accumulator
+from fedplat.aggregate import Accumulator, Rule, compress_step
 from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
@@ -145,8 +145,8 @@ def train_all(seeds: int) -> dict[str, float]:
         return {name: means[msgspec.structs.replace(options, zstd=False)] for name, options in CODECS.items()}
 
 
-def train(options: Options, seed: int) -> float:
-    """The accuracy on held-out digits after all rounds, when updates go through a codec."""
+def train(options: Options, seed: int, downlink: Options | None = None) -> float:
+    """The accuracy on held-out digits after all rounds, when updates, and versions, go through a codec."""
     import torch
 
     from fedplat_client import Task
@@ -156,8 +156,9 @@ def train(options: Options, seed: int) -> float:
     digits, evaluate = importlib.import_module("model"), importlib.import_module("evaluate").evaluate
     torch.set_num_threads(1)
     job = submission.load(DIGITS / "job.toml")
-    current, rule = job.parameters, job.spec.rule()
-    state = rule.init(current.schema.num_floating)
+    current, inner = job.parameters, job.spec.rule()
+    rules = [rule_of(inner, downlink, 100 * seed + number) for number in range(job.spec.rounds + 1)]
+    state = rules[0].init(current.schema.num_floating)
     clients = range(digits.NUM_CLIENTS)
     trainers = [
         TorchTrainer(model=digits.build, data=digits.client_data(client), seed=100 * seed + client)
@@ -165,7 +166,7 @@ def train(options: Options, seed: int) -> float:
     ]
     senders = [Sender(options.build(), current.schema.num_floating, 100 * seed + client) for client in clients]
     for number in range(1, job.spec.rounds + 1):
-        accumulator = Accumulator(current.schema, rule)
+        accumulator = Accumulator(current.schema, rules[number])
         for trainer, sender in zip(trainers, senders, strict=True):
             task = Task(name="digits", parameters=current.copy(), config=job.spec.config, round=number)
             result = trainer(task)
@@ -173,6 +174,11 @@ def train(options: Options, seed: int) -> float:
             accumulator.fold(sender.sent(update), job.spec.weight(result.num_examples))
         current, state = accumulator.finish(current, state)
     return evaluate(current)["accuracy"]
+
+
+def rule_of(inner: Rule, downlink: Options | None, seed: int) -> Rule:
+    """The job's rule, with encoded steps if there is a downlink."""
+    return inner if downlink is None else compress_step(downlink.build(), seed, lambda _: None)(inner)
 
 
 class Sender:
