@@ -1,4 +1,4 @@
-"""Rounds of Flower: a SuperLink and SuperNodes, plaintext, and state in memory, which is its fastest."""
+"""Rounds of Flower: a SuperLink and SuperNodes, plaintext; state in memory, which is its fastest, or in a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ insecure = true
 
 def flower(plan: Plan, folder: Path) -> Sample:
     """As its guide to deployments says, with `--insecure`; each message is worked on by a new process."""
+    return _flower(plan, folder, [])
+
+
+def flower_sqlite(plan: Plan, folder: Path) -> Sample:
+    """The same with its state in SQLite, as who wants to keep it runs it."""
+    return _flower(plan, folder, ["--database", str(folder / "state.db")])
+
+
+def _flower(plan: Plan, folder: Path, state: list[str]) -> Sample:
     bin_ = require_peers("flower-superlink")
     home = folder / "home"
     environment = {**peers_environment(home), "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0"}
@@ -31,7 +40,7 @@ def flower(plan: Plan, folder: Path) -> Sample:
     times = folder / "times.txt"
     with Processes(folder, environment) as processes:
         link = [bin_ / "flower-superlink", "--insecure", "--port", str(port)]
-        server = processes.start("superlink", [*link, "--disable-runtime-dependency-installation"])
+        server = processes.start("superlink", [*link, "--disable-runtime-dependency-installation", *state])
         processes.wait("the SuperLink", lambda: is_open(port), START_S)
         for number in range(plan.clients):
             node = [bin_ / "flower-supernode", "--insecure", "--superlink", address, "--port", str(free_port())]

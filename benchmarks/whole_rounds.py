@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from flare import nvflare, nvflare_tuned
-from flower import flower
+from flower import flower, flower_sqlite
 from models import MODELS
 from processes import FailedError, NotInstalledError
 from report import Cell, Report, finish
@@ -35,7 +35,12 @@ OURS: dict[str, System] = {
     "limit": raw_grpc,
     "limit, TLS": raw_grpc_tls,
 }
-PEERS: dict[str, System] = {"Flower": flower, "NVFlare": nvflare, "NVFlare tuned": nvflare_tuned}
+PEERS: dict[str, System] = {
+    "Flower": flower,
+    "Flower, SQLite": flower_sqlite,
+    "NVFlare": nvflare,
+    "NVFlare tuned": nvflare_tuned,
+}
 SYSTEMS = OURS | PEERS
 BARS = (("100MB", 10), ("ResNet-50", 2), ("one-tensor", 2), ("4KB", 4))
 """The rounds that goals were set for, with the number of clients."""
@@ -46,7 +51,7 @@ ALONE = "one-tensor"
 COLUMNS = ("round", "system", "s a round", "x fedplat", "x limit", "x limit, TLS", "server MiB", "rounds")
 NOTES = (
     'Median of the rounds. fedplat keeps updates on the disk (`durability = "spool"`) and syncs each version; '
-    "Flower holds its state in memory, and NVFlare syncs nothing.",
+    "Flower holds its state in memory, or in a file of SQLite, and NVFlare syncs nothing.",
     "fedplat and NVFlare's POC mode use TLS by default, Flower does not; the limit is measured with and without. "
     "NVFlare tuned: its polling intervals at 0.01 s instead of 0.5 to 2 s.",
     "Server MiB: the sum of the peaks of the server's processes.",
