@@ -20,10 +20,11 @@ SMALL = ("4KB", 2)
 
 def test_ours_and_the_limit_are_measured() -> None:
     """The peers would be too, if they were installed and there were minutes."""
-    found = whole_rounds.measure(SMALL, ["fedplat", "limit"], Budget(3, 60.0, math.inf), times=1)
-    assert {name: len(found.seconds(name)) for name in found.samples} == {"fedplat": 3, "limit": 3}
+    names = ["fedplat", "limit", "limit, TLS"]
+    found = whole_rounds.measure(SMALL, names, Budget(3, 60.0, math.inf), times=1)
+    assert {name: len(found.seconds(name)) for name in found.samples} == dict.fromkeys(names, 3)
     made = whole_rounds.report({SMALL: found})
-    assert [row[:2] for row in made.rows] == [("4KB, 2 clients", "fedplat"), ("4KB, 2 clients", "limit")]
+    assert [row[:2] for row in made.rows] == [("4KB, 2 clients", name) for name in names]
     assert all(isinstance(cell, int | float) and cell > 0 for row in made.rows for cell in row[2:])
 
 
@@ -50,7 +51,7 @@ def test_ours_are_measured_before_between_and_after_the_peers() -> None:
 
 def test_ratios_are_of_the_medians() -> None:
     found = Measured({"fedplat": [Sample([1.0, 9.0], 1), Sample([2.0], 2**20)], "Flower": [Sample([40.0], 1)]}, [])
-    assert whole_rounds.row(SMALL, "fedplat", found) == ("4KB, 2 clients", "fedplat", 2.0, 1.0, None, 1, 3)
+    assert whole_rounds.row(SMALL, "fedplat", found) == ("4KB, 2 clients", "fedplat", 2.0, 1.0, None, None, 1, 3)
     assert whole_rounds.row(SMALL, "Flower", found)[3] == 20.0
 
 
