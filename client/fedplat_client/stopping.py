@@ -100,14 +100,21 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
         for number in installed:
             signal.signal(number, previous[number] or signal.SIG_DFL)
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         restore()
-        os.write(writer, b"s")
+        with contextlib.suppress(BlockingIOError):
+            os.write(writer, bytes([number]))
 
     def watch() -> None:
-        if os.read(reader, 1):
-            stop()
+        while number := os.read(reader, 1):
+            if number[0] in installed:
+                stop()
+                return
 
+    # Python writes the number of a signal there at once; the handler waits until the main thread runs Python code,
+    # which a signal that comes just before a long wait does not interrupt.
+    os.set_blocking(writer, False)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # The handler interrupts the main thread wherever it is, perhaps within a lock that stop() needs; so it only
     # writes to a pipe, and a thread of its own stops the client.
     watcher = threading.Thread(target=watch, name="fedplat-signals", daemon=True)
@@ -118,6 +125,7 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
         yield
     finally:
         restore()
+        signal.set_wakeup_fd(wakeup)
         os.close(writer)
         watcher.join()
         os.close(reader)
