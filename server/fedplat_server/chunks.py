@@ -7,8 +7,8 @@ read last are kept, as the very messages that gRPC sends: a few of them, however
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from fedplat import wire
 from fedplat.wire import pieces
 from fedplat_server import files
 from fedplat_server.errors import BlobError
+from fedplat_server.shared_reads import SharedReads
 
 NUM_KEPT = 16
 
@@ -25,8 +26,7 @@ class Chunks:
 
     def __init__(self, chunk_bytes: int = wire.CHUNK_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._chunk_bytes = chunk_bytes
-        self._num_kept = num_kept
-        self._kept: OrderedDict[tuple[Path, int], asyncio.Task[bytes]] = OrderedDict()
+        self._reads: SharedReads[tuple[Path, int]] = SharedReads(num_kept)
 
     async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
         """A file from an offset to its end, each chunk a message `Chunk`. Raises `BlobError`.
@@ -37,28 +37,10 @@ class Chunks:
             start = offset - offset % self._chunk_bytes
             end = min(start + self._chunk_bytes, size_bytes)
             if offset == start:
-                yield await self._shared(path, start, end)
+                yield await self._reads.get((path, start), functools.partial(_read, path, start, end))
             else:
                 yield await asyncio.to_thread(_read, path, offset, end)
             offset = end
-
-    async def _shared(self, path: Path, start: int, end: int) -> bytes:
-        key = (path, start)
-        task = self._kept.get(key)
-        if task is None:
-            task = asyncio.create_task(asyncio.to_thread(_read, path, start, end), name=f"read {path.name}")
-            self._kept[key] = task
-            task.add_done_callback(lambda done: self._read_again(key, done))
-            if len(self._kept) > self._num_kept:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(key)
-        return await asyncio.shield(task)  # others may wait for it too
-
-    def _read_again(self, key: tuple[Path, int], done: asyncio.Task[bytes]) -> None:
-        """Forgets what could not be read."""
-        if (done.cancelled() or done.exception() is not None) and self._kept.get(key) is done:
-            del self._kept[key]
 
 
 def _read(path: Path, start: int, end: int) -> bytes:

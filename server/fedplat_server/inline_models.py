@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
+import functools
 
 from fedplat import wire
 from fedplat.rounds import ModelVersion
 from fedplat_server import logs
 from fedplat_server.blobs import BlobStore
+from fedplat_server.shared_reads import SharedReads
 
 MAX_KEPT = 64
 """How many models are kept in memory: at most 4 MiB. Each open attempt needs one."""
@@ -19,24 +19,20 @@ class InlineModels:
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
-        self._files: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+        self._reads: SharedReads[str] = SharedReads(MAX_KEPT)
 
     async def content(self, model: ModelVersion) -> bytes:
         """The file of a model; empty if it is too large to be sent along, or cannot be read."""
         if model.size_bytes > wire.INLINE_MODEL_BYTES:
             return b""
-        reading = self._files.get(model.digest)
-        if reading is None:
-            reading = asyncio.create_task(self._read(model.digest), name=f"read {model.digest[:12]}")
-            self._files[model.digest] = reading
-            if len(self._files) > MAX_KEPT:
-                self._files.popitem(last=False)
-        return await asyncio.shield(reading)
-
-    async def _read(self, digest: str) -> bytes:
         try:
-            return await asyncio.to_thread(self._blobs.path(digest).read_bytes)
-        except OSError as exc:  # whoever downloads it hears what is wrong
-            logs.get().error("a model could not be read", digest=digest, error=str(exc))
-            self._files.pop(digest, None)
+            return await self._reads.get(model.digest, functools.partial(self._read, model.digest))
+        except OSError:  # whoever downloads it hears what is wrong
             return b""
+
+    def _read(self, digest: str) -> bytes:
+        try:
+            return self._blobs.path(digest).read_bytes()
+        except OSError as exc:
+            logs.get().error("a model could not be read", digest=digest, error=str(exc))
+            raise
