@@ -112,7 +112,8 @@ def on_signals(stop: Callable[[], None]) -> Generator[None]:
                 return
 
     # Python writes the number of a signal there at once; the handler waits until the main thread runs Python code,
-    # which a signal that comes just before a long wait does not interrupt.
+    # which a signal that comes just before a long wait does not interrupt. It writes the number again, since a trainer
+    # may have taken that place for itself, as asyncio does.
     os.set_blocking(writer, False)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # The handler interrupts the main thread wherever it is, perhaps within a lock that stop() needs; so it only

@@ -40,7 +40,7 @@ class BlobWriter:
         self._descriptor = descriptor
         self._digest = hashlib.sha256()
         self._size_bytes = 0
-        self._begun = 0  # bytes whose way to the disk has begun
+        self._writeback = files.Writeback()
         self._hasher = ThreadPoolExecutor(1, "hash a blob")
 
     def __enter__(self) -> Self:
@@ -62,9 +62,7 @@ class BlobWriter:
             finally:
                 hashed.result()
         self._size_bytes += size_bytes
-        if self._size_bytes >= self._begun + files.WRITEBACK_BYTES:
-            files.begin_sync(self._descriptor, self._begun, self._size_bytes - self._begun)
-            self._begun = self._size_bytes
+        self._writeback.grown(self._descriptor, self._size_bytes)
 
     @property
     def blob(self) -> Blob:

@@ -72,14 +72,22 @@ def write_all(descriptor: int, data: Bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def begin_sync(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Lets the kernel begin to write a part of a file to the disk, so that the sync at its end has less to wait for.
+class Writeback:
+    """Lets the kernel write a file to the disk while it grows, so that the sync at its end has less to wait for.
 
-    Six uploads of 100 MB at once, hashed and synced: 0.46 s instead of 0.66. Promises nothing: an error
-    shows in the sync. Linux only; elsewhere the sync does it all.
+    Six uploads of 100 MB at once, hashed and synced: 0.46 s instead of 0.66. Promises nothing: an error shows in the
+    sync. Linux only, elsewhere the sync does it all; a file in memory has no disk to go to.
     """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    def grown(self, descriptor: int, size_bytes: int) -> None:
+        """To be told how large the file is now, each time that it was written to."""
+        if size_bytes >= self._begun + WRITEBACK_BYTES:
+            if _sync_file_range is not None:
+                _sync_file_range(descriptor, self._begun, size_bytes - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = size_bytes
 
 
 def sync(path: Path) -> None:

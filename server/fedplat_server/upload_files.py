@@ -31,7 +31,7 @@ class SpoolFile:
         self._sha256 = hashlib.sha256()
         self._loaded = False
         self._failed = False
-        self._begun = 0  # bytes whose way to the disk has begun
+        self._writeback = files.Writeback()
 
     def load(self) -> None:
         """Takes up what an earlier process has written."""
@@ -53,19 +53,14 @@ class SpoolFile:
             raise
         self._sha256.update(data)
         self.received += memoryview(data).nbytes
-        if self.received >= self._begun + files.WRITEBACK_BYTES:
-            self.begin_sync(descriptor)
-
-    def begin_sync(self, descriptor: int) -> None:
-        """Lets what is new in it go to the disk while more arrives."""
-        files.begin_sync(descriptor, self._begun, self.received - self._begun)
-        self._begun = self.received
+        self._writeback.grown(descriptor, self.received)
 
     def restart(self) -> None:
         """Throws away what is in it."""
         os.truncate(self.path, 0)
-        self.received = self._begun = 0
+        self.received = 0
         self._sha256 = hashlib.sha256()
+        self._writeback = files.Writeback()
 
     def is_complete(self) -> bool:
         """Whether its bytes are those of the digest."""
@@ -91,9 +86,6 @@ class MemoryFile(SpoolFile):
     def __init__(self, digest: str) -> None:
         self._descriptor = os.memfd_create("update", os.MFD_CLOEXEC)
         super().__init__(Path(f"/proc/self/fd/{self._descriptor}"), digest)
-
-    def begin_sync(self, descriptor: int) -> None:
-        """Nothing goes to a disk."""
 
     def sync(self) -> None:
         """Nothing outlives anything here."""
