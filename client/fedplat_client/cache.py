@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from fedplat.wire import pieces
+from fedplat_client import eviction
 from fedplat_client.errors import TransferError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -96,16 +97,7 @@ class ModelCache:
 
         False if that is beyond the limit.
         """
-        others = [path for path in self._folder.iterdir() if path.stem not in digests]
-        used = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in others)
-        excess = sum(size for _, size, _ in used) + size_bytes - self._limit_bytes
-        for _, size, path in used:
-            if excess <= 0:
-                break
-            path.unlink()
-            excess -= size
-            _logger.info("A model was evicted from the cache.", extra={"file": path.name, "size_bytes": size})
-        return excess <= 0
+        return eviction.make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
 
     def admit(self, part: Part, digest: str) -> Path:
         """Makes a finished download a model of the cache.
@@ -134,3 +126,7 @@ class ModelCache:
 def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _log_eviction(path: Path, size_bytes: int) -> None:
+    _logger.info("A model was evicted from the cache.", extra={"file": path.name, "size_bytes": size_bytes})

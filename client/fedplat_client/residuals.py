@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from fedplat.model import Vector
+from fedplat_client import eviction
 from fedplat_client.identity import sync_folder
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class Residuals:
         """Stores what is left of an update before it is reported; False if it is beyond the limit."""
         settled, pending = self._paths(job_id)
         data = residual.astype("<f4", copy=False).data
-        if not self._make_room(settled, pending, 2 * (residual.nbytes + 1000)):
+        both = 2 * (residual.nbytes + 1000)
+        if not eviction.make_room(self._folder, both, self._limit_bytes, [settled.stem], _log_eviction):
             return False
         head = _Head(format, hashlib.sha256(data).hexdigest(), sent)
         temporary = pending.with_suffix(".tmp")
@@ -98,18 +100,6 @@ class Residuals:
         name = hashlib.sha256(job_id.encode()).hexdigest()  # a name of a file, whatever the server calls its jobs
         return self._folder / f"{name}.settled", self._folder / f"{name}.pending"
 
-    def _make_room(self, settled: Path, pending: Path, size_bytes: int) -> bool:
-        """Evicts other jobs until both files of this one fit."""
-        others = [path for path in self._folder.iterdir() if path.stem != settled.stem]
-        used = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in others)
-        excess = sum(size for _, size, _ in used) + size_bytes - self._limit_bytes
-        for _, size, path in used:
-            if excess <= 0:
-                break
-            path.unlink()
-            excess -= size
-        return excess <= 0
-
 
 def _read(path: Path, format: str, size: int) -> tuple[_Head, Vector] | None:
     """None if there is no file, or one of something else, or a damaged one."""
@@ -120,3 +110,7 @@ def _read(path: Path, format: str, size: int) -> tuple[_Head, Vector] | None:
             return head, np.frombuffer(data, "<f4").astype(np.float32, copy=False)
         _logger.info("A residual is of no use any more.", extra={"file": path.name})
     return None
+
+
+def _log_eviction(path: Path, size_bytes: int) -> None:
+    _logger.info("A residual was evicted.", extra={"file": path.name, "size_bytes": size_bytes})

@@ -1,0 +1,26 @@
+"""Room in a folder of limited size: the files that were used longest ago go first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+
+def make_room(
+    folder: Path, size_bytes: int, limit_bytes: int, spared: Collection[str], evicted: Callable[[Path, int], None]
+) -> bool:
+    """Deletes files until `size_bytes` fit into the limit beside those that are left; False if they never do.
+
+    `size_bytes` is for all files whose names without suffix are in `spared`; these stay. `evicted` hears of each file
+    that was deleted, and its size. Raises `OSError`.
+    """
+    others = [path for path in folder.iterdir() if path.stem not in spared]
+    used = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in others)
+    excess = sum(size for _, size, _ in used) + size_bytes - limit_bytes
+    for _, size, path in used:
+        if excess <= 0:
+            break
+        path.unlink()
+        excess -= size
+        evicted(path, size)
+    return excess <= 0
