@@ -127,10 +127,10 @@ async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
     token = (await client.assignment()).token
     content = update_of(initial_model(), 0).to_bytes()
     header = fleet_pb2.UploadHeader(token=token, digest=harness.digest_of(content), size_bytes=len(content))
-    metadata = client.signed("Upload", fleet_pb2.UploadRequest(header=header))
+    signed = fleet_pb2.UploadRequest(header=header)
     header.size_bytes += 1
     parts = [fleet_pb2.UploadRequest(header=header), fleet_pb2.UploadRequest(data=content)]
-    assert (await refused(client.stub.Upload(iter(parts), metadata=metadata)))[1] == "BAD_SIGNATURE"
+    assert (await refused(client.stream(lambda: iter(parts), signed)))[1] == "BAD_SIGNATURE"
     assert (await client.deliver(token, content)).HasField("receipt")
 
 

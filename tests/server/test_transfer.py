@@ -96,7 +96,7 @@ async def test_bytes_that_were_damaged_on_the_way_start_again(site: Site) -> Non
 async def test_streams_that_do_not_begin_with_a_header(site: Site) -> None:
     client, _ = await working(site)
     for messages in ([], [fleet_pb2.UploadRequest(data=b"x")], [fleet_pb2.UploadRequest()]):
-        call = client.stub.Upload(iter(messages), metadata=client.signed("Upload", next(iter(messages), None)))
+        call = client.stream(lambda sent=messages: iter(sent), next(iter(messages), None))
         assert (await refused(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
