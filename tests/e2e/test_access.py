@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat.cli import submission, watch
 from fedplat.cli.admin import AdminClient
@@ -65,17 +65,12 @@ def test_tickets_and_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with processes.server(tmp_path / "server") as server, server.admin() as admin:
         good = server.ticket("demo")
         client = client_of(good, tmp_path / "good", first_backoff_s=0.1, max_backoff_s=0.5)
-        thread = threading.Thread(target=client.run)
-        thread.start()
-        try:
+        with at_work([client]):
             run_job(admin)
             server.kill()
             server.start()  # it has forgotten every session
             run_job(admin)
             assert len(admin.list_clients("demo")) == 1
-        finally:
-            client.stop()
-            thread.join()
         assert "session" not in caplog.text
         _tickets_of_no_use(admin, server, Ticket.from_text(good), tmp_path)
         _another_server(server, tmp_path, caplog)

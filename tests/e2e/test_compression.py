@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat import codecs
 from fedplat.cli import submission
@@ -85,18 +84,8 @@ class Fleet:
         task.parameters["steps"] += number
         return TrainResult(parameters=task.parameters, num_examples=1 + number)
 
-    @contextlib.contextmanager
-    def at_work(self) -> Generator[None]:
-        threads = [threading.Thread(target=client.run) for client in self.clients]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            for client in self.clients:
-                client.stop()
-            for thread in threads:
-                thread.join()
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        return at_work(self.clients)
 
 
 @pytest.fixture

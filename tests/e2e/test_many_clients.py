@@ -6,11 +6,11 @@ import contextlib
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
@@ -64,18 +64,8 @@ class Crowd:
         client.add_trainer("second", train)
         return client
 
-    @contextlib.contextmanager
-    def at_work(self) -> Generator[None]:
-        threads = [threading.Thread(target=client.run) for client in self._clients]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            for client in self._clients:
-                client.stop()
-            for thread in threads:
-                thread.join()
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        return at_work(self._clients)
 
 
 def submit(admin: AdminClient, name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat.cli import submission, watch
 from fedplat.job import parse_job
@@ -54,26 +55,20 @@ def test_server_killed_in_training(tmp_path: Path) -> None:
         clients = [Client.from_ticket(ticket, data_dir=tmp_path / str(n)) for n in range(3)]
         for client in clients:
             client.add_trainer("add", train)
-        threads = [threading.Thread(target=client.run) for client in clients]
-        for thread in threads:
-            thread.start()
-        try:
-            model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
-            job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model))
-            assert in_training.wait(processes.PATIENCE_S)
-            server.kill()
-            go_on.set()
-            server.start()
-            sequences: list[int] = []
-            told: list[str] = []
-            view = watch.View(lambda event: sequences.append(event.sequence), told.append)
-            ended = watch.follow(admin, job.job_id, view)
-        finally:
-            go_on.set()
-            for client in clients:
-                client.stop()
-            for thread in threads:
-                thread.join()
+        with at_work(clients):
+            try:
+                model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
+                job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model))
+                assert in_training.wait(processes.PATIENCE_S)
+                server.kill()
+                go_on.set()
+                server.start()
+                sequences: list[int] = []
+                told: list[str] = []
+                view = watch.View(lambda event: sequences.append(event.sequence), told.append)
+                ended = watch.follow(admin, job.job_id, view)
+            finally:
+                go_on.set()
         assert ended.status == admin_pb2.JOB_STATUS_COMPLETED
         assert sequences == sorted(set(sequences))
         attempts = admin.list_rounds(job.job_id, all_attempts=True)

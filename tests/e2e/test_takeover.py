@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat.cli import profile, submission, watch
 from fedplat.cli.admin import AdminClient
@@ -174,29 +175,25 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
         ]
         for client in clients:
             client.add_trainer("add", train)
-        threads = [threading.Thread(target=client.run) for client in clients]
-        for thread in threads:
-            thread.start()
-        try:
-            model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
-            job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model))
-            assert in_training.wait(processes.PATIENCE_S)
-            leader.send(number)
-            assert until_leads(other, database, 2) <= BOUND_S
-            go_on.set()
-            if number == signal.SIGKILL:
-                leader.end()
-                leader.start()  # the same line again: a gateway now, for the client that knows no other
-            else:
-                leader.send(signal.SIGCONT)
-            sequences: list[int] = []
-            ended = watch.follow(admin, job.job_id, watch.View(lambda event: sequences.append(event.sequence), print))
-        finally:
-            go_on.set()
-            for client in clients:
-                client.stop()
-            for thread in threads:
-                thread.join()
+        with at_work(clients):
+            try:
+                model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
+                job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model))
+                assert in_training.wait(processes.PATIENCE_S)
+                leader.send(number)
+                assert until_leads(other, database, 2) <= BOUND_S
+                go_on.set()
+                if number == signal.SIGKILL:
+                    leader.end()
+                    leader.start()  # the same line again: a gateway now, for the client that knows no other
+                else:
+                    leader.send(signal.SIGCONT)
+                sequences: list[int] = []
+                ended = watch.follow(
+                    admin, job.job_id, watch.View(lambda event: sequences.append(event.sequence), print)
+                )
+            finally:
+                go_on.set()
         assert ended.status == admin_pb2.JOB_STATUS_COMPLETED
         assert sequences == sorted(set(sequences))
         assert [version.model.version for version in admin.list_versions(job.job_id)] == list(range(ROUNDS + 1))

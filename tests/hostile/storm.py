@@ -32,6 +32,7 @@ from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from client.trainers import at_work
 from e2e import processes
 from fedplat import wire
 from fedplat.cli import submission
@@ -232,18 +233,13 @@ class Honest:
     def at_work(self) -> Generator[None]:
         """Works until the end of the block, and to the end of the job that is under way then."""
         operator = threading.Thread(target=self._operate)
-        threads = [threading.Thread(target=client.run) for client in self._clients]
-        for thread in (*threads, operator):
-            thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            operator.join(120.0)
-            for client in self._clients:
-                client.stop()
-            for thread in threads:
-                thread.join()
+        with at_work(self._clients):
+            operator.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                operator.join(120.0)
 
     def _operate(self) -> None:
         with self._server.admin() as admin:
