@@ -31,12 +31,18 @@ is_stormy: Callable[[], bool] = bool  # no
 
 async def again(call: Callable[[], Awaitable[Response]]) -> Response:
     """Calls until the store does not fail, and until the answer was heard."""
+    unheard: aio.AioRpcError | None = None
     while True:
         try:
             return await call()
+        except aio.UsageError:  # the channel was closed meanwhile: there was no answer to be heard, the server was gone
+            if unheard is None:
+                raise
+            raise unheard from None
         except aio.AioRpcError as exc:
             said = dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE)
-            if not (is_stormy() and said == "STORE_UNAVAILABLE") and not _is_unheard(exc):
+            unheard = exc if _is_unheard(exc) else None
+            if unheard is None and not (is_stormy() and said == "STORE_UNAVAILABLE"):
                 raise
         await asyncio.sleep(0.01)
 
