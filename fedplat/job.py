@@ -6,22 +6,15 @@ its key, its value and what was expected, and suggests names that are near.
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import math
 import re
-import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from datetime import date, time
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo
-from msgspec.structs import fields as struct_fields
 
 from fedplat import aggregate, codecs, labels
-from fedplat.errors import JobFileError, LabelError
+from fedplat.configuration import read_record, read_toml, shown, shown_key
+from fedplat.errors import LabelError
 
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -29,9 +22,6 @@ Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
 # Not any positive number: a back-off of a nanosecond would be a busy loop.
 Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
-
-MAX_MISTAKES = 20
-"""Mistakes that one error names; a server's answer has room for about so many."""
 
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +35,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.initial.endswith(".safetensors") and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial):
             raise ValueError(
-                f"initial = {_shown(self.initial)}: expected a path that ends in .safetensors, or module:function"
+                f"initial = {shown(self.initial)}: expected a path that ends in .safetensors, or module:function"
             )
 
 
@@ -68,7 +58,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
         try:
             labels.compile_expression(self.where)
         except LabelError as exc:
-            raise ValueError(f"where = {_shown(self.where)}: {exc}") from exc
+            raise ValueError(f"where = {shown(self.where)}: {exc}") from exc
 
     @property
     def target(self) -> int:
@@ -195,9 +185,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
         for key, value in self.config.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"config.{_shown_key(key)} = {value}: expected a finite number")
+                raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"config.{_shown_key(key)} = {_shown(value)}: expected a number of at most 64 bits")
+                raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
 
     def rule(self) -> aggregate.Rule:
         """The aggregation rule that the job file describes."""
@@ -213,136 +203,4 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_job(text: str) -> JobSpec:
     """Reads a job file. Raises `JobFileError`, whose message has a line for each mistake."""
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as exc:  # ValueError: invalid TOML, or a number with thousands of digits
-        raise JobFileError(f"the job file is not valid TOML: {exc}") from exc
-    mistakes = list(itertools.islice(_mistakes_of_record(raw, JobSpec, ""), MAX_MISTAKES))
-    if mistakes:
-        raise JobFileError("\n".join(mistakes))
-    return msgspec.convert(raw, JobSpec)
-
-
-def _mistakes_of_record(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
-    """A line for each key that is unknown, missing or wrong; then what the record says of its keys together."""
-    known = {field.encode_name: field for field in struct_fields(record)}
-    found = False
-    for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), _mistakes_of_values(raw, known, prefix)):
-        found = True
-        yield mistake
-    if not found:
-        try:
-            msgspec.convert(raw, record)
-        except msgspec.ValidationError as exc:
-            # A record's own rule begins its message with the key that it is about.
-            yield f"{prefix}{exc}"
-
-
-def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
-    known = {field.encode_name for field in struct_fields(record)}
-    tag = record.__struct_config__.tag_field
-    for key, value in raw.items():
-        if key not in known and key != tag:
-            yield f"{prefix}{_shown_key(key)} = {_shown(value)}: there is no such key" + (
-                _near(key, known) or f"; known keys: {', '.join(sorted(known))}"
-            )
-
-
-def _mistakes_of_values(raw: Mapping[str, Any], known: Mapping[str, FieldInfo], prefix: str) -> Iterator[str]:
-    for key, field in known.items():
-        if key in raw:
-            yield from _mistakes_of_value(raw[key], field.type, f"{prefix}{key}")
-        elif field.required:
-            yield f"{prefix}{key}: this key is required and missing"
-
-
-def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
-    options = get_args(annotation) or (annotation,)  # of a union, its members
-    records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
-    is_mapping = get_origin(annotation) is dict
-    if (records or is_mapping) and not isinstance(value, dict):
-        yield f"{path} = {_shown(value)}: expected a table, [{path}]"
-    elif records:
-        table = cast(dict[str, Any], value)
-        yield from _mistakes_of_table(table, records, f"{path}.")
-    elif is_mapping:
-        for key, item in cast(dict[str, Any], value).items():
-            yield from _mistakes_of_value(item, get_args(annotation)[1], f"{path}.{_shown_key(key)}")
-    else:
-        try:
-            msgspec.convert(value, annotation)
-        except msgspec.ValidationError as exc:
-            yield f"{path} = {_shown(value)}: {_expectation(str(exc), value, annotation)}"
-
-
-def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], prefix: str) -> Iterator[str]:
-    """Mistakes of a table that is read as a record; of a tagged union as the one that its tag names."""
-    tag = records[0].__struct_config__.tag_field
-    if tag is None:
-        yield from _mistakes_of_record(table, records[0], prefix)
-        return
-    by_tag = {str(record.__struct_config__.tag): record for record in records}
-    name = table.get(tag)
-    if tag not in table:
-        yield f"{prefix}{tag}: this key is required and missing; {_one_of(by_tag, None)}"
-    elif not isinstance(name, str) or name not in by_tag:
-        yield f"{prefix}{tag} = {_shown(name)}: {_one_of(by_tag, name)}"
-    else:
-        yield from _mistakes_of_record(table, by_tag[name], prefix)
-
-
-_WORDS: Mapping[str, str] = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-}
-
-
-def _expectation(sentence: str, value: Any, annotation: Any) -> str:
-    """What was expected of a value, in the words of a job file rather than of Python."""
-    if get_origin(annotation) is Literal:
-        return _one_of([str(choice) for choice in get_args(annotation)], value)
-    if "matching regex" in sentence:
-        return "expected a name: at most 63 letters, digits, '_', '.' and '-', and a letter or a digit first"
-    if "out of range" in sentence:
-        return "expected a number of at most 64 bits"
-
-    def words(match: re.Match[str]) -> str:
-        names = match[1].split(" | ")
-        return " or ".join(
-            _WORDS.get(name, name) for name in names if name != "null" and not (name == "int" and "float" in names)
-        )
-
-    # What was got is shown already.
-    expected = re.sub(r"`([\w| ]+)`", words, sentence.partition(", got ")[0])
-    return expected[:1].lower() + expected[1:]
-
-
-def _one_of(choices: Collection[str], value: Any) -> str:
-    return f"expected one of {', '.join(choices)}" + (_near(value, choices) if isinstance(value, str) else "")
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name[:100], known, n=2, cutoff=0.6)
-    return "; did you mean " + " or ".join(close) + "?" if close else ""
-
-
-def _shown_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else _shown(key)
-
-
-def _shown(value: Any) -> str:
-    """A value as a job file has it, shortened."""
-    match value:
-        case dict() | list():
-            return "{…}" if isinstance(value, dict) else "[…]"
-        case bool():
-            return str(value).lower()
-        case int() if value.bit_length() > 128:
-            return f"(a number of {value.bit_length()} bits)"
-        case date() | time():  # a datetime is a date
-            return value.isoformat()
-        case _:
-            text = repr(value)
-            return text if len(text) <= 60 else text[:57] + "..."
+    return read_record(read_toml(text), JobSpec)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedplat import aggregate, model
+from fedplat import aggregate, configuration, model
 from fedplat.errors import JobFileError
-from fedplat.job import MAX_MISTAKES, Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
+from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
 
 SMALL = """\
 name = "a"
@@ -317,7 +317,7 @@ def test_every_mistake_has_its_line():
 def test_a_file_of_nothing_but_mistakes_has_a_bounded_message():
     with pytest.raises(JobFileError) as caught:
         parse_job("\n".join(f"key{i} = '{'x' * 1000}'" for i in range(5000)))
-    assert len(str(caught.value).splitlines()) == MAX_MISTAKES
+    assert len(str(caught.value).splitlines()) == configuration.MAX_MISTAKES
     assert len(str(caught.value)) < 6000  # a gRPC status has room for about 8 KiB
 
 
