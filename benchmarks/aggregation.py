@@ -26,7 +26,7 @@ import numpy as np
 import typer
 
 import report
-from fedplat.aggregate import Accumulator, FedAvg
+from fedplat.aggregate import Accumulator, Contribution, FedAvg
 from fedplat.model import ModelFile, Parameters
 from fedplat_server import intake
 
@@ -155,7 +155,7 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
     tensors = [one.to_torch()["w"] for one in arrays]
     ways: dict[str, Callable[[int], object]] = {
         "copy": lambda number: np.copyto(target, arrays[number].buffer),
-        "arrays": lambda number: accumulator.fold(arrays[number], WEIGHT),
+        "arrays": lambda number: accumulator.fold(arrays[number], Contribution(WEIGHT)),
         "files": lambda number: fold_file(accumulator, base, paths[number]),
         "check": lambda number: check_file(paths[0], paths[number]),
         "torch": lambda number: total.add_(tensors[number], alpha=WEIGHT),
@@ -181,7 +181,7 @@ def check_file(base: Path, update: Path) -> None:
 
 def fold_file(accumulator: Accumulator, base: ModelFile, update: Path) -> None:
     """What it does afterwards."""
-    accumulator.fold(intake.open_update(update, base, None), WEIGHT)
+    accumulator.fold(intake.open_update(update, base, None), Contribution(WEIGHT))
 
 
 def status_bytes(key: str) -> int:

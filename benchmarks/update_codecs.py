@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import typer
 
-from fedplat.aggregate import Accumulator, Rule, compress_step
+from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
 from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
@@ -171,7 +171,7 @@ def train(options: Options, seed: int, downlink: Options | None = None) -> float
             task = Task(name="digits", parameters=current.copy(), config=job.spec.config, round=number)
             result = trainer(task)
             update = result.to_update(current)
-            accumulator.fold(sender.sent(update), job.spec.weight(result.num_examples))
+            accumulator.fold(sender.sent(update), Contribution(job.spec.weight(result.num_examples)))
         current, state = accumulator.finish(current, state)
     return evaluate(current)["accuracy"]
 

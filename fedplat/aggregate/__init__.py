@@ -7,7 +7,7 @@ table of `tests/core/aggregate/test_contract.py`.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
 >>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))
->>> step, state = rule.apply(rule.init(2), rule.fold(rule.start(2), update, 1.0))
+>>> step, state = rule.apply(rule.init(2), rule.fold(rule.start(2), update, Contribution(1.0)))
 >>> step.round(3)
 array([0.6, 0.8], dtype=float32)
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedplat.aggregate.accumulator import Accumulator, Part
-from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.clip import clip_by_norm, l2_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
@@ -44,6 +44,7 @@ RULES: Mapping[str, type[Options]] = {
 __all__ = [
     "RULES",
     "Accumulator",
+    "Contribution",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

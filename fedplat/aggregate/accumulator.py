@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate.algebra import Rule, State
+from fedplat.aggregate.algebra import Contribution, Rule, State
 from fedplat.aggregate.state import columns, columns_of, joined
 from fedplat.errors import ModelError
 from fedplat.model import (
@@ -51,7 +51,7 @@ class Accumulator:
     >>> base = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
     >>> rule = weighted_mean()
     >>> accumulator = Accumulator(base.schema, rule)
-    >>> accumulator.fold(Parameters.from_arrays({"weight": np.array([1, 3], np.float32)}), weight=10)
+    >>> accumulator.fold(Parameters.from_arrays({"weight": np.array([1, 3], np.float32)}), Contribution(10))
     >>> model, state = accumulator.finish(base, rule.init(base.schema.num_floating))
     >>> model["weight"]
     array([1., 3.], dtype=float32)
@@ -73,14 +73,14 @@ class Accumulator:
         """Sum of their weights."""
         return self._partial.weight
 
-    def fold(self, update: Values, weight: float) -> None:
+    def fold(self, update: Values, contribution: Contribution) -> None:
         """Adds one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.
 
         Raises `ModelError` when its schema is another, `ValueError` when the rule refuses it; nothing is
         added then. After any other error, from reading the update say, the accumulator is of no use any more.
         """
         self._check(update, "update")
-        self._partial = self._rule.fold(self._partial, update.to_blocks(), weight)
+        self._partial = self._rule.fold(self._partial, update.to_blocks(), contribution)
         if self._schema.carry == "max":
             self._carry_largest(update)
 

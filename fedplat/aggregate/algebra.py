@@ -5,8 +5,8 @@ the reduction over clients spelled out so that it can stream):
 
 - `init(size)` makes the state that lives as long as the job (a momentum, say): named vectors, may be empty;
 - `start(size)` makes the empty partial result of one attempt;
-- `fold(partial, update, weight)` adds one client's update, which is read block by block, more than once if need be,
-  so that it need not be in memory; nor does memory grow with the number of updates;
+- `fold(partial, update, contribution)` adds one client's update, which is read block by block, more than once if need
+  be, so that it need not be in memory; nor does memory grow with the number of updates;
 - `merge(left, right)` combines two partial results (gateways, pool ranks);
 - `apply(state, partial)` ends the attempt: the step to add to the model, and the next state.
 
@@ -33,22 +33,42 @@ State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contribution:
+    """What is known of one update beside its entries.
+
+    `weight` is what the update counts for, as the job's weighting says. `num_examples` and `metrics` are the client's
+    report. `staleness` is the number of versions that were committed since the one that the client began with.
+    """
+
+    weight: float
+    num_examples: float = 0.0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    staleness: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """The weighted sum of the updates folded so far, shape [size], with their total weight and number."""
+    """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
+
+    `sums` are further numbers that a rule adds up over the updates, by names of its own.
+    """
 
     total: Vector
     weight: float = 0.0
     num_updates: int = 0
+    sums: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An aggregation rule; see the module's docstring for the five functions.
 
+    `metrics` names what every client's report must hold for it.
+
     >>> rule = weighted_mean()
-    >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), 1.0)
-    >>> partial = rule.fold(partial, VectorBlocks(np.array([4.0, 0.0], np.float32)), 2.0)
+    >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
+    >>> partial = rule.fold(partial, VectorBlocks(np.array([4.0, 0.0], np.float32)), Contribution(2.0))
     >>> step, state = rule.apply(rule.init(2), partial)
     >>> step
     array([3., 1.], dtype=float32)
@@ -56,10 +76,11 @@ class Rule:
 
     init: Callable[[int], State]
     start: Callable[[int], Partial]
-    fold: Callable[[Partial, Blocks, float], Partial]
+    fold: Callable[[Partial, Blocks, Contribution], Partial]
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
     blockwise: bool = True
+    metrics: frozenset[str] = frozenset()
 
 
 Wrapper = Callable[[Rule], Rule]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedplat.aggregate.algebra import Partial, Rule, Wrapper
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import BLOCK, Blocks, Vector
 
 # Scaled entries are rounded to float32, which could lift the norm by up to 2⁻²³ of itself; the bound must
@@ -31,8 +31,8 @@ def clip_by_norm(max_norm: float) -> Wrapper:
         raise ValueError(f"max_norm is {max_norm}; expected a finite number above 0")
 
     def wrap(inner: Rule) -> Rule:
-        def fold(partial: Partial, update: Blocks, weight: float) -> Partial:
-            return inner.fold(partial, _clipped(update, max_norm), weight)
+        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+            return inner.fold(partial, _clipped(update, max_norm), contribution)
 
         return dataclasses.replace(inner, fold=fold)
 

@@ -6,9 +6,11 @@ arXiv 1602.05629, Algorithm 1, the sum over clients of n_k / n times the update.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from fedplat.aggregate.algebra import Partial, Rule, State
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State
 from fedplat.model import WINDOW, Blocks, Vector, windows
 
 MAX_WEIGHT = 1e30
@@ -34,8 +36,8 @@ def _start(size: int) -> Partial:
     return Partial(np.zeros(size, np.float32))
 
 
-def _fold(partial: Partial, update: Blocks, weight: float) -> Partial:
-    total = partial.total
+def _fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+    total, weight = partial.total, contribution.weight
     _check_fits(total, update.size)
     if not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(f"the weight is {weight}; expected a number from 0 to {MAX_WEIGHT:g}")
@@ -48,13 +50,20 @@ def _fold(partial: Partial, update: Blocks, weight: float) -> Partial:
         np.add(part, scaled, out=part)
         start += values.size
     assert start == total.size
-    return Partial(total, partial.weight + weight, partial.num_updates + 1)
+    return dataclasses.replace(
+        partial, total=total, weight=partial.weight + weight, num_updates=partial.num_updates + 1
+    )
 
 
 def _merge(left: Partial, right: Partial) -> Partial:
     _check_fits(left.total, right.total.size)
     np.add(left.total, right.total, out=left.total)
-    return Partial(left.total, left.weight + right.weight, left.num_updates + right.num_updates)
+    return Partial(
+        left.total,
+        left.weight + right.weight,
+        left.num_updates + right.num_updates,
+        {name: left.sums.get(name, 0.0) + right.sums.get(name, 0.0) for name in (*left.sums, *right.sums)},
+    )
 
 
 def _apply(state: State, partial: Partial) -> tuple[Vector, State]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fedplat.aggregate import Contribution
 from fedplat.rounds.records import AttemptKey
 from fedplat.rounds.states import AttemptKind, Reason
 
@@ -49,12 +50,12 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """Add an accepted update to the attempt's partial result, with this weight."""
+    """Add an accepted update to the attempt's partial result, as what it contributes."""
 
     key: AttemptKey
     client_id: str
     digest: str
-    weight: float
+    contribution: Contribution
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

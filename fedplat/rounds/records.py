@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
 from fedplat.rounds.cohort import Cohort, cohort_of
 from fedplat.rounds.states import (
@@ -64,6 +65,11 @@ class Assignment:
     def is_busy(self) -> bool:
         """Whether the client still works for the attempt."""
         return self.state in BUSY_STATES
+
+    @property
+    def contribution(self) -> Contribution:
+        """What the reported update is for the job's rule; the same whenever it is folded again."""
+        return Contribution(self.weight, self.num_examples, self.metrics)
 
 
 @dataclasses.dataclass(frozen=True)

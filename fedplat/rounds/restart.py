@@ -43,7 +43,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
 def _folds(attempt: Attempt) -> tuple[Command, ...]:
     if attempt.kind is not AttemptKind.TRAIN:
         return ()
-    return tuple(Fold(attempt.key, each.client_id, each.digest, each.weight) for each in attempt.reported)
+    return tuple(Fold(attempt.key, each.client_id, each.digest, each.contribution) for each in attempt.reported)
 
 
 def _collect(job: JobState, attempt: Attempt, folds: tuple[Command, ...], context: Context) -> Transition:

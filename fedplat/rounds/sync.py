@@ -233,7 +233,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     if attempt.kind is AttemptKind.TRAIN:
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
         after = dataclasses.replace(after, durations=durations)
-        commands = (Fold(attempt.key, event.client_id, event.digest, reported.weight),)
+        commands = (Fold(attempt.key, event.client_id, event.digest, reported.contribution),)
     return closing.close_if_due(after, commands, context)
 
 

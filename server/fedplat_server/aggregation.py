@@ -108,7 +108,7 @@ class Aggregation:
         if path is None:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
         with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-            accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.weight)
+            accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.contribution)
         if job.spec.durability == "memory":
             self._uploads.discard(upload_key)
 

@@ -14,7 +14,7 @@ import pytest
 
 from client.fake_fleet import FakeFleet
 from fedplat import codecs
-from fedplat.aggregate import Accumulator, compress_step, seed_of, weighted_mean
+from fedplat.aggregate import Accumulator, Contribution, compress_step, seed_of, weighted_mean
 from fedplat.model import WINDOW, Carry, Parameters
 from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
@@ -48,7 +48,7 @@ def next_version(base: Parameters, options: codecs.Options = EDEN, seed: int = 1
     for name in ("double", "single", "bf16", "half"):
         update[name] = (0.01 * rng.normal(size=update[name].shape)).astype(update[name].dtype)
     update["steps"] += seed
-    accumulator.fold(update, 1.0)
+    accumulator.fold(update, Contribution(1.0))
     model, _ = accumulator.finish(base, rule.init(base.schema.num_floating))
     return model, b"".join(Format(options, base.schema).framed(payloads, model))
 

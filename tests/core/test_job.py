@@ -137,7 +137,7 @@ def test_clip_norm_bounds_each_update():
     update = model.VectorBlocks(np.array([3.0, 4.0], np.float32))
     for file, norm in ((SMALL, 5.0), (text, 1.0)):
         rule = parse_job(file).rule()
-        step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), update, 1.0))
+        step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), update, aggregate.Contribution(1.0)))
         assert np.linalg.norm(step) == pytest.approx(norm)
 
 
@@ -396,5 +396,7 @@ def check_usable(spec: JobSpec) -> None:
     values: list[Any] = [spec.weight(1.0), *spec.config.values()]
     assert all(np.isfinite(value) for value in values if not isinstance(value, str))
     rule = spec.rule()
-    step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), 1.0))
+    step, _ = rule.apply(
+        rule.init(2), rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), aggregate.Contribution(1.0))
+    )
     assert np.isfinite(step).all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat.aggregate import Accumulator
+from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
@@ -39,7 +39,7 @@ class Bench:
         upload = self.uploads.open(UploadKey(*KEY, client_id), digest_of(content), len(content), 0)
         upload.write(content)
         upload.close()
-        return Fold(KEY, client_id, digest_of(content), 1.0)
+        return Fold(KEY, client_id, digest_of(content), Contribution(1.0))
 
     def take(self, command: Fold | Commit) -> None:
         self.aggregation.take(self.job, command)
@@ -129,7 +129,7 @@ async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: py
     upload = bench.uploads.open(UploadKey(*again, "a"), digest_of(UPDATE), len(UPDATE), 0)
     upload.write(UPDATE)
     upload.close()
-    bench.take(Fold(again, "a", digest_of(UPDATE), 1.0))
+    bench.take(Fold(again, "a", digest_of(UPDATE), Contribution(1.0)))
     bench.take(Commit(again, 0, 1))
     go_on.set()
     outcome = await bench.outcome()
@@ -150,7 +150,7 @@ async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
     for number in range(1, 20):
         key = AttemptKey("j", 1, number)
         if number % 2:
-            bench.take(Fold(key, "a", "0" * 64, 1.0))
+            bench.take(Fold(key, "a", "0" * 64, Contribution(1.0)))
             assert isinstance(await bench.outcome(), AggregationFailed)
         bench.aggregation.end(key)
     await bench.aggregation.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedplat import codecs
-from fedplat.aggregate import Accumulator
+from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_to_text
@@ -40,7 +40,7 @@ def merged(text: str, base: Parameters, contents: list[bytes]) -> Parameters:
     rule = spec.rule()
     accumulator = Accumulator(base.schema, rule)
     for content in contents:
-        accumulator.fold(Format(spec.compression.uplink, base.schema).decode(content), 1.0)
+        accumulator.fold(Format(spec.compression.uplink, base.schema).decode(content), Contribution(1.0))
     return accumulator.finish(base, rule.init(base.schema.num_floating))[0]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat.aggregate import Accumulator
+from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
@@ -70,7 +70,7 @@ async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
     rule, base = parse_job(text).rule(), initial_model()
     accumulator = Accumulator(base.schema, rule)
     for number, weight in ((2, 7.0), (0, 2.0), (1, 3.0)):  # the order of acceptance
-        accumulator.fold(updates[number], weight)
+        accumulator.fold(updates[number], Contribution(weight))
     assert accumulator.finish(base, rule.init(base.schema.num_floating))[0].to_bytes() == exported
     assert not list((folder / "uploads").iterdir())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 from fedplat.job import JobSpec
 from fedplat_server.audit import AuditHead, AuditRow
@@ -46,7 +47,9 @@ class AssignmentRow:
     state: str
     reason: str | None
     digest: str
+    num_examples: float
     weight: float
+    metrics: Mapping[str, float]
     took_s: float | None
     reported_revision: int | None
     deadline_unix_s: float

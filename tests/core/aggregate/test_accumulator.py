@@ -13,6 +13,7 @@ import pytest
 from fedplat.aggregate import (
     RULES,
     Accumulator,
+    Contribution,
     FedAdam,
     FedAvg,
     Partial,
@@ -49,7 +50,7 @@ def make_model(seed: int, carry: Carry = "keep") -> Parameters:
 def finish(base: Parameters, models: list[Parameters], weights: list[float]) -> Parameters:
     accumulator = Accumulator(base.schema, RULE)
     for model, weight in zip(models, weights, strict=True):
-        accumulator.fold(model.minus(base), weight)
+        accumulator.fold(model.minus(base), Contribution(weight))
     assert accumulator.num_updates == len(models)
     assert accumulator.total_weight == sum(weights)
     return accumulator.finish(base, RULE.init(base.schema.num_floating))[0]
@@ -83,7 +84,7 @@ def test_finish_changes_nothing_and_may_be_repeated():
     rule = FedAdam().build()
     base = make_model(0, "max")
     accumulator, state = Accumulator(base.schema, rule), rule.init(base.schema.num_floating)
-    accumulator.fold(make_model(1, "max").minus(base), 3.0)
+    accumulator.fold(make_model(1, "max").minus(base), Contribution(3.0))
     before, state_before = base.to_bytes(), state_to_bytes(state)
     first, first_state = accumulator.finish(base, state)
     second, second_state = accumulator.finish(base, state)
@@ -98,7 +99,7 @@ def test_a_read_only_base_version_is_fine():
     base = Parameters.from_bytes(make_model(0).to_bytes())
     update = Parameters.from_bytes(make_model(1).minus(base).to_bytes())
     accumulator = Accumulator(base.schema, RULE)
-    accumulator.fold(update, 1.0)
+    accumulator.fold(update, Contribution(1.0))
     np.testing.assert_allclose(accumulator.finish(base, {})[0]["single"], make_model(1)["single"], rtol=1e-5)
 
 
@@ -115,8 +116,8 @@ def test_another_schema_is_refused(other: dict[str, npt.NDArray[Any]]):
     schema = Schema.of({"weight": np.zeros(2, np.float32)})
     accumulator = Accumulator(schema, RULE)
     with pytest.raises(ModelError, match="the update does not fit the attempt"):
-        accumulator.fold(Parameters.from_arrays(other), 1.0)
-    accumulator.fold(Parameters.zeros(schema), 1.0)
+        accumulator.fold(Parameters.from_arrays(other), Contribution(1.0))
+    accumulator.fold(Parameters.zeros(schema), Contribution(1.0))
     with pytest.raises(ModelError, match="the base version does not fit the attempt"):
         accumulator.finish(Parameters.from_arrays(other), {})
 
@@ -129,10 +130,10 @@ def test_a_refused_update_leaves_no_trace():
     poison["single"][0, 0] = np.nan
     for update, weight in ((poison, 1.0), (make_model(9, "max"), -1.0)):
         with pytest.raises(ValueError, match=r"NaN|weight"):
-            accumulator.fold(update, weight)
+            accumulator.fold(update, Contribution(weight))
     with pytest.raises(ValueError, match="no update"):
         accumulator.finish(base, {})
-    accumulator.fold(make_model(1, "max").minus(base), 1.0)
+    accumulator.fold(make_model(1, "max").minus(base), Contribution(1.0))
     assert accumulator.finish(base, {})[0]["num_batches_tracked"] == 100
 
 
@@ -140,7 +141,7 @@ def test_a_model_of_integers_only():
     base = Parameters.from_arrays({"count": np.array([1, 2], np.int32)}, "max")
     accumulator = Accumulator(base.schema, FedAvg().build())
     for counts in ([5, 0], [0, 9]):
-        accumulator.fold(Parameters.from_arrays({"count": np.array(counts, np.int32)}, "max"), 1.0)
+        accumulator.fold(Parameters.from_arrays({"count": np.array(counts, np.int32)}, "max"), Contribution(1.0))
     assert accumulator.finish(base, {})[0]["count"].tolist() == [5, 9]
 
 
@@ -148,13 +149,13 @@ def test_a_model_of_integers_only():
 def test_memory_does_not_grow_with_the_updates(dtype: Any):
     update = Parameters.from_arrays({"w": np.ones(10**6, dtype), "n": np.ones(1000, np.int64)}, "max")
     accumulator = Accumulator(update.schema, RULE)
-    accumulator.fold(update, 1.0)
+    accumulator.fold(update, Contribution(1.0))
     tracemalloc.start()
     try:
-        accumulator.fold(update, 1.0)
+        accumulator.fold(update, Contribution(1.0))
         held, peak = tracemalloc.get_traced_memory()
         for _ in range(48):
-            accumulator.fold(update, 1.0)
+            accumulator.fold(update, Contribution(1.0))
         held_after, peak_after = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -186,8 +187,8 @@ def test_the_end_part_by_part_is_the_end_of_the_whole(name: str, tmp_path: Path)
     for seed in (1, 2):
         update = wide_model(seed)
         accumulator, partial = Accumulator(base.schema, rule), rule.start(size)
-        accumulator.fold(update, 3.0)
-        partial = rule.fold(partial, VectorBlocks(update.to_vector()), 3.0)
+        accumulator.fold(update, Contribution(3.0))
+        partial = rule.fold(partial, VectorBlocks(update.to_vector()), Contribution(3.0))
         if seed == 1:
             state = first_columns(rule, size)
         else:
@@ -222,7 +223,7 @@ def test_a_rule_that_is_not_blockwise_sees_the_whole_step():
     base, update = wide_model(0), wide_model(1)
     rule = clip_by_norm(1e9)(by_its_norm(weighted_mean()))
     accumulator = Accumulator(base.schema, rule)
-    accumulator.fold(update, 1.0)
+    accumulator.fold(update, Contribution(1.0))
     parts = list(accumulator.parts(base, first_columns(rule, base.schema.num_floating)))
     last = np.concatenate([part.state["last"] for part in parts if part.state])
     assert l2_norm(VectorBlocks(last)) == pytest.approx(1.0, rel=1e-5)
@@ -237,7 +238,7 @@ def test_a_result_that_is_not_finite_is_refused(index: int):
     update = Parameters.zeros(base.schema)
     update["w"][index] = 3e38
     accumulator = Accumulator(base.schema, RULE)
-    accumulator.fold(update, 1.0)
+    accumulator.fold(update, Contribution(1.0))
     with pytest.raises(ModelError, match="not finite"):
         accumulator.finish(base, {})
 
@@ -246,7 +247,8 @@ def test_a_state_that_is_not_finite_is_refused():
     rule = FedAdam().build()
     base = Parameters.from_arrays({"w": np.zeros(3, np.float32)})
     accumulator = Accumulator(base.schema, rule)
-    accumulator.fold(Parameters.from_arrays({"w": np.full(3, 1e30, np.float32)}), 1.0)  # its square is infinite
+    huge = Parameters.from_arrays({"w": np.full(3, 1e30, np.float32)})  # its square is infinite
+    accumulator.fold(huge, Contribution(1.0))
     with pytest.raises(ModelError, match="not finite"):
         accumulator.finish(base, rule.init(3))
 
@@ -256,7 +258,7 @@ def test_the_end_needs_a_few_windows_of_memory(tmp_path: Path):
     rule = FedAdam().build()
     (tmp_path / "base").write_bytes(base.to_bytes())
     accumulator = Accumulator(base.schema, rule)
-    accumulator.fold(base, 1.0)
+    accumulator.fold(base, Contribution(1.0))
     tracemalloc.start()
     try:
         for _ in accumulator.parts(ModelFile.open(tmp_path / "base"), first_columns(rule, 8 * WINDOW)):

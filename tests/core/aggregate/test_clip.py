@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplat.aggregate import RULES, Rule, clip_by_norm, l2_norm, weighted_mean
+from fedplat.aggregate import RULES, Contribution, Rule, clip_by_norm, l2_norm, weighted_mean
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
 
 def folded(rule: Rule, update: Vector, weight: float = 1.0) -> Vector:
-    partial = rule.fold(rule.start(update.size), VectorBlocks(update), weight)
+    partial = rule.fold(rule.start(update.size), VectorBlocks(update), Contribution(weight))
     return rule.apply(rule.init(update.size), partial)[0]
 
 
@@ -59,8 +59,8 @@ def test_the_callers_update_is_not_changed():
 
 def test_the_weight_counts_in_full_for_a_clipped_update():
     rule = clip_by_norm(1.0)(weighted_mean())
-    partial = rule.fold(rule.start(1), VectorBlocks(np.array([100], np.float32)), 3.0)
-    partial = rule.fold(partial, VectorBlocks(np.array([0], np.float32)), 1.0)
+    partial = rule.fold(rule.start(1), VectorBlocks(np.array([100], np.float32)), Contribution(3.0))
+    partial = rule.fold(partial, VectorBlocks(np.array([0], np.float32)), Contribution(1.0))
     assert partial.weight == 4
     np.testing.assert_allclose(rule.apply({}, partial)[0], [0.75], rtol=1e-6)
 
@@ -87,8 +87,8 @@ def test_clipping_inside_and_outside_a_server_optimizer_is_the_same(name: str):
         # A clipped update that is folded again is within the bound, so the second clip does nothing.
         once = folded(clip_by_norm(0.5)(weighted_mean()), update)
         partials = (
-            outside.fold(partials[0], VectorBlocks(update), 1.0),
-            inside.fold(partials[1], VectorBlocks(once), 1.0),
+            outside.fold(partials[0], VectorBlocks(update), Contribution(1.0)),
+            inside.fold(partials[1], VectorBlocks(once), Contribution(1.0)),
         )
     left = outside.apply(outside.init(50), partials[0])[0]
     right = inside.apply(inside.init(50), partials[1])[0]

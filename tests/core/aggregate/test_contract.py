@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.aggregate import RULES, Options, Partial, Rule, state_from_bytes, state_to_bytes
+from fedplat.aggregate import RULES, Contribution, Options, Partial, Rule, state_from_bytes, state_to_bytes
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
 SIZE = BLOCK + 37  # more than one block, and not a whole number of them
@@ -97,7 +97,7 @@ def make_updates(round_number: int = 0, num_updates: int = 4) -> list[tuple[Vect
 def fold_all(rule: Rule, updates: list[tuple[Vector, float]]) -> Partial:
     partial = rule.start(SIZE)
     for update, weight in updates:
-        partial = rule.fold(partial, VectorBlocks(update), weight)
+        partial = rule.fold(partial, VectorBlocks(update), Contribution(weight))
     return partial
 
 
@@ -224,8 +224,8 @@ def test_fold_leaves_the_update_alone(name: str):
     rule, [(update, weight), *_] = make_rule(name), make_updates()
     before = update.copy()
     update.flags.writeable = False
-    partial = rule.fold(rule.start(SIZE), VectorBlocks(update), weight)
-    partial = rule.fold(partial, VectorBlocks(update), weight)
+    partial = rule.fold(rule.start(SIZE), VectorBlocks(update), Contribution(weight))
+    partial = rule.fold(partial, VectorBlocks(update), Contribution(weight))
     assert update.tobytes() == before.tobytes()
     assert not np.shares_memory(partial.total, update)
     assert (partial.num_updates, partial.weight) == (2, 2 * weight)
@@ -237,20 +237,24 @@ def test_a_mean_of_nothing_is_refused(name: str):
     with pytest.raises(ValueError, match="no update was folded"):
         rule.apply(rule.init(SIZE), rule.start(SIZE))
     with pytest.raises(ValueError, match="add up to 0"):
-        rule.apply(rule.init(SIZE), rule.fold(rule.start(SIZE), VectorBlocks(update), 0.0))
+        rule.apply(rule.init(SIZE), rule.fold(rule.start(SIZE), VectorBlocks(update), Contribution(0.0)))
 
 
 @every_rule
 def test_no_change_is_no_step(name: str):
     rule = make_rule(name)
-    step, _ = rule.apply(rule.init(3), rule.fold(rule.start(3), VectorBlocks(np.zeros(3, np.float32)), 1.0))
+    step, _ = rule.apply(
+        rule.init(3), rule.fold(rule.start(3), VectorBlocks(np.zeros(3, np.float32)), Contribution(1.0))
+    )
     assert step.tolist() == [0, 0, 0]
 
 
 @every_rule
 def test_a_model_without_floating_entries_has_an_empty_step(name: str):
     rule = make_rule(name)
-    step, _ = rule.apply(rule.init(0), rule.fold(rule.start(0), VectorBlocks(np.zeros(0, np.float32)), 1.0))
+    step, _ = rule.apply(
+        rule.init(0), rule.fold(rule.start(0), VectorBlocks(np.zeros(0, np.float32)), Contribution(1.0))
+    )
     assert step.shape == (0,)
 
 

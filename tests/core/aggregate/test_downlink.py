@@ -13,6 +13,7 @@ import pytest
 from fedplat import codecs
 from fedplat.aggregate import (
     Accumulator,
+    Contribution,
     FedAvg,
     FedAvgM,
     Rule,
@@ -46,9 +47,9 @@ def steps_of(inner: Rule, wrap: Callable[[int], Rule]) -> tuple[list[Vector], li
     for number in range(NUM_ROUNDS):
         rule = wrap(number)
         update = VectorBlocks((rng.normal(size=SIZE) * rng.exponential(size=SIZE) ** 2).astype(np.float32))
-        step, inner_state = inner.apply(inner_state, inner.fold(inner.start(SIZE), update, 1.0))
+        step, inner_state = inner.apply(inner_state, inner.fold(inner.start(SIZE), update, Contribution(1.0)))
         wanted.append(step)
-        step, state = rule.apply(state, rule.fold(rule.start(SIZE), update, 1.0))
+        step, state = rule.apply(state, rule.fold(rule.start(SIZE), update, Contribution(1.0)))
         done.append(step)
         left.append(state["residual"])
     return wanted, done, left
@@ -117,7 +118,7 @@ def test_the_state_goes_through_its_file(tmp_path: Path, size: int):
         accumulator = Accumulator(base.schema, rule)
         update = Parameters.zeros(base.schema)
         update["weight"] += np.random.default_rng(number).normal(size=size).astype(np.float32)
-        accumulator.fold(update, 1.0)
+        accumulator.fold(update, Contribution(1.0))
         state = {name: np.concatenate(parts) for name, parts in _columns(accumulator, base, columns).items()}
         outcomes.append(state["residual"].tobytes())
         (tmp_path / "state").write_bytes(state_to_bytes(state))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedplat.aggregate import weighted_mean
+from fedplat.aggregate import Contribution, weighted_mean
 from fedplat.model import BLOCK, VectorBlocks, blocks
 
 RULE = weighted_mean()
@@ -26,7 +26,7 @@ def test_blocks_cover_every_element_once(size: int):
 def test_an_update_of_another_size_is_refused_and_nothing_is_added(size: int):
     partial = RULE.start(3)
     with pytest.raises(ValueError, match=f"{size} entries; expected 3"):
-        RULE.fold(partial, VectorBlocks(np.ones(size, np.float32)), 1.0)
+        RULE.fold(partial, VectorBlocks(np.ones(size, np.float32)), Contribution(1.0))
     assert partial.total.tolist() == [0, 0, 0]
 
 
@@ -40,7 +40,7 @@ def test_only_float32_vectors_are_read_in_blocks(vector: Any):
 def test_an_impossible_weight_is_refused_and_nothing_is_added(weight: float):
     partial = RULE.start(2)
     with pytest.raises(ValueError, match="the weight is"):
-        RULE.fold(partial, VectorBlocks(np.ones(2, np.float32)), weight)
+        RULE.fold(partial, VectorBlocks(np.ones(2, np.float32)), Contribution(weight))
     assert partial.total.tolist() == [0, 0]
 
 
@@ -51,7 +51,7 @@ def test_partials_of_other_lengths_are_not_merged():
 
 def test_a_non_contiguous_update_is_folded():
     update = np.arange(10, dtype=np.float32)[::2]
-    step, _ = RULE.apply({}, RULE.fold(RULE.start(5), VectorBlocks(update), 2.0))
+    step, _ = RULE.apply({}, RULE.fold(RULE.start(5), VectorBlocks(update), Contribution(2.0)))
     assert step.tolist() == [0, 2, 4, 6, 8]
 
 
@@ -60,7 +60,7 @@ def test_folding_makes_no_temporary_of_the_models_size():
     partial = RULE.start(update.size)
     tracemalloc.start()
     try:
-        partial = RULE.fold(partial, VectorBlocks(update), 0.3)
+        partial = RULE.fold(partial, VectorBlocks(update), Contribution(0.3))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -72,7 +72,7 @@ def test_folding_makes_no_temporary_of_the_models_size():
 def test_the_mean_of_a_list_of_numbers(updates: list[tuple[float, int]]):
     partial = RULE.start(1)
     for value, weight in updates:
-        partial = RULE.fold(partial, VectorBlocks(np.array([value], np.float32)), weight)
+        partial = RULE.fold(partial, VectorBlocks(np.array([value], np.float32)), Contribution(weight))
     step, _ = RULE.apply({}, partial)
     values, weights = zip(*updates, strict=True)
     tolerance = 1e-5 * max(abs(value) for value in values) + 1e-30

@@ -12,7 +12,7 @@ import torch
 
 import fedplat.aggregate
 from fedplat import aggregate
-from fedplat.aggregate import FedAdagrad, FedAdam, FedAvg, FedAvgM, Rule
+from fedplat.aggregate import Contribution, FedAdagrad, FedAdam, FedAvg, FedAvgM, Rule
 from fedplat.model import Parameters, Vector, VectorBlocks
 
 SIZE = 400
@@ -25,7 +25,7 @@ def deltas(num_rounds: int = 6) -> list[Vector]:
 def final(rule: Rule) -> Vector:
     model, state = np.zeros(SIZE, np.float32), rule.init(SIZE)
     for delta in deltas():
-        step, state = rule.apply(state, rule.fold(rule.start(SIZE), VectorBlocks(delta), 5.0))
+        step, state = rule.apply(state, rule.fold(rule.start(SIZE), VectorBlocks(delta), Contribution(5.0)))
         model = model + step
     return model
 
@@ -62,10 +62,12 @@ def test_optimizers_with_other_memories_nest():
     outer = adam.build()
     inner_state, outer_state, state = momentum.build().init(SIZE), outer.init(SIZE), rule.init(SIZE)
     for delta in deltas():
-        partial = rule.fold(rule.start(SIZE), VectorBlocks(delta), 1.0)
+        partial = rule.fold(rule.start(SIZE), VectorBlocks(delta), Contribution(1.0))
         step, state = rule.apply(state, partial)
         middle, inner_state = momentum.build().apply(inner_state, partial)
-        expected, outer_state = outer.apply(outer_state, outer.fold(outer.start(SIZE), VectorBlocks(middle), 1.0))
+        expected, outer_state = outer.apply(
+            outer_state, outer.fold(outer.start(SIZE), VectorBlocks(middle), Contribution(1.0))
+        )
         assert step.tobytes() == expected.tobytes()
 
 
@@ -78,6 +80,7 @@ def test_optimizers_with_the_same_memory_do_not_nest():
 def test_exported_names_are_pinned():
     assert sorted(aggregate.__all__) == [
         "Accumulator",
+        "Contribution",
         "FedAdagrad",
         "FedAdam",
         "FedAvg",

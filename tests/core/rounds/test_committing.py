@@ -78,7 +78,7 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
 def test_weights(updates: object, examples: tuple[float, float], weights: tuple[float, float]) -> None:
     driver = collecting(2, updates=updates)
     proposals = [driver.report(name, num_examples=n) for name, n in zip(("c0", "c1"), examples, strict=True)]
-    assert tuple(commands_of(proposal, Fold)[0].weight for proposal in proposals) == weights
+    assert tuple(commands_of(proposal, Fold)[0].contribution.weight for proposal in proposals) == weights
     assert tuple(a.num_examples for a in driver.attempt.assignments.values()) == examples
 
 

@@ -18,6 +18,7 @@ from core.rounds.driver import (
     make_spec,
     names,
 )
+from fedplat.aggregate import Contribution
 from fedplat.rounds.commands import Abort, Commit, Fold
 from fedplat.rounds.events import Action, UpdateReported
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
@@ -34,7 +35,7 @@ def with_reports(**sections: Any) -> Driver:
     driver = collecting(4, goal=4, **sections)
     driver.wait(10.0)
     driver.report("c3")
-    driver.report("c1", num_examples=20.0)
+    driver.report("c1", num_examples=20.0, local_steps=3.0)
     driver.upload("c0")
     return driver
 
@@ -78,7 +79,10 @@ def test_a_collection_goes_on_with_the_time_that_is_left() -> None:
     left = {name: each.deadline_at - driver.now for name, each in driver.attempt.assignments.items() if each.is_busy}
     assert left == pytest.approx({"c0": 30.0 - 7.0, "c2": 100.0 - 10.0 - 7.0})
     assert driver.timers["j"] == pytest.approx(driver.now + 23.0)
-    folds = [Fold(driver.key, "c3", "of-c3", 10.0), Fold(driver.key, "c1", "of-c1", 20.0)]
+    folds = [
+        Fold(driver.key, "c3", "of-c3", Contribution(10.0, 10.0)),
+        Fold(driver.key, "c1", "of-c1", Contribution(20.0, 20.0, {"local_steps": 3.0})),
+    ]
     assert commands_of(proposal, Fold) == folds
     assert [driver.attempt.assignments[name].report_number for name in ("c3", "c1")] == [1, 2]
     assert names(proposal) == ["Fold", "Fold", "SetTimer"]
@@ -158,7 +162,11 @@ def test_a_commit_is_done_again_in_the_same_order() -> None:
     driver = committing()
     proposal = driver.crash()
     key = driver.key
-    assert proposal.commands == [Fold(key, "c1", "of-c1", 10.0), Fold(key, "c0", "of-c0", 10.0), Commit(key, 0, 2)]
+    assert proposal.commands == [
+        Fold(key, "c1", "of-c1", Contribution(10.0, 10.0)),
+        Fold(key, "c0", "of-c0", Contribution(10.0, 10.0)),
+        Commit(key, 0, 2),
+    ]
     assert proposal.changes == []
     driver.commit()
     assert driver.job.round == 1

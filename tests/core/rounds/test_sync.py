@@ -48,7 +48,7 @@ def test_the_goal_closes_the_attempt_and_the_rest_is_surplus() -> None:
     assert names(driver.report("c0")) == ["Fold"]
     proposal = driver.report("c1", num_examples=3)
     assert names(proposal) == ["Fold", "Abort", "Commit", "SetTimer"]
-    assert commands_of(proposal, Fold)[0].weight == 3
+    assert commands_of(proposal, Fold)[0].contribution.weight == 3
     assert aborted(proposal) == {"c2": "SURPLUS"}
     assert commands_of(proposal, Commit) == [Commit(driver.key, 0, 2)]
     assert commands_of(proposal, SetTimer) == [SetTimer("j", None)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from fedplat.aggregate import Accumulator, compress_step, seed_of, state_from_bytes, state_to_bytes
+from fedplat.aggregate import Accumulator, Contribution, compress_step, seed_of, state_from_bytes, state_to_bytes
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values
 from fedplat.updates import Format
@@ -73,7 +73,7 @@ def _aggregate(
         state = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
     accumulator = Accumulator(base.schema, rule)
     for content, row in updates:
-        accumulator.fold(_values(content, base, spec), row.weight)
+        accumulator.fold(_values(content, base, spec), Contribution(row.weight, row.num_examples, row.metrics))
     model, state = accumulator.finish(base, state)
     delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
     return model.to_bytes(), state_to_bytes(state), delta
