@@ -6,6 +6,7 @@ FedplatError
 ├── ModelError        bytes that are no model, or a model that does not fit its schema
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
 ├── LabelError        an expression over client labels that cannot be read
+├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
@@ -36,6 +37,10 @@ class CodecError(FedplatError):
 
 class LabelError(FedplatError):
     """An expression over client labels that cannot be read."""
+
+
+class DataError(FedplatError):
+    """Data for a simulation that is missing, or does not fit what shall be done with it."""
 
 
 class TicketError(FedplatError):

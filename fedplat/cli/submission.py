@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedplat.cli import initial
+from fedplat import initial, wire
 from fedplat.cli.admin import AdminClient, Progress
 from fedplat.errors import FedplatError, JobFileError
 from fedplat.job import JobSpec, parse_job
@@ -43,7 +44,7 @@ def submit(
     progress: Progress | None = None,
 ) -> admin_pb2.Job:
     """Uploads the model, creates the job and starts it; the same key again returns the same job."""
-    uploaded = client.upload_model(initial.chunks(submission.parameters, progress))
+    uploaded = client.upload_model(chunks(submission.parameters, progress))
     job = client.create_job(submission.text, uploaded.digest, idempotency_key or uuid.uuid4().hex)
     if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
         return job
@@ -52,3 +53,15 @@ def submit(
     except FedplatError as exc:
         exc.add_note(f"the job exists and is a draft; start it with: fedplat job start {job.job_id}")
         raise
+
+
+def chunks(parameters: Parameters, progress: Callable[[int, int], object] | None = None) -> Iterator[bytes]:
+    """The safetensors file in pieces for the wire; `progress` is told the bytes taken and the bytes in all."""
+    done, total = 0, parameters.schema.file_size_bytes
+    for part in (memoryview(parameters.schema.header), parameters.buffer.data):
+        for start in range(0, len(part), wire.UPLOAD_CHUNK_BYTES):
+            chunk = bytes(part[start : start + wire.UPLOAD_CHUNK_BYTES])
+            yield chunk
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat import wire
-from fedplat.cli import initial
+from fedplat import initial, wire
+from fedplat.cli import submission
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
 
@@ -163,7 +163,7 @@ def test_a_module_named_like_an_imported_one_does_not_replace_it(tmp_path: Path)
 def test_torch_is_not_imported_for_a_model_of_arrays(tmp_path: Path):
     (tmp_path / "plain.py").write_text("import numpy as np\ndef build():\n    return {'w': np.ones(1)}\n")
     code = (
-        "import sys, pathlib; from fedplat.cli import initial, admin, submission; "
+        "import sys, pathlib; from fedplat import initial; from fedplat.cli import admin, submission; "
         f"initial.resolve('plain:build', pathlib.Path({str(tmp_path)!r})); "
         "print(sorted({'torch', 'typer', 'rich', 'sqlalchemy'} & set(sys.modules)))"
     )
@@ -174,7 +174,7 @@ def test_torch_is_not_imported_for_a_model_of_arrays(tmp_path: Path):
 def test_chunks_are_the_file():
     parameters = Parameters.from_arrays({"w": np.arange(wire.UPLOAD_CHUNK_BYTES, dtype=np.uint16), "z": np.zeros(0)})
     seen: list[tuple[int, int]] = []
-    chunks = list(initial.chunks(parameters, lambda done, total: seen.append((done, total))))
+    chunks = list(submission.chunks(parameters, lambda done, total: seen.append((done, total))))
     assert b"".join(chunks) == parameters.to_bytes()
     assert max(map(len, chunks)) == wire.UPLOAD_CHUNK_BYTES
     assert seen[-1] == (len(parameters.to_bytes()), len(parameters.to_bytes()))

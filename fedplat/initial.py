@@ -1,0 +1,85 @@
+"""The model that a job starts from: `[model] initial` of a job file, resolved where the job is submitted.
+
+It is a `.safetensors` file or `module:function`, both relative to the job file. The function may return
+`Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only when
+the function's own code has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from fedplat import functions
+from fedplat.errors import JobFileError, ModelError
+from fedplat.model import Parameters
+
+
+def resolve(initial: str, folder: Path) -> Parameters:
+    """The parameters that `initial` names, relative to `folder`.
+
+    Raises `JobFileError` when there are none, when they are not finite, or when the function fails. Runs the code of
+    the job's author, with `folder` first on `sys.path` for that time.
+    """
+    try:
+        if initial.endswith(".safetensors"):
+            parameters = _from_file(folder / initial)
+        else:
+            parameters = _from_function(initial, folder)
+        if not parameters:
+            raise JobFileError("the model has no tensors; expected at least one")
+        if not parameters.is_finite():
+            raise JobFileError("the model holds NaN or infinite values; expected finite ones")
+    except (JobFileError, ModelError) as exc:
+        raise JobFileError(f"model.initial = {initial!r}: {exc}") from exc
+    return parameters
+
+
+def _from_file(path: Path) -> Parameters:
+    try:
+        return Parameters.open(path)
+    except OSError as exc:
+        raise JobFileError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+
+
+def _from_function(name: str, folder: Path) -> Parameters:
+    return converted(functions.call(name, folder), name.partition(":")[2])
+
+
+def converted(value: object, function_name: str) -> Parameters:
+    """What a user's function returned as `Parameters`. Raises `JobFileError`."""
+    if isinstance(value, Parameters):
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.nn.Module):
+        value = cast(Any, value).state_dict()
+    if not isinstance(value, Mapping):
+        raise JobFileError(
+            f"{function_name}() returned a {type(value).__name__}; "
+            "expected Parameters, a mapping of NumPy arrays, a state_dict or an nn.Module"
+        )
+    tensors = cast(Mapping[Any, Any], value)
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise JobFileError(f"{function_name}() returned the key {name!r}; expected a tensor's name")
+        if not isinstance(tensor, np.ndarray) and not (torch is not None and isinstance(tensor, torch.Tensor)):
+            raise JobFileError(
+                f"{function_name}() returned a {type(cast(object, tensor)).__name__} for {name!r}; "
+                "expected a NumPy array or a torch tensor"
+            )
+    return Parameters.from_arrays({name: _array(name, tensor) for name, tensor in tensors.items()})
+
+
+def _array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    from fedplat.backends import torch as backend
+
+    try:
+        return backend.from_state_dict({name: tensor})[name]
+    except (RuntimeError, TypeError) as exc:  # a sparse or meta tensor, a dtype that NumPy does not have
+        raise JobFileError(f"tensor {name!r} ({tensor.dtype}) cannot be stored: {exc}") from exc

@@ -1,0 +1,58 @@
+"""The data of a simulated fleet: sources of examples, and partitioners that deal them out to clients.
+
+>>> import numpy as np
+>>> dataset = Dataset.from_arrays(np.zeros((10, 2), np.float32), np.arange(10) % 2)
+>>> federation = deal(dataset, partitioners.Classes(clients=4, classes_per_client=1), seed=0)
+>>> [federation.targets[part].tolist() for part in federation.parts]
+[[0, 0, 0], [1, 1, 1], [0, 0], [1, 1]]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data import partitioners, sources
+from fedplat.simulation.data.federation import Dataset, Federation, Part
+from fedplat.simulation.data.partitioners import Partition
+from fedplat.simulation.data.sources import Place, Source, data_folder
+
+_HOLD_OUT, _DEAL = 1, 2
+"""What a generator is for: the last number of its seed sequence."""
+
+
+def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
+    """Deals examples out to clients; the partition's own seed goes before `seed`. Raises `DataError`."""
+    own = seed if partition.seed is None else partition.seed
+    parts = partition.split(dataset, np.random.default_rng(np.random.SeedSequence([own, _DEAL])))
+    empty = [client for client, part in enumerate(parts) if len(part) == 0]
+    if empty:
+        raise DataError(f"the partition leaves client {empty[0]} without an example; use fewer clients")
+    names = ()
+    if isinstance(partition, partitioners.Natural) and dataset.groups is not None and dataset.group_names:
+        names = tuple(dataset.group_names[dataset.groups[part[0]]] for part in parts)
+    return Federation(dataset.inputs, dataset.targets, parts, dataset.test_inputs, dataset.test_targets, names)
+
+
+def federation(source: Source, partition: Partition | None, *, seed: int = 0, folder: Path | None = None) -> Federation:
+    """The data of a fleet, as the tables `[simulation.data]` and `[simulation.partition]` describe it.
+
+    Files are relative to `folder` (the working directory). What a source without test data holds out does not depend
+    on the seed, so that runs with different seeds are scored alike. Raises `DataError`.
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([_HOLD_OUT]))
+    loaded = source.load(Place(folder or Path.cwd(), data_folder(), rng))
+    if isinstance(loaded, Federation):
+        if partition is not None:
+            raise DataError("the data comes dealt out to clients; leave [simulation.partition] out")
+        return loaded
+    if partition is None:
+        if loaded.groups is None:
+            raise DataError("the data has to be dealt out to clients: add a table [simulation.partition] with a scheme")
+        partition = partitioners.Natural()
+    return deal(loaded, partition, seed)
+
+
+__all__ = ["Dataset", "Federation", "Part", "Partition", "Source", "deal", "federation", "partitioners", "sources"]

@@ -1,0 +1,40 @@
+"""Natural: the data itself says whose each example is (a speaker, a writer, a hospital)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data.federation import Dataset, Part
+from fedplat.simulation.data.partitioners.dealing import Examples
+
+
+class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
+    """Every owner with at least `min_examples` is a client; with `clients` only so many of them, drawn at random.
+
+    Examples keep the order that they have in the data.
+    """
+
+    clients: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    min_examples: Annotated[Examples, msgspec.Meta(ge=1)] = 1
+    seed: int | None = None
+
+    def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
+        """The examples of each client, in the order of `owners`."""
+        if dataset.groups is None:
+            raise DataError("the data does not say whose each example is; use another scheme than natural")
+        order = np.argsort(dataset.groups, kind="stable").astype(np.int64)
+        owners, starts = np.unique(dataset.groups[order], return_index=True)
+        parts = [part for part in np.split(order, starts[1:]) if len(part) >= self.min_examples]
+        if len(parts) < max(self.clients, 1):
+            raise DataError(
+                f"{len(parts)} of {len(owners)} owners have at least {self.min_examples} examples; "
+                f"expected {max(self.clients, 1)} or more"
+            )
+        if self.clients:
+            chosen = np.sort(rng.choice(len(parts), size=self.clients, replace=False))
+            parts = [parts[index] for index in chosen]
+        return parts

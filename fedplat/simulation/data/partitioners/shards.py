@@ -1,0 +1,33 @@
+"""Shards of sorted examples (McMahan et al. 2017, arXiv 1602.05629, section 3, "pathological non-IID")."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from fedplat.simulation.data.federation import Dataset, Part
+from fedplat.simulation.data.partitioners.dealing import Clients, Examples, class_labels, require
+
+
+class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="shards"):
+    """Examples are sorted by label and cut into equal shards, of which every client gets `shards_per_client`.
+
+    With MNIST and 100 clients: 200 shards of 300, two for each, so that most clients see two digits only.
+    `shard_size` is the examples of a shard; 0: as many as go round. What does not fill a shard is nobody's.
+    """
+
+    clients: Clients
+    shards_per_client: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 2
+    shard_size: Examples = 0
+    seed: int | None = None
+
+    def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
+        """The examples of each client."""
+        labels = class_labels(dataset)
+        count = self.clients * self.shards_per_client
+        size = self.shard_size or len(labels) // count
+        require(len(labels), count * max(size, 1), f"{count} shards")
+        shards = np.argsort(labels, kind="stable")[: count * size].reshape(count, size)
+        return list(shards[rng.permutation(count)].reshape(self.clients, -1).astype(np.int64))

@@ -1,0 +1,79 @@
+"""Where sources look for files, and what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data.federation import Array, Dataset, Part
+
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+FOLDER_VARIABLE = "FEDPLAT_DATA"
+DEFAULT_FOLDER = Path("../shared/data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """`folder` is the simulation file's, `data` that of well-known data sets; `rng` chooses what is held out."""
+
+    folder: Path
+    data: Path
+    rng: np.random.Generator
+
+
+def data_folder() -> Path:
+    """The folder of well-known data sets: `FEDPLAT_DATA`, or `../shared/data`."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+
+
+def well_known(data: Path, name: str, how_to_get: str) -> Path:
+    """A file of the data folder. Raises `DataError`, which says how to get it."""
+    path = data / name
+    if not path.is_file():
+        raise DataError(
+            f"{name} is not in {data.absolute()}; set {FOLDER_VARIABLE} to the folder that has it. {how_to_get}"
+        )
+    return path
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:
+    """The named arrays of an `.npz` file. Raises `DataError`; nothing in the file is ever run."""
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            missing = [name for name in names if name not in found]
+            if missing:
+                raise DataError(f"{path} has no array {', '.join(missing)}; it has {', '.join(found) or 'none'}")
+            return {name: found[name] for name in names}
+    except (OSError, ValueError, EOFError) as exc:  # no file, no zip, or an array of Python objects
+        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {exc}") from exc
+
+
+def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:
+    """A part of the examples, drawn at random, as test data; as it is if there is test data or `fraction` is 0."""
+    count = round(fraction * len(dataset.inputs))
+    if len(dataset.test_inputs) or not count:
+        return dataset
+    order = rng.permutation(len(dataset.inputs))
+    test, rest = np.sort(order[:count]), np.sort(order[count:])
+    groups: Part | None = None if dataset.groups is None else dataset.groups[rest]
+    return dataclasses.replace(
+        dataset,
+        inputs=dataset.inputs[rest],
+        targets=dataset.targets[rest],
+        test_inputs=dataset.inputs[test],
+        test_targets=dataset.targets[test],
+        groups=groups,
+    )
+
+
+def numbered(owners: Array) -> tuple[Part, tuple[str, ...]]:
+    """Owners of any kind as numbers and their names."""
+    names, groups = np.unique(owners, return_inverse=True)
+    return groups.astype(np.int64), tuple(str(name) for name in names)

@@ -1,0 +1,72 @@
+"""Shakespeare's plays: each speaker is a client that predicts the next character (McMahan et al. 2017, section 3).
+
+As in LEAF (Caldas et al. 2018, arXiv 1812.01097) an example is 80 characters of one speaker's lines and the one that
+follows; the last part of what each speaker says is held out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from fedplat.errors import DataError
+from fedplat.simulation.data.federation import Array, Dataset, Part
+from fedplat.simulation.data.sources import text
+from fedplat.simulation.data.sources.place import Fraction, Place, well_known
+
+_HOW_TO_GET = "It is the plays as text: a speaker's name and a colon on a line, the speech below, an empty line."
+_SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)
+
+
+class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="shakespeare"):
+    """Uint8 codes [n, length] (see `text.CHARACTERS`) and the next character's code, as int64.
+
+    A new example begins every `stride` characters. Speakers with fewer than `min_examples` of them are left out.
+    """
+
+    length: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 80
+    stride: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    min_examples: Annotated[int, msgspec.Meta(ge=2, le=1_000_000)] = 20
+    test_fraction: Fraction = 0.2
+
+    def load(self, place: Place) -> Dataset:
+        """The data set. Raises `DataError` where the file is missing, or nobody says enough."""
+        path = well_known(place.data, "tinyshakespeare.txt", _HOW_TO_GET)
+        spoken: dict[str, list[str]] = {}
+        for speaker, speech in _SPEECH.findall(path.read_text("utf-8")):
+            spoken.setdefault(speaker, []).append(speech)
+        train: list[tuple[Array, Array]] = []
+        test: list[tuple[Array, Array]] = []
+        names: list[str] = []
+        for speaker in sorted(spoken):
+            inputs, targets = self._examples("\n".join(spoken[speaker]))
+            if len(inputs) < self.min_examples:
+                continue
+            names.append(speaker)
+            kept = len(inputs) - round(self.test_fraction * len(inputs))
+            train.append((inputs[:kept], targets[:kept]))
+            # What is held out begins where the last example before it has ended.
+            begin = min(len(inputs), kept + -(-self.length // self.stride))
+            test.append((inputs[begin:], targets[begin:]))
+        if not names:
+            raise DataError(f"nobody in {path} says {self.min_examples} examples of {self.length} characters")
+        sizes = np.array([len(inputs) for inputs, _ in train])
+        return Dataset(*_joined(train), *_joined(test), _owners(sizes), tuple(names))
+
+    def _examples(self, said: str) -> tuple[Array, Array]:
+        characters = text.codes(said)
+        if len(characters) <= self.length:
+            return characters[:0].reshape(0, self.length), characters[:0].astype(np.int64)
+        windows = np.lib.stride_tricks.sliding_window_view(characters, self.length + 1)[:: self.stride]
+        return windows[:, :-1], windows[:, -1].astype(np.int64)
+
+
+def _joined(pairs: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.concatenate([inputs for inputs, _ in pairs]), np.concatenate([targets for _, targets in pairs])
+
+
+def _owners(sizes: Array) -> Part:
+    return np.repeat(np.arange(len(sizes)), sizes).astype(np.int64)
