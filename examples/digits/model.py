@@ -61,8 +61,8 @@ _Share = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 def _split() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], list[_Share]]:
-    images, labels = load_digits(return_X_y=True)
-    images, labels = (images / 16.0).astype(np.float32), labels.astype(np.int64)
+    pixels, digits = load_digits(return_X_y=True)
+    images, labels = (np.asarray(pixels) / 16.0).astype(np.float32), np.asarray(digits, np.int64)
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(labels))
     test, train = order[: len(order) // 5], order[len(order) // 5 :]

@@ -396,7 +396,5 @@ def check_usable(spec: JobSpec) -> None:
     values: list[Any] = [spec.weight(1.0), *spec.config.values()]
     assert all(np.isfinite(value) for value in values if not isinstance(value, str))
     rule = spec.rule()
-    step, _ = rule.apply(
-        rule.init(2), rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), aggregate.Contribution(1.0))
-    )
-    assert np.isfinite(step).all()
+    partial = rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), aggregate.Contribution(1.0))
+    assert np.isfinite(rule.apply(rule.init(2), partial)[0]).all()
