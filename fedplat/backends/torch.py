@@ -30,12 +30,12 @@ def from_state_dict(state: Mapping[str, torch.Tensor], carry: Carry = "keep") ->
 
     Raises `ModelError` for an entry that is no dense tensor with values, or of a dtype that fedplat lacks.
     """
-    return Parameters.from_arrays(_as_arrays(state), carry)
+    return Parameters.from_arrays(to_arrays(state), carry)
 
 
 def copy_from_state_dict(parameters: Parameters, state: Mapping[str, torch.Tensor]) -> None:
     """Copies a `state_dict` of the same schema into `parameters`; raises `ModelError` when it is another."""
-    parameters.assign(_as_arrays(state))
+    parameters.assign(to_arrays(state))
 
 
 def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
@@ -52,7 +52,8 @@ def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _as_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
+def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a `state_dict` as arrays on the CPU, which may share their memory. Raises `ModelError`."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):  # a module's extra state may be any object

@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedplat.backends import torch as backend
+from fedplat.errors import JobFileError
 from fedplat.model import Parameters
-from fedplat_client import Task, TrainResult
+from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
+from fedplat_client.task import Control
 from fedplat_client.trainers.torch import TorchTrainer
 
 CONFIG = {"epochs": 10, "batch_size": 32, "learning_rate": 0.1, "momentum": 0.9}
@@ -135,26 +137,77 @@ def test_data_may_depend_on_the_task_and_loss_and_optimizer_are_the_users() -> N
     torch.manual_seed(0)
     task = make_task(initial(nn.Linear(1, 1)), slope=3.0, epochs=40)
     result = trainer(task)
-    assert set(result.metrics) == {"loss"}  # no classes, no accuracy
+    assert set(result.metrics) == {"loss", "local_steps"}  # no classes, no accuracy
     np.testing.assert_allclose(task.parameters["weight"], [[3.0]], atol=0.05)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"epochs": 0}, "epochs = 0; expected a whole number"),
-        ({"batch_size": 1.5}, "batch_size = 1.5"),
-        ({"learning_rate": "fast"}, "learning_rate = 'fast'; expected a number"),
+        ({"epochs": 0}, "config.epochs = 0: expected a whole number"),
+        ({"batch_size": 1.5}, "config.batch_size = 1.5"),
+        ({"learning_rate": "fast"}, "config.learning_rate = 'fast': expected a number"),
     ],
 )
 def test_an_unusable_configuration_is_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobFileError, match=message):
         TorchTrainer(model=mlp, data=digits(10))(make_task(initial(mlp()), **config))
 
 
 def test_a_missing_setting_is_named() -> None:
-    with pytest.raises(ValueError, match="no 'epochs'"):
+    with pytest.raises(JobFileError, match=r"config.epochs: this key is required and missing"):
         TorchTrainer(model=mlp, data=digits(10))(Task(name="digits", parameters=initial(mlp())))
+
+
+class Slow(Dataset[Any]):
+    """Reading an example takes three seconds, on a clock of its own."""
+
+    now = 0.0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.now += 3.0
+        return torch.ones(64), 1
+
+    def task(self, start: Parameters, *, partial_work: bool) -> Task:
+        control = Control(training_timeout_s=15.0, options=ClientOptions(clock=lambda: self.now))
+        config = CONFIG | {"batch_size": 1, "epochs": 1, "partial_work": partial_work}
+        return Task(name="digits", parameters=start.copy(), config=config, control=control)
+
+
+def test_partial_work_is_reported_in_time() -> None:
+    """Of fifteen seconds six are left after three steps, and another one might take as long."""
+    data, start = Slow(), initial(mlp())
+    task = data.task(start, partial_work=True)
+    assert TorchTrainer(model=mlp, data=data, device="cpu")(task).metrics["local_steps"] == 3
+    assert task.parameters != start
+
+
+def test_whole_work_takes_the_time_that_it_takes() -> None:
+    data = Slow()
+    with pytest.raises(Cancelled):
+        TorchTrainer(model=mlp, data=data, device="cpu")(data.task(initial(mlp()), partial_work=False))
+
+
+def test_any_dataset_gives_the_same_bits_as_its_tensors() -> None:
+    class Wrapped(Dataset[Any]):
+        def __init__(self, inner: TensorDataset) -> None:
+            self._inner = inner
+
+        def __len__(self) -> int:
+            return len(self._inner)
+
+        def __getitem__(self, index: int) -> Any:
+            return self._inner[index]
+
+    start = initial(mlp())
+    tensors, read = (
+        train(TorchTrainer(model=mlp, data=data), make_task(start, epochs=2))
+        for data in (digits(50), Wrapped(digits(50)))
+    )
+    assert tensors.to_bytes() == read.to_bytes()
 
 
 def test_empty_data_is_named() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sized
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,18 +19,14 @@ except ImportError as exc:
         "TorchTrainer needs PyTorch, which is not installed; install it with: pip install 'fedplat-client[torch]'"
     ) from exc
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from fedplat.backends import torch as backend
+from fedplat.backends import local
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
-Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
 
-
-def sgd(parameters: Iterable[nn.Parameter], config: Mapping[str, Scalar]) -> torch.optim.Optimizer:
-    """SGD with the job's `learning_rate` and, if it has one, its `momentum`."""
-    return torch.optim.SGD(parameters, lr=_number(config, "learning_rate"), momentum=float(config.get("momentum", 0.0)))
+_EVALUATED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,137 +39,91 @@ class TorchTrainer:
     client.add_evaluator("digits", trainer.evaluate)
     ```
 
-    The job's configuration gives `epochs`, `batch_size` and what the optimizer reads. Equal seeds, data and
-    tasks give equal bits on one CPU; each round draws anew. PyTorch's global random state is left as it was.
+    The job's configuration says how it trains: `fedplat.backends.local.LocalOptions`. Equal seeds, data and tasks give
+    equal bits on one CPU; each round draws anew. PyTorch's global random state is left as it was.
     """
 
     model: Callable[[], nn.Module]
     """Makes the module; the server's values replace its initial ones."""
     data: Data
     """A dataset with a length, or a function that makes one for a task."""
-    loss: Loss = nn.functional.cross_entropy
+    loss: local.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
-    optimizer: MakeOptimizer = sgd
+    optimizer: MakeOptimizer | None = None
+    """Makes another optimizer than SGD, from the parameters and the job's configuration."""
     device: str = "auto"
     """A PyTorch device; "auto" is CUDA when there is one, else the CPU."""
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        # The first optimizer of a process imports much of PyTorch: seconds that no deadline should pay for.
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-
     def __call__(self, task: Task) -> TrainResult:
-        """Trains for `config["epochs"]` epochs."""
-        epochs, batch_size = _count(task.config, "epochs"), _count(task.config, "batch_size")
-        dataset, num_examples = self._dataset(task)
-        device = self._device()
-        with _seeded(device, self.seed, task) as generator:
-            module = self._module(task, device).train()
-            optimizer = self.optimizer(module.parameters(), task.config)
-            # BatchNorm cannot train on a single example; shuffling leaves out another one each time.
-            drop_last = _has_batch_norm(module) and num_examples > batch_size and num_examples % batch_size == 1
-            loader = DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, drop_last=drop_last)
-            scores = _Scores()
-            for epoch in range(epochs):
-                scores = _Scores()
-                for index, (inputs, targets) in enumerate(loader):
-                    optimizer.zero_grad(set_to_none=True)
-                    outputs = module(inputs.to(device))
-                    loss = self.loss(outputs, targets := targets.to(device))
-                    loss.backward()
-                    optimizer.step()
-                    scores.add(loss, outputs, targets)
-                    task.progress((epoch + (index + 1) / len(loader)) / epochs)
-        backend.copy_from_state_dict(task.parameters, module.state_dict())
-        return TrainResult(parameters=task.parameters, num_examples=num_examples, metrics=scores.means())
+        """Trains for `config["epochs"]` epochs, or until time is up where the job takes partial work."""
+        options, make_optimizer = self._options(task)
+        trainee = self._trainee()
+        examples = self._examples(task, trainee.device)
+        work = local.Training(
+            examples=examples,
+            options=options,
+            seed=int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0]),
+            round_number=task.round,
+            after_step=_Clock(task, options.partial_work).after_step,
+            make_optimizer=make_optimizer,
+        )
+        metrics = local.train(trainee, task.parameters, work)
+        return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measures the task's parameters on the dataset, without training."""
-        dataset, num_examples = self._dataset(task)
-        device = self._device()
-        batch_size = _count(task.config, "batch_size") if "batch_size" in task.config else 256
-        scores = _Scores()
-        with _seeded(device, self.seed, task), torch.no_grad():
-            module = self._module(task, device).eval()
-            loader = DataLoader(dataset, batch_size=batch_size)
-            for index, (inputs, targets) in enumerate(loader):
-                outputs = module(inputs.to(device))
-                scores.add(self.loss(outputs, targets := targets.to(device)), outputs, targets)
-                task.progress((index + 1) / len(loader))
-        return EvaluateResult(num_examples=num_examples, metrics=scores.means())
+        trainee = self._trainee()
+        examples = self._examples(task, trainee.device)
+        size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
+        metrics = local.evaluate(trainee, task.parameters, examples, size, after_batch=task.progress)
+        return EvaluateResult(num_examples=len(examples), metrics=metrics)
 
-    def _device(self) -> torch.device:
-        if self.device != "auto":
-            return torch.device(self.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def _options(self, task: Task) -> tuple[local.LocalOptions, local.MakeOptimizer | None]:
+        make = self.optimizer
+        if make is None:
+            return local.LocalOptions.from_config(task.config), None
+        # An optimizer of the user's own need not have a learning rate.
+        options = local.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
+        return options, lambda parameters: make(parameters, task.config)
 
-    def _module(self, task: Task, device: torch.device) -> nn.Module:
-        module = self.model()
-        backend.load_into(module, task.parameters)
-        return module.to(device)
+    def _trainee(self) -> local.Trainee:
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return local.Trainee(local.Learner(model=self.model, loss=self.loss), device, self.seed)
 
-    def _dataset(self, task: Task) -> tuple[Dataset[Any], int]:
+    def _examples(self, task: Task, device: torch.device) -> local.Examples:
         dataset = self.data if isinstance(self.data, Dataset) else self.data(task)
         if not isinstance(dataset, Sized):
             raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
         if not len(dataset):
             raise ValueError("the client's dataset is empty; expected at least one example to train or evaluate on")
-        return dataset, len(dataset)
+        return local.examples_of(dataset, device)
 
 
-class _Scores:
-    """Sums of a loss, and of the right answers where the targets are classes; on the device until they are read."""
+@dataclasses.dataclass
+class _Clock:
+    """Reports progress, and ends a training in time where partial work counts.
 
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._hits: list[torch.Tensor] = []
-        self._num_examples = 0
-        self._num_answers = 0
+    One more step may take twice as long as the longest one so far, and what comes after it a twentieth of all the time.
+    """
 
-    def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self._losses.append(loss.detach() * len(targets))
-        self._num_examples += len(targets)
-        if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
-            self._hits.append((outputs.detach().argmax(1) == targets).sum())
-            self._num_answers += targets.numel()
+    task: Task
+    partial_work: bool
+    longest_s: float = 0.0
 
-    def means(self) -> dict[str, float]:
-        means = {"loss": torch.stack(self._losses).double().sum().item() / self._num_examples}
-        if self._num_answers:
-            means["accuracy"] = torch.stack(self._hits).sum().item() / self._num_answers
-        return means
+    def __post_init__(self) -> None:
+        self._last_s = self._begin_s = self.task.remaining_s
 
-
-@contextmanager
-def _seeded(device: torch.device, seed: int, task: Task) -> Generator[torch.Generator]:
-    """Seeds PyTorch for one task, and yields a generator for shuffling."""
-    model_seed, data_seed = np.random.SeedSequence([seed, task.round, task.attempt]).generate_state(2)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(model_seed))
-        yield torch.Generator().manual_seed(int(data_seed))
-
-
-def _has_batch_norm(module: nn.Module) -> bool:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    return any(isinstance(part, kinds) for part in module.modules())
-
-
-def _setting(config: Mapping[str, Scalar], key: str) -> Scalar:
-    if key not in config:
-        raise ValueError(f"the job's configuration has no {key!r}; expected a number. Add it to the job file")
-    return config[key]
-
-
-def _number(config: Mapping[str, Scalar], key: str) -> float:
-    value = _setting(config, key)
-    if isinstance(value, bool | str):
-        raise ValueError(f"the job's configuration has {key} = {value!r}; expected a number")
-    return float(value)
-
-
-def _count(config: Mapping[str, Scalar], key: str) -> int:
-    value = _setting(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"the job's configuration has {key} = {value!r}; expected a whole number of at least 1")
-    return value
+    def after_step(self, done: int, total: int) -> bool:
+        """Whether to go on. Raises `Cancelled`."""
+        self.task.progress(done / total)
+        if not self.partial_work:
+            return True
+        left_s = self.task.remaining_s
+        self.longest_s = max(self.longest_s, self._last_s - left_s)
+        self._last_s = left_s
+        return left_s > 2 * self.longest_s + self._begin_s / 20

@@ -1,0 +1,37 @@
+"""Local training (extra "torch"): what clients in the field and simulated ones do between two model versions.
+
+`train.py` is the loop. `options.py` says what a job's `[config]` means, `batches.py` which examples make a step, and
+`fedplat/aggregate/local.py` what an algorithm is.
+"""
+
+from __future__ import annotations
+
+from fedplat.backends.local.batches import Indices, Plan
+from fedplat.backends.local.examples import DatasetExamples, Examples, TensorExamples, examples_of
+from fedplat.backends.local.learner import BATCH_NORM, Learner, Loss, Trainee, seeded
+from fedplat.backends.local.options import LocalOptions
+from fedplat.backends.local.scores import Scores
+from fedplat.backends.local.sgd import Sgd
+from fedplat.backends.local.stepper import MakeOptimizer
+from fedplat.backends.local.train import Training, evaluate, train
+
+__all__ = [
+    "BATCH_NORM",
+    "DatasetExamples",
+    "Examples",
+    "Indices",
+    "Learner",
+    "LocalOptions",
+    "Loss",
+    "MakeOptimizer",
+    "Plan",
+    "Scores",
+    "Sgd",
+    "TensorExamples",
+    "Trainee",
+    "Training",
+    "evaluate",
+    "examples_of",
+    "seeded",
+    "train",
+]

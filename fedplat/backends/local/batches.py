@@ -1,0 +1,75 @@
+"""Which examples a local step is made of: the same for all that train, on whatever hardware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.backends.local.options import LocalOptions
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The local steps of one training: each epoch is a permutation, cut into steps of which the last may be short.
+
+    `seed` decides the order. `fraction` is the part of the steps that is done, at least one. With `drop_single`, a last
+    batch of one example is left out, if it is not the only one: BatchNorm cannot train on it.
+    """
+
+    num_examples: int
+    options: LocalOptions
+    seed: int
+    fraction: float = 1.0
+    drop_single: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """Most examples that are computed at once."""
+        return self.options.batch_size or self.num_examples
+
+    @property
+    def step_size(self) -> int:
+        """Examples of a step, but for the last one of an epoch."""
+        return self.batch_size * self.options.accumulate
+
+    @property
+    def used(self) -> int:
+        """Examples of an epoch."""
+        left_out = self.drop_single and self.num_examples > self.batch_size and self.num_examples % self.batch_size == 1
+        return self.num_examples - left_out
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch."""
+        return math.ceil(self.used / self.step_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in all."""
+        whole = self.options.epochs * self.steps_per_epoch
+        return max(1, math.floor(self.fraction * whole + 1e-9))
+
+    def steps(self) -> Iterator[Indices]:
+        """The examples of each step, epoch by epoch; the same whenever it is asked for."""
+        rng = np.random.default_rng([self.seed, 0])
+        left = self.num_steps
+        while left:
+            order = rng.permutation(self.num_examples)[: self.used]
+            for start in range(0, min(self.used, left * self.step_size), self.step_size):
+                yield order[start : start + self.step_size]
+            left -= min(left, self.steps_per_epoch)
+
+    def batches(self) -> Iterator[Indices]:
+        """The batches of all steps, one after the other; a step has up to `accumulate` of them."""
+        return (batch for step in self.steps() for batch in self.batches_of(step))
+
+    def batches_of(self, step: Indices) -> list[Indices]:
+        """The batches of one step."""
+        return [step[start : start + self.batch_size] for start in range(0, len(step), self.batch_size)]

@@ -1,0 +1,70 @@
+"""What a job's `[config]` says about local training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fedplat.aggregate import local
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.local import LocalAlgorithm
+from fedplat.configuration import read_record
+
+Scalar = bool | int | float | str
+Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Coefficient = Annotated[float, Meta(ge=0.0, le=1e30)]
+
+
+class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a client trains. A value out of its range is a `ValueError`.
+
+    A step has the gradient of `batch_size * accumulate` examples, `batch_size` of them in memory at a time.
+    """
+
+    epochs: Count
+    batch_size: Annotated[int, Meta(ge=0, le=1_000_000_000)]
+    """Examples of a batch; 0: all of them."""
+    learning_rate: Annotated[float, Meta(gt=0.0, le=1e30)]
+    momentum: ranges.Decay = 0.0
+    weight_decay: Coefficient = 0.0
+    max_grad_norm: Coefficient = 0.0
+    """Bound of the L2 norm of a step's gradient, before the algorithm adds to it; 0: none."""
+    accumulate: Count = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    algorithm: Literal["sgd", "fedprox"] = "sgd"
+    mu: Coefficient = 0.0
+    """μ of FedProx."""
+    learning_rate_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """What the learning rate is multiplied by from one round to the next."""
+    partial_work: bool = False
+    """Whether a client that is out of time reports the steps that it has done."""
+    measure_before: bool = False
+    """Whether the client reports `loss_before`: the mean loss on its data of the model that it was given."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+        if not self.batch_size and self.accumulate > 1:
+            raise ValueError(f"accumulate = {self.accumulate}: expected 1 where a batch is all data (batch_size = 0)")
+        if self.mu and self.algorithm != "fedprox":
+            raise ValueError(f'mu = {self.mu}: only the algorithm "fedprox" has it, and this is "{self.algorithm}"')
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Scalar]) -> LocalOptions:
+        """Those of a job; other keys of its `[config]` are left to the trainer. Raises `JobFileError`."""
+        own = {name: value for name, value in config.items() if name in cls.__struct_fields__}
+        return read_record(own, cls, "config.")
+
+    def rate(self, round_number: int) -> float:
+        """The learning rate of a round, from 1 on."""
+        return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
+
+    def client_half(self) -> LocalAlgorithm:
+        """The algorithm with these options."""
+        match self.algorithm:
+            case "sgd":
+                return local.sgd()
+            case "fedprox":
+                return local.fedprox(self.mu)

@@ -1,0 +1,155 @@
+"""Local training and evaluation: the same for a client in the field and for a simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fedplat.aggregate.local import CONTROL, Correction, Ending, Way, effective_steps
+from fedplat.backends import torch as backend
+from fedplat.backends.local.batches import Indices, Plan
+from fedplat.backends.local.examples import Examples
+from fedplat.backends.local.learner import Trainee, seeded
+from fedplat.backends.local.options import LocalOptions
+from fedplat.backends.local.scores import Scores
+from fedplat.backends.local.stepper import MakeOptimizer, Stepper
+from fedplat.memory import Memory
+from fedplat.model import Parameters
+
+_EVALUATED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What one client shall do in one round.
+
+    `seed` decides all that is random. `fraction` is the part of the steps that it has time for. `after_step(done,
+    total)` is called after each step; when it says False, the training ends. `make_optimizer` replaces SGD.
+    """
+
+    examples: Examples
+    options: LocalOptions
+    seed: int
+    round_number: int = 1
+    fraction: float = 1.0
+    memory: Memory = field(default_factory=Memory)
+    after_step: Callable[[int, int], bool] = lambda done, total: True
+    make_optimizer: MakeOptimizer | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the round."""
+        return self.options.rate(self.round_number)
+
+
+def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[str, float]:
+    """Trains the job's model in place, and writes what the client remembers into its memory; returns the metrics.
+
+    These are `loss` and, where targets are classes, `accuracy` (of the model in training, over the last epoch),
+    `local_steps`, and `loss_before` if it was asked for. Raises `ModelError` when the model does not fit the module.
+    """
+    metrics: dict[str, float] = {}
+    if work.options.measure_before:
+        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, memory=work.memory)["loss"]
+    trainee.load(parameters, work.memory)
+    start = _Start(trainee, parameters, work)
+    with seeded(trainee.device, work.seed):
+        scores, num_steps = _run(trainee, start, work)
+    ending = start.ending(trainee, num_steps)
+    trainee.save(parameters, work.memory)
+    for name, change in backend.to_arrays(ending.update).items():
+        parameters[name] += change
+    return {**scores.means(), **metrics, "local_steps": float(num_steps)}
+
+
+def evaluate(
+    trainee: Trainee,
+    parameters: Parameters,
+    examples: Examples,
+    batch_size: int = _EVALUATED_AT_ONCE,
+    memory: Memory | None = None,
+    after_batch: Callable[[float], object] = lambda fraction: None,
+) -> dict[str, float]:
+    """Scores the job's model, with the client's own layers, on examples; nothing is trained.
+
+    `after_batch` is told the part that is done.
+    """
+    trainee.load(parameters, memory or Memory())
+    trainee.module.eval()
+    scores, size, done = Scores(), batch_size or len(examples), 0
+    with torch.no_grad():
+        for inputs, targets in examples.batches(_in_order(len(examples), size)):
+            outputs = trainee.module(inputs)
+            scores.add(trainee.learner.loss(outputs, targets), outputs, targets)
+            done += len(targets)
+            after_batch(done / len(examples))
+    return scores.means()
+
+
+class _Start:
+    """Where a training begins, and by which algorithm."""
+
+    def __init__(self, trainee: Trainee, parameters: Parameters, work: Training) -> None:
+        self._work = work
+        self._note = work.options.algorithm
+        self._half = work.options.client_half()
+        given = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
+        self.weights = {name: given[name] for name in trainee.parameters() if name not in trainee.personal}
+        control = {name: given[CONTROL + name] for name in self.weights} if self._half.needs_control else {}
+        note = work.memory.get(self._note)
+        self._remembered = {} if note is None else _on(trainee.device, note)
+        self.correction: Correction = self._half.begin(control, self._remembered)
+
+    def ending(self, trainee: Trainee, num_steps: int) -> Ending:
+        """What the algorithm adds to the update; what the client remembers goes to its memory."""
+        work, trained = self._work, trainee.parameters()
+        moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
+        rate, pull = work.learning_rate, self.correction.pull
+        steps = effective_steps(num_steps, learning_rate=rate, momentum=work.options.momentum, pull=pull)
+        ending = self._half.end(self.correction, self._remembered, Way(moved, rate, steps))
+        if ending.remember:
+            work.memory.put(self._note, backend.from_state_dict(ending.remember))
+        return ending
+
+
+def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Scores, int]:
+    """All steps; the scores of the last epoch, and the number of steps that moved the weights."""
+    plan = Plan(
+        num_examples=len(work.examples),
+        options=work.options,
+        seed=work.seed,
+        fraction=work.fraction,
+        drop_single=trainee.has_batch_norm,
+    )
+    module, loss_of = trainee.module.train(), trainee.learner.loss
+    stepper = Stepper(
+        trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
+    )
+    batches = work.examples.batches(plan.batches())
+    scores, num_steps = Scores(), 0
+    for number, step in enumerate(plan.steps()):
+        if number % plan.steps_per_epoch == 0:
+            scores = Scores()
+        for batch in plan.batches_of(step):
+            inputs, targets = next(batches)
+            with stepper.forward():
+                outputs = module(inputs)
+                loss = loss_of(outputs, targets)
+            stepper.backward(loss, len(batch) / len(step))
+            scores.add(loss, outputs, targets)
+        num_steps += stepper.step()
+        if not work.after_step(number + 1, plan.num_steps):
+            break
+    return scores, num_steps
+
+
+def _in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
+    for start in range(0, num_examples, batch_size):
+        yield np.arange(start, min(start + batch_size, num_examples))
+
+
+def _on(device: torch.device, note: Parameters) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in backend.to_torch(note).items()}
