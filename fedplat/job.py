@@ -188,6 +188,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
+        if self.updates.weighting != "uniform" and self.aggregation.build().unit_weights:
+            name = self.aggregation.__struct_config__.tag
+            raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
 
     def rule(self) -> aggregate.Rule:
         """The aggregation rule that the job file describes."""

@@ -17,19 +17,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedplat.aggregate.accumulator import Accumulator, Part
-from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
-from fedplat.aggregate.clip import clip_by_norm, l2_norm
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper, unusable
+from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
 from fedplat.aggregate.fedadam import FedAdam, server_adam
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
+from fedplat.aggregate.fedbuff import FedBuff, divided_by_number
+from fedplat.aggregate.fednova import FedNova, normalized_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
+from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
 from fedplat.aggregate.state import first_columns, read_columns, state_from_bytes, state_schema, state_to_bytes
+from fedplat.aggregate.vectors import l2_norm, scaled
 
-Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad
+Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad | FedNova | QFedAvg | FedBuff
 """The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
 
 RULES: Mapping[str, type[Options]] = {
@@ -38,6 +42,9 @@ RULES: Mapping[str, type[Options]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,
+    "fednova": FedNova,
+    "qfedavg": QFedAvg,
+    "fedbuff": FedBuff,
 }
 """The options record of each rule, by its name in a job file."""
 
@@ -49,18 +56,24 @@ __all__ = [
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBuff",
+    "FedNova",
     "FedYogi",
     "Options",
     "Part",
     "Partial",
+    "QFedAvg",
     "Rule",
     "State",
     "Wrapper",
     "clip_by_norm",
     "compress_step",
+    "divided_by_number",
     "first_columns",
     "l2_norm",
+    "normalized_by_steps",
     "read_columns",
+    "scaled",
     "seed_of",
     "server_adagrad",
     "server_adam",
@@ -71,5 +84,7 @@ __all__ = [
     "state_from_bytes",
     "state_schema",
     "state_to_bytes",
+    "unusable",
+    "weighted_by_loss",
     "weighted_mean",
 ]

@@ -59,12 +59,18 @@ class Partial:
     num_updates: int = 0
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
+    def plus(self, **terms: float) -> Partial:
+        """With terms added to its sums of these names."""
+        sums = {name: self.sums.get(name, 0.0) + term for name, term in terms.items()}
+        return dataclasses.replace(self, sums={**self.sums, **sums})
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An aggregation rule; see the module's docstring for the five functions.
 
-    `metrics` names what every client's report must hold for it.
+    `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
+    `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -81,7 +87,22 @@ class Rule:
     apply: Callable[[State, Partial], tuple[Vector, State]]
     blockwise: bool = True
     metrics: frozenset[str] = frozenset()
+    unit_weights: bool = False
 
+
+MAX_METRIC = 1e30
+"""Numbers that a rule computes with stay in the range of float32."""
 
 Wrapper = Callable[[Rule], Rule]
 """Adds behaviour to a rule."""
+
+
+def unusable(rule: Rule, metrics: Mapping[str, float]) -> str:
+    """Why a report's metrics do not do for a rule, in words; empty if they do."""
+    for name in sorted(rule.metrics):
+        if name not in metrics:
+            return f"the report lacks the metric {name}, which the job's aggregation rule needs"
+        if not 0 <= metrics[name] <= MAX_METRIC:
+            text = f"the metric {name} is {metrics[name]}; the job's aggregation rule needs a number from 0 to"
+            return f"{text} {MAX_METRIC:g}"
+    return ""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-
-import numpy as np
 
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
-from fedplat.model import BLOCK, Blocks, Vector
+from fedplat.aggregate.vectors import l2_norm, scaled
+from fedplat.model import Blocks
 
 # Scaled entries are rounded to float32, which could lift the norm by up to 2⁻²³ of itself; the bound must
 # hold after rounding too.
@@ -39,39 +37,10 @@ def clip_by_norm(max_norm: float) -> Wrapper:
     return wrap
 
 
-def l2_norm(vector: Blocks) -> float:
-    """The Euclidean norm of a float32 vector, summed in float64; the same bits on every machine."""
-    wide = np.empty(min(BLOCK, vector.size), np.float64)
-    total = 0.0
-    for block in vector:
-        squares = wide[: block.size]
-        squares[:] = block
-        # Not np.dot: BLAS sums in an order that depends on the processor and its number of threads.
-        total += float(np.square(squares, out=squares).sum())
-    return math.sqrt(total)
-
-
-class _Scaled:
-    """A vector times a factor, computed block by block as it is read."""
-
-    def __init__(self, vector: Blocks, factor: np.float32) -> None:
-        self._vector = vector
-        self._factor = factor
-
-    @property
-    def size(self) -> int:
-        return self._vector.size
-
-    def __iter__(self) -> Iterator[Vector]:
-        scratch = np.empty(min(BLOCK, self.size), np.float32)
-        for block in self._vector:
-            yield np.multiply(block, self._factor, out=scratch[: block.size])
-
-
 def _clipped(update: Blocks, max_norm: float) -> Blocks:
     norm = l2_norm(update)
     if not math.isfinite(norm):
         raise ValueError("the update has NaN or infinite entries and cannot be clipped")
     if norm <= max_norm:
         return update
-    return _Scaled(update, np.float32(max_norm / norm * _ROUNDING))
+    return scaled(update, max_norm / norm * _ROUNDING)

@@ -10,6 +10,8 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 """A step size: finite in float32, so never infinite or NaN."""
 Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """How much of the past is kept from round to round."""
+Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
+"""A power of numbers that may be large: what comes out must stay finite."""
 Floor = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
 """A denominator's floor: still above 0 in float32."""
 

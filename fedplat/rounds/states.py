@@ -105,7 +105,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.REJECTED_WEIGHT: "the number of examples must be positive and finite",
     Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
     Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report stands",
-    Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many",
+    Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many, or the job's rule lacks one",
 }
 """Every reason in words for people."""
 

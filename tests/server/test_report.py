@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import grpc
@@ -63,9 +63,11 @@ async def pair(site: Site, **options: object) -> tuple[str, list[RawClient], lis
     return job, clients, [assignment.token for assignment in await site.assign(clients)]
 
 
-async def expect_only_good(site: Site, job: str, good: RawClient, token: str, bad: RawClient) -> None:
+async def expect_only_good(
+    site: Site, job: str, good: RawClient, token: str, bad: RawClient, metrics: Mapping[str, float] | None = None
+) -> None:
     """The good client's update is the whole of the next version; the other's end is on record."""
-    await good.deliver(token, UPDATE)
+    await good.deliver(token, UPDATE, metrics=metrics)
     await site.operator.until(job, "job", "COMPLETED")
     expected = initial_model().to_vector() + UPDATE.to_vector()
     assert (await site.operator.model(job)).to_vector().tobytes() == expected.tobytes()
@@ -128,6 +130,19 @@ async def test_bad_metrics(site: Site, subtests: pytest.Subtests) -> None:
             refusal = (await bad.deliver(tokens[1], OTHER, 1.0, metrics)).refusal
             assert reason_name(refusal.reason) == "REJECTED_METRICS"
             await expect_only_good(site, job, good, tokens[0], bad)
+
+
+async def test_metrics_that_the_jobs_rule_needs(site: Site, subtests: pytest.Subtests) -> None:
+    bad_metrics: tuple[dict[str, float], ...] = ({"loss": 1.0}, {"local_steps": -1.0})
+    for metrics in bad_metrics:
+        with subtests.test(str(metrics)):
+            more = '[updates]\nmax_examples = 1.0\n[aggregation]\nrule = "fednova"'
+            job, (good, bad), tokens = await pair(site, more=more)
+            refusal = (await bad.deliver(tokens[1], OTHER, 1.0, metrics)).refusal
+            assert reason_name(refusal.reason) == "REJECTED_METRICS"
+            assert "the job's aggregation rule needs" in refusal.text
+            assert "local_steps" in refusal.text
+            await expect_only_good(site, job, good, tokens[0], bad, {"local_steps": 4.0})
 
 
 @pytest.mark.fault("F26")

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 from grpc import aio
 
 from fedplat import rounds, wire
+from fedplat.aggregate import unusable
 from fedplat.rounds import Assignment, AttemptKey, Verdict
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
@@ -285,6 +286,8 @@ class FleetService(MembershipService):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
         found, update_bytes = services.runner.coordinator.find(key, client_id), 0
         if found is not None and found[0].kind is AttemptKind.TRAIN:
+            if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
+                return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
             if not isinstance(taken, int):
                 return await self._reject(key, client_id, *taken)

@@ -183,12 +183,12 @@ def wide_model(seed: int) -> Parameters:
 def test_the_end_part_by_part_is_the_end_of_the_whole(name: str, tmp_path: Path):
     rule, base, size = RULES[name]().build(), wide_model(0), wide_model(0).schema.num_floating
     (tmp_path / "base").write_bytes(base.to_bytes())
-    whole = rule.init(size)
+    whole, contribution = rule.init(size), Contribution(3.0, metrics=dict.fromkeys(rule.metrics, 2.0))
     for seed in (1, 2):
         update = wide_model(seed)
         accumulator, partial = Accumulator(base.schema, rule), rule.start(size)
-        accumulator.fold(update, Contribution(3.0))
-        partial = rule.fold(partial, VectorBlocks(update.to_vector()), Contribution(3.0))
+        accumulator.fold(update, contribution)
+        partial = rule.fold(partial, VectorBlocks(update.to_vector()), contribution)
         if seed == 1:
             state = first_columns(rule, size)
         else:

@@ -77,7 +77,9 @@ def test_an_impossible_bound_is_refused(max_norm: float):
         clip_by_norm(max_norm)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", sorted(RULES.keys() - {"fednova", "qfedavg"})
+)  # they look at the update as it was sent
 def test_clipping_inside_and_outside_a_server_optimizer_is_the_same(name: str):
     updates = [np.random.default_rng(seed).normal(size=50).astype(np.float32) for seed in range(3)]
     outside = clip_by_norm(0.5)(RULES[name]().build())

@@ -11,18 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedplat.aggregate import RULES, Contribution, Options, Partial, Rule, state_from_bytes, state_to_bytes
+from fedplat.aggregate import RULES, Contribution, Options, Partial, Rule, state_from_bytes, state_to_bytes, unusable
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
 SIZE = BLOCK + 37  # more than one block, and not a whole number of them
 NUM_ROUNDS = 5
 Wide = npt.NDArray[np.float64]
-Reference = Callable[[Any, Iterator[Wide]], Iterator[Wide]]
+Updates = list[tuple[Vector, Contribution]]
+Reference = Callable[[Any, list[Updates]], Iterator[Wide]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A rule's options in a job file, values to refuse, and the paper's formula in float64: deltas to steps."""
+    """A rule's options in a job file, values to refuse, and the paper's formula in float64: rounds to steps."""
 
     options: dict[str, Any]
     bad: dict[str, Sequence[Any]]
@@ -32,6 +33,23 @@ class Case:
 BAD_RATE = (0, -0.1, float("inf"), float("nan"), "fast", True)
 BAD_DECAY = (-0.1, 1, 1.5, float("nan"))
 BAD_TAU = (0, -1e-3, 1e-40, float("inf"))
+
+
+def on_means(formula: Callable[[Any, Iterator[Wide]], Iterator[Wide]]) -> Reference:
+    """A rule that sees the weighted means of the updates only."""
+
+    def reference(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+        return formula(o, (weighted(updates, lambda u, c: u) / total_weight(updates) for updates in rounds))
+
+    return reference
+
+
+def weighted(updates: Updates, term: Callable[[Wide, Contribution], Any]) -> Any:
+    return sum(c.weight * term(update.astype(np.float64), c) for update, c in updates)
+
+
+def total_weight(updates: Updates) -> float:
+    return sum(c.weight for _, c in updates)
 
 
 def fedavg(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
@@ -46,20 +64,44 @@ def fedavgm(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
 
 
 def adaptive(second_moment: Callable[[Any, Wide, Wide], Wide]) -> Reference:
-    def reference(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
+    def formula(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
         m, v = np.zeros(SIZE), np.full(SIZE, o.tau**2)
         for delta in deltas:
             m = o.beta1 * m + (1 - o.beta1) * delta
             v = second_moment(o, v, delta)
             yield o.learning_rate * m / (np.sqrt(v) + o.tau)
 
-    return reference
+    return on_means(formula)
+
+
+def fednova(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    for updates in rounds:
+        total = total_weight(updates)
+        tau_eff = weighted(updates, lambda u, c: c.metrics["local_steps"]) / total
+        yield o.learning_rate * tau_eff * weighted(updates, lambda u, c: u / c.metrics["local_steps"]) / total
+
+
+def qfedavg(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    """Algorithm 2 as it is written: with the gradients L (w - w_k)."""
+    q, lipschitz = o.q, 1 / o.local_learning_rate
+
+    def h(update: Wide, c: Contribution) -> float:
+        loss, squared = c.metrics["loss_before"], float(np.sum(np.square(-lipschitz * update)))
+        return q * loss ** (q - 1) * squared + lipschitz * loss**q
+
+    for updates in rounds:
+        deltas = weighted(updates, lambda u, c: c.metrics["loss_before"] ** q * -lipschitz * u)
+        yield -deltas / weighted(updates, h)
+
+
+def fedbuff(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    return (o.learning_rate * weighted(updates, lambda u, c: u) / len(updates) for updates in rounds)
 
 
 CASES = {
-    "fedavg": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, fedavg),
+    "fedavg": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, on_means(fedavg)),
     "fedavgm": Case(
-        {"learning_rate": 0.5, "momentum": 0.8}, {"learning_rate": BAD_RATE, "momentum": BAD_DECAY}, fedavgm
+        {"learning_rate": 0.5, "momentum": 0.8}, {"learning_rate": BAD_RATE, "momentum": BAD_DECAY}, on_means(fedavgm)
     ),
     "fedadam": Case(
         {"learning_rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.01},
@@ -76,6 +118,17 @@ CASES = {
         {"learning_rate": BAD_RATE, "beta1": BAD_DECAY, "tau": BAD_TAU},
         adaptive(lambda o, v, d: v + d**2),
     ),
+    "fednova": Case(
+        {"learning_rate": 0.7, "max_local_steps": 100.0},
+        {"learning_rate": BAD_RATE, "max_local_steps": BAD_RATE},
+        fednova,
+    ),
+    "qfedavg": Case(
+        {"q": 0.7, "local_learning_rate": 0.05, "max_loss": 100.0},
+        {"q": (-0.1, 11, float("nan")), "local_learning_rate": BAD_RATE, "max_loss": BAD_RATE},
+        qfedavg,
+    ),
+    "fedbuff": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, fedbuff),
 }
 every_rule = pytest.mark.parametrize("name", CASES)
 
@@ -88,20 +141,24 @@ def make_rule(name: str) -> Rule:
     return make_options(name).build()
 
 
-def make_updates(round_number: int = 0, num_updates: int = 4) -> list[tuple[Vector, float]]:
+def make_updates(round_number: int = 0, num_updates: int = 4) -> Updates:
     rng = np.random.default_rng(round_number)
-    weights = [3.0, 10.0, 1.5, 7.0, 2.0, 31.0][:num_updates]
-    return [(rng.normal(0.02, 0.1, SIZE).astype(np.float32), weight) for weight in weights]
+    updates = list[tuple[Vector, Contribution]]()
+    for number, weight in enumerate([3.0, 10.0, 1.5, 7.0, 2.0, 31.0][:num_updates]):
+        metrics = {"local_steps": 5.0 + 3 * number, "loss_before": 2.3 / (number + 1)}
+        update = rng.normal(0.02, 0.1, SIZE).astype(np.float32)
+        updates.append((update, Contribution(weight, 10 * weight, metrics, number % 3)))
+    return updates
 
 
-def fold_all(rule: Rule, updates: list[tuple[Vector, float]]) -> Partial:
+def fold_all(rule: Rule, updates: Updates) -> Partial:
     partial = rule.start(SIZE)
-    for update, weight in updates:
-        partial = rule.fold(partial, VectorBlocks(update), Contribution(weight))
+    for update, contribution in updates:
+        partial = rule.fold(partial, VectorBlocks(update), contribution)
     return partial
 
 
-def run(rule: Rule, rounds: list[list[tuple[Vector, float]]]) -> list[Vector]:
+def run(rule: Rule, rounds: list[Updates]) -> list[Vector]:
     state, steps = rule.init(SIZE), list[Vector]()
     for updates in rounds:
         step, state = rule.apply(state, fold_all(rule, updates))
@@ -115,7 +172,7 @@ def assert_close(actual: Sequence[npt.NDArray[Any]], expected: Sequence[npt.NDAr
         np.testing.assert_allclose(left, right, rtol=0, atol=tolerance * np.abs(right).max())
 
 
-def rounds_of_updates() -> list[list[tuple[Vector, float]]]:
+def rounds_of_updates() -> list[Updates]:
     return [make_updates(number) for number in range(NUM_ROUNDS)]
 
 
@@ -132,11 +189,7 @@ def test_the_union_and_the_table_agree():
 @every_rule
 def test_steps_equal_the_papers_formula(name: str):
     rounds = rounds_of_updates()
-    means = (
-        sum(weight * update.astype(np.float64) for update, weight in updates) / sum(w for _, w in updates)
-        for updates in rounds
-    )
-    expected = list(CASES[name].reference(make_options(name), means))  # type: ignore[arg-type]
+    expected = list(CASES[name].reference(make_options(name), rounds))
     assert_close(run(make_rule(name), rounds), expected, 2e-6)
 
 
@@ -215,46 +268,50 @@ def test_state_survives_the_store_bit_for_bit(name: str):
 @pytest.mark.parametrize(("factor", "tolerance"), [(1024.0, 0.0), (0.001, 2e-6), (1e6, 2e-6)])
 def test_the_unit_of_the_weights_does_not_matter(name: str, factor: float, tolerance: float):
     rounds = rounds_of_updates()
-    scaled = [[(update, weight * factor) for update, weight in updates] for updates in rounds]
+    scaled = [
+        [(update, dataclasses.replace(each, weight=factor * each.weight)) for update, each in updates]
+        for updates in rounds
+    ]
+    if make_rule(name).unit_weights:  # twice the weight is twice the step
+        rounds = [[(np.float32(factor) * update, each) for update, each in updates] for updates in rounds]
     assert_close(run(make_rule(name), scaled), run(make_rule(name), rounds), tolerance)
 
 
 @every_rule
 def test_fold_leaves_the_update_alone(name: str):
-    rule, [(update, weight), *_] = make_rule(name), make_updates()
+    rule, [(update, contribution), *_] = make_rule(name), make_updates()
     before = update.copy()
     update.flags.writeable = False
-    partial = rule.fold(rule.start(SIZE), VectorBlocks(update), Contribution(weight))
-    partial = rule.fold(partial, VectorBlocks(update), Contribution(weight))
+    partial = rule.fold(rule.start(SIZE), VectorBlocks(update), contribution)
+    partial = rule.fold(partial, VectorBlocks(update), contribution)
     assert update.tobytes() == before.tobytes()
     assert not np.shares_memory(partial.total, update)
-    assert (partial.num_updates, partial.weight) == (2, 2 * weight)
+    assert (partial.num_updates, partial.weight) == (2, 2 * contribution.weight)
 
 
 @every_rule
 def test_a_mean_of_nothing_is_refused(name: str):
-    rule, update = make_rule(name), np.ones(SIZE, np.float32)
+    rule, [(update, contribution), *_] = make_rule(name), make_updates()
+    nothing = dataclasses.replace(contribution, weight=0.0)
     with pytest.raises(ValueError, match="no update was folded"):
         rule.apply(rule.init(SIZE), rule.start(SIZE))
     with pytest.raises(ValueError, match="add up to 0"):
-        rule.apply(rule.init(SIZE), rule.fold(rule.start(SIZE), VectorBlocks(update), Contribution(0.0)))
+        rule.apply(rule.init(SIZE), rule.fold(rule.start(SIZE), VectorBlocks(update), nothing))
 
 
 @every_rule
 def test_no_change_is_no_step(name: str):
-    rule = make_rule(name)
-    step, _ = rule.apply(
-        rule.init(3), rule.fold(rule.start(3), VectorBlocks(np.zeros(3, np.float32)), Contribution(1.0))
-    )
+    rule, [(_, contribution), *_] = make_rule(name), make_updates()
+    partial = rule.fold(rule.start(3), VectorBlocks(np.zeros(3, np.float32)), contribution)
+    step, _ = rule.apply(rule.init(3), partial)
     assert step.tolist() == [0, 0, 0]
 
 
 @every_rule
 def test_a_model_without_floating_entries_has_an_empty_step(name: str):
-    rule = make_rule(name)
-    step, _ = rule.apply(
-        rule.init(0), rule.fold(rule.start(0), VectorBlocks(np.zeros(0, np.float32)), Contribution(1.0))
-    )
+    rule, [(_, contribution), *_] = make_rule(name), make_updates()
+    partial = rule.fold(rule.start(0), VectorBlocks(np.zeros(0, np.float32)), contribution)
+    step, _ = rule.apply(rule.init(0), partial)
     assert step.shape == (0,)
 
 
@@ -282,3 +339,14 @@ def test_options_refuse_values_out_of_range_and_unknown_keys(name: str):
 def test_options_are_frozen(name: str):
     with pytest.raises(AttributeError):
         make_options(name).learning_rate = 1.0  # type: ignore[misc]
+
+
+@every_rule
+def test_reports_hold_what_the_rule_needs(name: str):
+    rule, [(_, contribution), *_] = make_rule(name), make_updates()
+    assert unusable(rule, contribution.metrics) == ""
+    for metric in rule.metrics:
+        without = {key: value for key, value in contribution.metrics.items() if key != metric}
+        assert f"lacks the metric {metric}," in unusable(rule, without)
+        for value in (-1.0, 1e31, float("nan")):
+            assert f"{metric} is {value};" in unusable(rule, {**contribution.metrics, metric: value})

@@ -1,0 +1,64 @@
+"""FedNova: a mean of updates that were made with unequal numbers of local steps.
+
+Source: Wang et al. 2020, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
+arXiv 2007.07481, Section 4, the update rule (FedNova) with τ_eff = Σ p_i ‖a_i‖₁: updates become normalized
+gradients, d_i = Δ_i / ‖a_i‖₁, and the model moves by τ_eff Σ p_i d_i. With equal steps this is FedAvg.
+
+‖a_i‖₁ is what the gradients of a client's steps count for together: the number of steps with plain SGD, more with
+momentum, less with a proximal term. A client reports the number as `local_steps`, and where it differs from that,
+`effective_steps` (`fedplat.aggregate.local.effective_steps` computes it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.fedavg import FedAvg, server_sgd
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.vectors import scaled
+from fedplat.model import Blocks, Vector
+
+LOCAL_STEPS = "local_steps"
+EFFECTIVE_STEPS = "effective_steps"
+
+
+class FedNova(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fednova"):
+    """Options of FedNova. A value out of its range is a `ValueError`."""
+
+    learning_rate: ranges.Rate = 1.0
+    """η, what the step is multiplied by; 1 is the paper's algorithm."""
+    max_local_steps: ranges.Rate = 100_000.0
+    """The most steps that a client is believed: who claims many lengthens everybody's step."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> Rule:
+        """The rule with these options."""
+        return server_sgd(FedAvg(self.learning_rate))(normalized_by_steps(self.max_local_steps)(weighted_mean()))
+
+
+def normalized_by_steps(max_steps: float) -> Wrapper:
+    """Divides each update by its client's steps, and multiplies the mean by the mean number of steps.
+
+    Steps are taken as 1 to `max_steps`; what is reported beyond is not believed.
+    """
+
+    def wrap(inner: Rule) -> Rule:
+        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+            reported = contribution.metrics.get(EFFECTIVE_STEPS, contribution.metrics[LOCAL_STEPS])
+            steps = min(max(reported, 1.0), max_steps)
+            folded = inner.fold(partial, scaled(update, 1.0 / steps), contribution)
+            return folded.plus(weighted_steps=contribution.weight * steps)
+
+        def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+            mean, state = inner.apply(state, partial)
+            return mean * (partial.sums["weighted_steps"] / partial.weight), state
+
+        return dataclasses.replace(inner, fold=fold, apply=apply, metrics=inner.metrics | {LOCAL_STEPS})
+
+    return wrap

@@ -1,0 +1,64 @@
+"""q-FedAvg: clients whose loss is high count for more, so that the model serves all of them more evenly.
+
+Source: Li et al. 2020, "Fair Resource Allocation in Federated Learning", arXiv 1905.10497, Algorithm 2: with L = 1 /
+(the clients' learning rate), F_k the loss of the base version on client k's data and Δw_k = -L · update_k, the model
+moves by -Σ F_k^q Δw_k / Σ (q F_k^(q-1) ‖Δw_k‖² + L F_k^q). Here both sums are weighted as the job says, which is
+the paper's sampling of clients by their number of examples, and both sides are divided by L. As in the authors' code,
+10⁻¹⁰ is added to the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.mean import weighted_mean
+from fedplat.aggregate.vectors import l2_norm, scaled
+from fedplat.model import Blocks, Vector
+
+LOSS_BEFORE = "loss_before"
+
+
+class QFedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="qfedavg"):
+    """Options of q-FedAvg. A value out of its range is a `ValueError`."""
+
+    q: ranges.Exponent = 1.0
+    """q, how much fairness counts; 0 is the mean of the updates. The paper's experiments have 0.001 to 5."""
+    local_learning_rate: ranges.Rate = 0.1
+    """1 / L: what the clients multiply their gradients by, usually `config.learning_rate`."""
+    max_loss: ranges.Rate = 1000.0
+    """The highest loss that a client is believed: who claims a high one outweighs the others."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> Rule:
+        """The rule with these options."""
+        return weighted_by_loss(self)(weighted_mean())
+
+
+def weighted_by_loss(options: QFedAvg) -> Wrapper:
+    """Weights each update by its client's loss to the power of q, and shortens the step as the paper says.
+
+    An update is read once for its norm, and once more to be folded. Losses are taken as 0 to `max_loss`.
+    """
+    q, lipschitz = options.q, 1.0 / options.local_learning_rate
+
+    def wrap(inner: Rule) -> Rule:
+        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+            loss = min(max(contribution.metrics[LOSS_BEFORE], 0.0), options.max_loss) + 1e-10
+            factor = loss**q
+            bound = factor + (q * loss ** (q - 1) * lipschitz * l2_norm(update) ** 2 if q else 0.0)
+            folded = inner.fold(partial, scaled(update, factor), contribution)
+            return folded.plus(weighted_bound=contribution.weight * bound)
+
+        def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+            mean, state = inner.apply(state, partial)
+            return mean * (partial.weight / partial.sums["weighted_bound"]), state
+
+        return dataclasses.replace(inner, fold=fold, apply=apply, metrics=inner.metrics | {LOSS_BEFORE})
+
+    return wrap
