@@ -49,7 +49,7 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     """Trains the job's model in place, and writes what the client remembers into its memory; returns the metrics.
 
     These are `loss` and, where targets are classes, `accuracy` (of the model in training, over the last epoch),
-    `local_steps`, and `loss_before` if it was asked for. Raises `ModelError` when the model does not fit the module.
+    `local_steps`, `effective_steps` where they are not the same, and `loss_before` if it was asked for. Raises `ModelError` when the model does not fit the module.
     """
     metrics: dict[str, float] = {}
     if work.options.measure_before:
@@ -58,11 +58,16 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     start = _Start(trainee, parameters, work)
     with seeded(trainee.device, work.seed):
         scores, num_steps = _run(trainee, start, work)
-    ending = start.ending(trainee, num_steps)
+    momentum, pull = work.options.momentum, start.correction.pull
+    steps = effective_steps(num_steps, learning_rate=work.learning_rate, momentum=momentum, pull=pull)
+    ending = start.ending(trainee, steps)
     trainee.save(parameters, work.memory)
     for name, change in backend.to_arrays(ending.update).items():
         parameters[name] += change
-    return {**scores.means(), **metrics, "local_steps": float(num_steps)}
+    metrics["local_steps"] = float(num_steps)
+    if steps != num_steps and work.make_optimizer is None:  # what steps of a user's optimizer count for, nobody knows
+        metrics["effective_steps"] = steps
+    return {**scores.means(), **metrics}
 
 
 def evaluate(
@@ -103,13 +108,11 @@ class _Start:
         self._remembered = {} if note is None else _on(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._remembered)
 
-    def ending(self, trainee: Trainee, num_steps: int) -> Ending:
+    def ending(self, trainee: Trainee, steps: float) -> Ending:
         """What the algorithm adds to the update; what the client remembers goes to its memory."""
         work, trained = self._work, trainee.parameters()
         moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
-        rate, pull = work.learning_rate, self.correction.pull
-        steps = effective_steps(num_steps, learning_rate=rate, momentum=work.options.momentum, pull=pull)
-        ending = self._half.end(self.correction, self._remembered, Way(moved, rate, steps))
+        ending = self._half.end(self.correction, self._remembered, Way(moved, work.learning_rate, steps))
         if ending.remember:
             work.memory.put(self._note, backend.from_state_dict(ending.remember))
         return ending

@@ -90,6 +90,12 @@ def test_metrics_are_means_over_the_examples() -> None:
     assert after == pytest.approx(np.mean((INPUTS @ weight.T - TARGETS) ** 2), rel=1e-5)
 
 
+def test_steps_are_told_with_what_their_gradients_count_for() -> None:
+    assert "effective_steps" not in train(work())[1]
+    _, metrics = train(work(epochs=2, momentum=0.5, batch_size=0))
+    assert (metrics["local_steps"], metrics["effective_steps"]) == (2, 1 + 1.5)
+
+
 def test_training_ends_when_it_is_told_to() -> None:
     told: list[tuple[int, int]] = []
 
