@@ -114,12 +114,25 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
     """How updates are weighted before they are aggregated.
 
     `examples`: by the number of examples, at most `max_examples` each; `uniform`: all alike. `clip_norm` bounds
-    each update's L2 norm (0: no bound).
+    each update's L2 norm (0: no bound); `adaptive_clip` does so with a bound that follows their norms.
     """
 
     weighting: Literal["examples", "uniform"] = "examples"
     max_examples: Positive = 1_000_000.0
     clip_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+    adaptive_clip: aggregate.AdaptiveClip | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm and self.adaptive_clip is not None:
+            raise ValueError(
+                f"clip_norm = {self.clip_norm}: expected 0 beside adaptive_clip, which bounds the norms too"
+            )
+
+    def clip(self, rule: aggregate.Rule) -> aggregate.Rule:
+        """A rule that sees updates within the bound only, if there is one."""
+        if self.adaptive_clip is not None:
+            return self.adaptive_clip.build()(rule)
+        return aggregate.clip_by_norm(self.clip_norm)(rule) if self.clip_norm else rule
 
 
 class Compression(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,8 +207,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     def rule(self) -> aggregate.Rule:
         """The aggregation rule that the job file describes."""
-        rule = self.aggregation.build()
-        return aggregate.clip_by_norm(self.updates.clip_norm)(rule) if self.updates.clip_norm else rule
+        return self.updates.clip(self.aggregation.build())
 
     def weight(self, num_examples: float) -> float:
         """The weight of an update that was trained on `num_examples` examples."""

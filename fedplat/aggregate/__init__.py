@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedplat.aggregate.accumulator import Accumulator, Part
+from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper, unusable
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
@@ -30,7 +31,15 @@ from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
-from fedplat.aggregate.state import first_columns, read_columns, state_from_bytes, state_schema, state_to_bytes
+from fedplat.aggregate.state import (
+    first_columns,
+    read_columns,
+    read_scalars,
+    scalars_to_bytes,
+    state_from_bytes,
+    state_schema,
+    state_to_bytes,
+)
 from fedplat.aggregate.vectors import l2_norm, scaled
 
 Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad | FedNova | QFedAvg | FedBuff
@@ -51,6 +60,7 @@ RULES: Mapping[str, type[Options]] = {
 __all__ = [
     "RULES",
     "Accumulator",
+    "AdaptiveClip",
     "Contribution",
     "FedAdagrad",
     "FedAdam",
@@ -67,12 +77,15 @@ __all__ = [
     "State",
     "Wrapper",
     "clip_by_norm",
+    "clip_by_quantile",
     "compress_step",
     "divided_by_number",
     "first_columns",
     "l2_norm",
     "normalized_by_steps",
     "read_columns",
+    "read_scalars",
+    "scalars_to_bytes",
     "scaled",
     "seed_of",
     "server_adagrad",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,10 +57,13 @@ class Accumulator:
     array([1., 3.], dtype=float32)
     """
 
-    def __init__(self, schema: Schema, rule: Rule) -> None:
+    def __init__(self, schema: Schema, rule: Rule, scalars: Mapping[str, float] | None = None) -> None:
+        """`scalars` are those that the attempt before remembered; none are the rule's first ones."""
         self._schema = schema
         self._rule = rule
         self._partial = rule.start(schema.num_floating)
+        if scalars:
+            self._partial = dataclasses.replace(self._partial, scalars=scalars)
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
 
     @property
@@ -72,6 +75,11 @@ class Accumulator:
     def total_weight(self) -> float:
         """Sum of their weights."""
         return self._partial.weight
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The numbers that the next attempt begins with."""
+        return self._rule.remember(self._partial)
 
     def fold(self, update: Values, contribution: Contribution) -> None:
         """Adds one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.

@@ -8,7 +8,8 @@ the reduction over clients spelled out so that it can stream):
 - `fold(partial, update, contribution)` adds one client's update, which is read block by block, more than once if need
   be, so that it need not be in memory; nor does memory grow with the number of updates;
 - `merge(left, right)` combines two partial results (gateways, pool ranks);
-- `apply(state, partial)` ends the attempt: the step to add to the model, and the next state.
+- `apply(state, partial)` ends the attempt: the step to add to the model, and the next state;
+- `remember(partial)` says which numbers the next attempt begins with (none, for most rules).
 
 `fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update. What
 `fold` refuses with a `ValueError` has changed nothing; when reading the update fails, the partial result is lost.
@@ -51,13 +52,15 @@ class Contribution:
 class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
 
-    `sums` are further numbers that a rule adds up over the updates, by names of its own.
+    `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
+    remembers of the attempt before, which are known while updates are folded.
     """
 
     total: Vector
     weight: float = 0.0
     num_updates: int = 0
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""
@@ -65,9 +68,13 @@ class Partial:
         return dataclasses.replace(self, sums={**self.sums, **sums})
 
 
+def _nothing(partial: Partial) -> Mapping[str, float]:
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An aggregation rule; see the module's docstring for the five functions.
+    """An aggregation rule; see the module's docstring for the six functions.
 
     `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
     `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
@@ -85,6 +92,7 @@ class Rule:
     fold: Callable[[Partial, Blocks, Contribution], Partial]
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
+    remember: Callable[[Partial], Mapping[str, float]] = _nothing
     blockwise: bool = True
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False

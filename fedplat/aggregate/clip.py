@@ -30,17 +30,21 @@ def clip_by_norm(max_norm: float) -> Wrapper:
 
     def wrap(inner: Rule) -> Rule:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            return inner.fold(partial, _clipped(update, max_norm), contribution)
+            return inner.fold(partial, clipped(update, finite_norm(update), max_norm), contribution)
 
         return dataclasses.replace(inner, fold=fold)
 
     return wrap
 
 
-def _clipped(update: Blocks, max_norm: float) -> Blocks:
+def finite_norm(update: Blocks) -> float:
+    """The L2 norm of an update; raises `ValueError` when it has none."""
     norm = l2_norm(update)
     if not math.isfinite(norm):
         raise ValueError("the update has NaN or infinite entries and cannot be clipped")
-    if norm <= max_norm:
-        return update
-    return scaled(update, max_norm / norm * _ROUNDING)
+    return norm
+
+
+def clipped(update: Blocks, norm: float, max_norm: float) -> Blocks:
+    """An update whose L2 norm is `norm`, with one of at most `max_norm`."""
+    return update if norm <= max_norm else scaled(update, max_norm / norm * _ROUNDING)

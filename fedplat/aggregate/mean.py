@@ -58,11 +58,9 @@ def _fold(partial: Partial, update: Blocks, contribution: Contribution) -> Parti
 def _merge(left: Partial, right: Partial) -> Partial:
     _check_fits(left.total, right.total.size)
     np.add(left.total, right.total, out=left.total)
-    return Partial(
-        left.total,
-        left.weight + right.weight,
-        left.num_updates + right.num_updates,
-        {name: left.sums.get(name, 0.0) + right.sums.get(name, 0.0) for name in (*left.sums, *right.sums)},
+    merged = left.plus(**right.sums)
+    return dataclasses.replace(
+        merged, weight=left.weight + right.weight, num_updates=left.num_updates + right.num_updates
     )
 
 

@@ -2,14 +2,14 @@
 
 A *column* is the same `WINDOW` entries of every vector (the last one has fewer). A state's file has its columns one
 after the other, each with its part of every vector in the order of the rule's names: tensors `velocity.0`,
-`velocity.1` ... of a safetensors file. So the next state is written in one pass, and read in one, with windows of a
-column's size, however large the model is.
+`velocity.1` ... of a safetensors file, after the numbers that the rule remembers. So the next state is written in
+one pass, and read in one, with windows of a column's size, however large the model is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -44,15 +44,27 @@ def joined(parts: Iterable[State]) -> State:
     return {name: np.concatenate(each) for name, each in vectors.items()}
 
 
-def state_schema(names: Iterable[str], size: int) -> Schema:
-    """The schema of a state's file."""
+def state_schema(names: Iterable[str], size: int, scalars: Iterable[str] = ()) -> Schema:
+    """The schema of a state's file, with the names of its vectors and of its numbers."""
     names = tuple(names)
     lengths = (column.stop - column.start for column in columns(size))
-    return Schema(
-        tuple(
-            TensorSpec(f"{name}.{number}", "F32", (length,)) for number, length in enumerate(lengths) for name in names
-        )
-    )
+    numbers = [TensorSpec(name, "F64", ()) for name in scalars]
+    vectors = [
+        TensorSpec(f"{name}.{number}", "F32", (length,)) for number, length in enumerate(lengths) for name in names
+    ]
+    return Schema((*numbers, *vectors))
+
+
+def scalars_to_bytes(scalars: Mapping[str, float]) -> bytes:
+    """The numbers in a state's file, which come before its columns."""
+    return np.array(list(scalars.values()), np.float64).tobytes()
+
+
+def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping[str, float]:
+    """The numbers in a state's file; raises as `read_columns` does."""
+    names = tuple(rule.start(0).scalars)
+    with _opened(path, rule, size).reader(8 * len(names)) as read:
+        return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
 
 
 def read_columns(path: str | os.PathLike[str], rule: Rule, size: int) -> Iterator[State]:
@@ -60,33 +72,41 @@ def read_columns(path: str | os.PathLike[str], rule: Rule, size: int) -> Iterato
 
     Raises `ModelError` when it is not the state of this rule for `size` entries, or `OSError`.
     """
-    names = tuple(rule.init(0))
-    file = ModelFile.open(path)
-    if difference := file.schema.difference_from(state_schema(names, size)):
-        raise ModelError(f"the remembered state is not one of the job's rule: {difference}")
-    with file.reader(4 * len(names) * WINDOW) as read:
+    names, begin = tuple(rule.init(0)), 8 * len(rule.start(0).scalars)
+    with _opened(path, rule, size).reader(4 * len(names) * WINDOW) as read:
         for column in columns(size):
             length = column.stop - column.start
-            content = read(4 * len(names) * column.start, 4 * len(names) * length).view(np.float32)
+            content = read(begin + 4 * len(names) * column.start, 4 * len(names) * length).view(np.float32)
             yield {name: content[number * length :][:length] for number, name in enumerate(names)}
 
 
-def state_to_bytes(state: State) -> bytes:
+def state_to_bytes(state: State, scalars: Mapping[str, float] | None = None) -> bytes:
     """A state's file; nothing remembered is no bytes."""
-    if not state:
+    scalars = scalars or {}
+    if not (state or scalars):
         return b""
-    size = next(iter(state.values())).size
+    size = next(iter(state.values())).size if state else 0
     parts = [vector.tobytes() for part in columns_of(state, size) for vector in part.values()]
-    return b"".join([state_schema(state, size).header, *parts])
+    return b"".join([state_schema(state, size, scalars).header, scalars_to_bytes(scalars), *parts])
 
 
-def state_from_bytes(data: bytes) -> State:
-    """The state that `state_to_bytes` wrote, bit for bit. Raises `ModelError` when it is none."""
+def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
+    """What `state_to_bytes` was given, bit for bit. Raises `ModelError` when the bytes are none of its."""
     if not data:
-        return {}
+        return {}, {}
     parameters = Parameters.from_bytes(data)
-    names = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
-    size = sum(vector.size for vector in parameters.values()) // max(len(names), 1)
-    if difference := parameters.schema.difference_from(state_schema(names, size)):
+    scalars = [spec.name for spec in parameters.schema.tensors if spec.dtype == "F64"]
+    vectors = {name: vector for name, vector in parameters.items() if name not in scalars}
+    names = dict.fromkeys(name.rpartition(".")[0] for name in vectors)
+    size = sum(vector.size for vector in vectors.values()) // max(len(names), 1)
+    if difference := parameters.schema.difference_from(state_schema(names, size, scalars)):
         raise ModelError(f"the bytes are no remembered state: {difference}")
-    return joined({name.rpartition(".")[0]: vector} for name, vector in parameters.items())
+    state = joined({name.rpartition(".")[0]: vector} for name, vector in vectors.items())
+    return state, {name: float(parameters[name]) for name in scalars}
+
+
+def _opened(path: str | os.PathLike[str], rule: Rule, size: int) -> ModelFile:
+    file = ModelFile.open(path)
+    if difference := file.schema.difference_from(state_schema(rule.init(0), size, rule.start(0).scalars)):
+        raise ModelError(f"the remembered state is not one of the job's rule: {difference}")
+    return file

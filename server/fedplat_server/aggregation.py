@@ -12,11 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, compress_step, first_columns, read_columns, seed_of, state_schema
+from fedplat.aggregate import (
+    Accumulator,
+    Rule,
+    compress_step,
+    first_columns,
+    read_columns,
+    read_scalars,
+    scalars_to_bytes,
+    seed_of,
+    state_schema,
+)
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -91,7 +101,7 @@ class Aggregation:
         base = await asyncio.to_thread(ModelFile.open, self._blobs.path(job.latest.digest))
         payloads: list[bytes] = []
         rule = _rule(job, payloads.append)
-        accumulator = Accumulator(base.schema, rule)
+        accumulator = Accumulator(base.schema, rule, await asyncio.to_thread(self._scalars, job, rule, base))
         while isinstance(command := await queue.get(), Fold):
             await asyncio.to_thread(self._fold, job, base, accumulator, command)
         version = await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
@@ -101,6 +111,11 @@ class Aggregation:
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
         return version
+
+    def _scalars(self, job: JobState, rule: Rule, base: ModelFile) -> Mapping[str, float]:
+        """The numbers that the job's rule remembers; none before its first version."""
+        digest = job.latest.state_digest
+        return read_scalars(self._blobs.path(digest), rule, base.schema.num_floating) if digest else {}
 
     def _fold(self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold) -> None:
         upload_key = UploadKey(*command.key, command.client_id)
@@ -123,10 +138,12 @@ class Aggregation:
             model = stack.enter_context(self._blobs.writer())
             model.write(base.schema.header)
             state_writer: BlobWriter | None = None
-            if names := rule.init(0):
+            names, scalars = rule.init(0), accumulator.scalars
+            if names or scalars:
                 stack.enter_context(crash.step("commit.state"))
                 state_writer = stack.enter_context(self._blobs.writer())
-                state_writer.write(state_schema(names, size).header)
+                state_writer.write(state_schema(names, size, scalars).header)
+                state_writer.write(scalars_to_bytes(scalars))
             for part in accumulator.parts(base, state):
                 model.write(part.model.view(np.uint8).data)
                 if state_writer and part.state:

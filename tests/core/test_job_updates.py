@@ -30,6 +30,16 @@ def test_clip_norm_bounds_each_update():
         assert np.linalg.norm(step) == pytest.approx(norm)
 
 
+def test_a_bound_may_follow_the_norms():
+    rule = parse_job(f"{SMALL}[updates.adaptive_clip]\ninitial_norm = 1.0\n").rule()
+    assert rule.start(2).scalars == {"clip_norm": 1.0}
+
+
+def test_there_is_one_bound():
+    with pytest.raises(JobFileError, match=r"updates.clip_norm = 1.0: expected 0 beside adaptive_clip"):
+        parse_job(f"{SMALL}[updates]\nclip_norm = 1.0\nadaptive_clip = {{}}\n")
+
+
 def test_a_rule_that_takes_weights_for_what_they_are_needs_equal_ones():
     with pytest.raises(JobFileError, match=r'aggregation.rule = "fedbuff": it needs \[updates\] weighting = "uniform"'):
         parse_job(f'{SMALL}[aggregation]\nrule = "fedbuff"\n')

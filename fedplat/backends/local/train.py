@@ -49,7 +49,8 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     """Trains the job's model in place, and writes what the client remembers into its memory; returns the metrics.
 
     These are `loss` and, where targets are classes, `accuracy` (of the model in training, over the last epoch),
-    `local_steps`, `effective_steps` where they are not the same, and `loss_before` if it was asked for. Raises `ModelError` when the model does not fit the module.
+    `local_steps`, `effective_steps` where they are not the same, and `loss_before` if it was asked for. Raises
+    `ModelError` when the model does not fit the module.
     """
     metrics: dict[str, float] = {}
     if work.options.measure_before:

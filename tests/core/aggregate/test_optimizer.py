@@ -80,6 +80,7 @@ def test_optimizers_with_the_same_memory_do_not_nest():
 def test_exported_names_are_pinned():
     assert sorted(aggregate.__all__) == [
         "Accumulator",
+        "AdaptiveClip",
         "Contribution",
         "FedAdagrad",
         "FedAdam",
@@ -97,12 +98,15 @@ def test_exported_names_are_pinned():
         "State",
         "Wrapper",
         "clip_by_norm",
+        "clip_by_quantile",
         "compress_step",
         "divided_by_number",
         "first_columns",
         "l2_norm",
         "normalized_by_steps",
         "read_columns",
+        "read_scalars",
+        "scalars_to_bytes",
         "scaled",
         "seed_of",
         "server_adagrad",

@@ -68,15 +68,15 @@ def _aggregate(
     if codec is not None:
         rule = compress_step(codec.build(), seed_of(job.row.job_id, before.version + 1), payloads.append)(rule)
     base = Parameters.open(files.path_of(blobs, before.digest))
-    state = rule.init(base.schema.num_floating)
+    state, scalars = rule.init(base.schema.num_floating), dict[str, float]()
     if before.state_digest:
-        state = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
-    accumulator = Accumulator(base.schema, rule)
+        state, scalars = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
+    accumulator = Accumulator(base.schema, rule, scalars)
     for content, row in updates:
         accumulator.fold(_values(content, base, spec), Contribution(row.weight, row.num_examples, row.metrics))
     model, state = accumulator.finish(base, state)
     delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
-    return model.to_bytes(), state_to_bytes(state), delta
+    return model.to_bytes(), state_to_bytes(state, accumulator.scalars), delta
 
 
 def _values(content: bytes, base: Parameters, spec: JobSpec) -> Values:

@@ -282,5 +282,5 @@ async def kill_in_the_second_round(world: World) -> None:
 
 
 def job_text(rounds: int = ROUNDS, goal: int = NUM_CLIENTS, more: str = "") -> str:
-    rule = '[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n'
+    rule = '[updates.adaptive_clip]\n[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n'
     return job_file("matrix", rounds=rounds, goal=goal, more=rule + more)

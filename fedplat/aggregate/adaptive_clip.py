@@ -1,0 +1,71 @@
+"""Clipping at a norm that follows a quantile of the updates' norms.
+
+Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, Algorithm 1,
+without its noise: updates are clipped to the norm C; with b the fraction of them that was within it, and q the
+quantile that is wanted (gamma in the paper), C ← C · exp(-η (b - q)). Defaults as in the paper's experiments.
+
+Every update has one vote on C, whatever it weighs, and no attempt moves C by more than a factor of e^η: clients that
+send huge updates can raise it, but slowly, and only together with half of the others (q = 0.5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
+from fedplat.aggregate.clip import clipped, finite_norm
+from fedplat.model import Blocks
+
+CLIP_NORM = "clip_norm"
+_WITHIN = "within_clip_norm"
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of adaptive clipping. A value out of its range is a `ValueError`."""
+
+    quantile: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+    """q, the fraction of updates that shall be within the norm; 0.5 is their median."""
+    learning_rate: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 0.2
+    """η, how fast the norm follows: an attempt changes its logarithm by this at most."""
+    initial_norm: ranges.Floor = 0.1
+    """C of the first attempt, in the units of the model's entries."""
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+
+    def build(self) -> Wrapper:
+        """The wrapper with these options."""
+        return clip_by_quantile(self)
+
+
+def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
+    """Scales every update whose L2 norm is above C down to it, before it is folded. Remembers C, as `clip_norm`.
+
+    `fold` raises `ValueError` for an update with NaN or infinite entries.
+    """
+
+    def wrap(inner: Rule) -> Rule:
+        def start(size: int) -> Partial:
+            partial = inner.start(size)
+            return dataclasses.replace(partial, scalars={**partial.scalars, CLIP_NORM: options.initial_norm})
+
+        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+            norm, max_norm = finite_norm(update), partial.scalars[CLIP_NORM]
+            folded = inner.fold(partial, clipped(update, norm, max_norm), contribution)
+            return folded.plus(**{_WITHIN: float(norm <= max_norm)})
+
+        def remember(partial: Partial) -> Mapping[str, float]:
+            within = partial.sums[_WITHIN] / partial.num_updates if partial.num_updates else options.quantile
+            norm = partial.scalars[CLIP_NORM] * math.exp(-options.learning_rate * (within - options.quantile))
+            return {**inner.remember(partial), CLIP_NORM: min(max(norm, _SMALLEST), _LARGEST)}
+
+        return dataclasses.replace(inner, start=start, fold=fold, remember=remember)
+
+    return wrap
