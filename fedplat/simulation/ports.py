@@ -67,7 +67,18 @@ class Engine(Protocol):
         ...
 
     def drop(self, work: Work) -> None:
-        """Nobody will ask for this result: what the client would remember of it is forgotten too."""
+        """Nobody will ask for this result, or its update was not merged: what the client remembers of it is forgotten.
+
+        What it remembered before counts again. A work is dropped at most once, before or after its result.
+        """
+        ...
+
+    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
+        """What clients remember between rounds, by client and name; only those that remember something."""
+        ...
+
+    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
+        """Replaces what clients remember, before any work begins: a run that was stopped goes on."""
         ...
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:

@@ -1,0 +1,241 @@
+"""Drives the production coordinator in virtual time, with a simulated fleet and, where wanted, real training.
+
+The loop in `Driver.run` is the whole of it: find the next moment at which something happens, turn what happens into
+events, let the coordinator propose and accept, and carry its commands out. It is what the daemon's runner does, with a
+clock that jumps. Everything random comes from the simulation's seed, and everything that happens at one moment has an
+order, so equal simulations give equal results, bit for bit, whatever computes the training.
+
+Clients follow the SDK: they check in, wait for `wait_s` at most, come back within the window that a refusal names, work
+on what they are assigned, stop when they are told to, and check in again at once, or after a back-off if they failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedplat.job import JobSpec
+from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer
+from fedplat.rounds.events import (
+    Action,
+    AssignmentFailed,
+    Event,
+    OperatorCommand,
+    TimerFired,
+    UpdateRejected,
+    UpdateReported,
+    UploadStarted,
+)
+from fedplat.rounds.states import ENDED_JOBS, Reason
+from fedplat.simulation.agenda import Agenda
+from fedplat.simulation.fleet import Fleet
+from fedplat.simulation.idle import Idle
+from fedplat.simulation.tally import Tally
+from fedplat.simulation.tasks import Load, Planner, Task
+from fedplat.simulation.training import Training
+
+Trace = Callable[[Sequence[Event], float, Proposal], None]
+_PLANS, _COORDINATOR, _CLIENTS = range(1, 4)
+
+
+class Tokens:
+    """Counted tokens. Nobody steals them in a simulation, so that their hashes are their bytes."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(self) -> tuple[str, bytes]:
+        """A fresh one, and its hash."""
+        token = str(next(self._numbers))
+        return token, token.encode()
+
+
+class Driver:
+    """One job, its fleet and the clock. `trace` is shown every batch: the events, the moment and what follows."""
+
+    def __init__(
+        self, spec: JobSpec, fleet: Fleet, training: Training, tally: Tally, seed: int, trace: Trace | None = None
+    ) -> None:
+        self.now = 0.0
+        self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
+        self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
+        self._rng, self._tokens = _rng(seed, _COORDINATOR), Tokens()
+        self._timer, self._batch_s = np.inf, fleet.options.batch_s
+        self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
+        load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
+        self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
+        self._agenda: Agenda[tuple[Callable[[Any], Event | None], Any]] = Agenda()
+        self._tasks: dict[int, Task] = {}
+        self._stopped: list[int] = []
+        self._settled: AttemptKey | None = None
+
+    @property
+    def job(self) -> JobState:
+        """The job as it is now."""
+        return self.coordinator.jobs[self._spec.name]
+
+    def run(self, until_s: float) -> None:
+        """Plays until the job has ended, until the time is over, or until nothing will ever happen again."""
+        self._do([OperatorCommand(self._spec.name, Action.START)])
+        while self.job.status not in ENDED_JOBS:
+            moment = min(self._timer, self._agenda.first(), self._idle.first() + self._batch_s)
+            if moment > until_s or moment == np.inf:
+                break
+            self.now = max(self.now, moment)
+            self._step()
+        self._tally.check_ins, self._tally.refused = self._idle.num_check_ins, self._idle.num_refused
+
+    def _step(self) -> None:
+        """All that happens now: first who comes and goes, then what clients at work do, then the deadline."""
+        events = self._idle.events(self.now)
+        for tell, subject in self._agenda.due(self.now):
+            event = tell(subject)
+            if event is not None:
+                events.append(event)
+                if self._training.one_at_a_time:
+                    self._do(events)
+                    events = []
+        if self._timer <= self.now:
+            self._timer = np.inf
+            events.append(TimerFired(self._spec.name))
+        if events:
+            self._do(events)
+
+    def _do(self, events: list[Event]) -> None:
+        proposal = self.coordinator.propose(events, Context(self.now, self._rng, self._tokens))
+        self.coordinator.accept(proposal)
+        self._tally.events += len(events)
+        self._tally.batches += 1
+        if self._trace is not None:
+            self._trace(events, self.now, proposal)
+        self._hear(events, proposal.verdicts)
+        self._settle(proposal.changes)
+        self._obey(proposal.commands)
+
+    # --- what clients and the server do, at their moments ---
+
+    def _upload(self, task: Task) -> Event | None:
+        if task.is_over:
+            return None
+        self._agenda.put(task.report_at, (self._report, task))
+        return UploadStarted(task.key, task.client_id)
+
+    def _report(self, task: Task) -> Event | None:
+        return None if task.is_over else self._training.report(task)
+
+    def _fail(self, task: Task) -> Event | None:
+        if task.is_over:
+            return None
+        return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
+
+    def _go(self, task: Task) -> None:
+        """The client is there no longer, and nobody is told; once back, it gets its work again if it still may."""
+        if not task.is_over:
+            self._tally.lost += 1
+            self._end(task)
+            self._idle.come(np.array([task.client]), np.array([task.returns_at]))
+
+    def _tell(self, event: Event) -> Event:
+        return event
+
+    # --- what follows from a batch ---
+
+    def _hear(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
+        """Clients hear what became of what they said, and are free again."""
+        clients: list[int] = []
+        succeeded: list[bool] = []
+        for event, verdict in zip(events, verdicts, strict=True):
+            if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
+                task = self._tasks.pop(int(event.client_id))
+                accepted = isinstance(event, UpdateReported) and verdict.accepted
+                task.is_over = True
+                if not accepted:
+                    self._training.drop(task)
+                clients.append(task.client)
+                succeeded.append(accepted)
+        if clients:
+            self._idle.finished(np.array(clients), self.now, succeeded)
+
+    def _settle(self, changes: Sequence[Change]) -> None:
+        """What was stored is counted; a version that was committed is the one to train on from now."""
+        for change in changes:
+            self._tally.changed(change)
+            attempt = change.attempt
+            if attempt is None or attempt.is_open or attempt.key == self._settled:
+                continue
+            self._settled = attempt.key
+            version = change.job.latest.version if change.version is not None else None
+            self._tally.ended(change.job, attempt, self._training.settle(attempt.key, version))
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        assigns: list[Assign] = []
+        refusals: list[Refuse] = []
+        for command in commands:
+            match command:
+                case Assign():
+                    assigns.append(command)
+                case Refuse():
+                    refusals.append(command)
+                case _:
+                    self._carry_out(command)
+        if self._stopped:
+            self._idle.finished(np.array(self._stopped), self.now, [True] * len(self._stopped))
+            self._stopped = []
+        if refusals:
+            self._idle.refused(refusals, self.now)
+        if assigns:
+            self._assign(assigns)
+
+    def _carry_out(self, command: SetTimer | Abort | Fold | Commit | Abandon) -> None:
+        match command:
+            case SetTimer():
+                self._timer = np.inf if command.at is None else command.at
+            case Abort():
+                task = self._tasks.get(int(command.client_id))
+                if task is not None and task.key == command.key:  # else it is not there to hear it
+                    self._end(task)
+                    self._stopped.append(task.client)
+            case Fold():
+                self._training.fold(command)
+            case Commit():
+                outcome = self._training.commit(command, self.job)
+                self._agenda.put(self.now, (self._tell, outcome))
+            case Abandon():
+                pass  # what was received for it went when the attempt was settled
+
+    def _end(self, task: Task) -> None:
+        task.is_over = True
+        del self._tasks[task.client]
+        self._training.drop(task)
+
+    def _assign(self, assigns: Sequence[Assign]) -> None:
+        until = self._idle.assigned(np.array([int(command.client_id) for command in assigns]))
+        tasks, bytes_down = self._planner.plan(assigns, self.now, until, self._training.sizes)
+        for task, size in zip(tasks, bytes_down.tolist(), strict=True):
+            self._tally.begun(task.key, self.now, size)
+            self._tasks[task.client] = task
+            if task.fails_at < min(task.gone_at, task.report_at):
+                self._agenda.put(task.fails_at, (self._fail, task))
+                continue
+            if task.gone_at < np.inf:
+                self._agenda.put(task.gone_at, (self._go, task))
+            if task.begins_upload_at < np.inf:
+                self._agenda.put(task.begins_upload_at, (self._upload, task))
+            else:
+                self._agenda.put(task.report_at, (self._report, task))
+        self._training.expect(self._that_matter(tasks))
+
+    def _that_matter(self, tasks: Sequence[Task]) -> list[Task]:
+        """Whose reports will come in time and before the goal is reached, as far as it can be known now."""
+        attempt = self.job.attempt
+        assert attempt is not None
+        in_time = sorted((task for task in tasks if task.in_time), key=lambda task: task.report_at)
+        return in_time[: attempt.goal]
+
+
+def _rng(seed: int, purpose: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence([seed, purpose]))

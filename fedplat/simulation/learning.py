@@ -1,0 +1,222 @@
+"""Real training in virtual time: an engine's updates, aggregated by the job's rule and codecs as the server does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedplat.aggregate import Accumulator, Rule, State, compress_step, seed_of
+from fedplat.codecs import with_error_feedback
+from fedplat.errors import CodecError, FedplatError
+from fedplat.job import JobSpec
+from fedplat.model import Parameters, Values, Vector, is_finite
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
+from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.simulation.ports import Engine, Trained, Work
+from fedplat.simulation.tasks import Sizes, Task
+from fedplat.simulation.training import Report
+from fedplat.updates import Format
+
+_TRAINING, _CODEC = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """What a client has sent, the work that it came from, and what the client's codec has left out."""
+
+    values: Values
+    work: Work
+    left_out: Vector | None
+
+
+@dataclasses.dataclass
+class _Sum:
+    """What is held for an attempt that has not ended. `made` is its version, once it is computed."""
+
+    accumulator: Accumulator
+    rule: Rule
+    payloads: list[bytes]
+    folded: list[_Update] = dataclasses.field(default_factory=list[_Update])
+    made: tuple[Parameters, State] | None = None
+
+
+class Learning:
+    """A job's models, and its clients' updates; see `Training` for what each method is asked."""
+
+    one_at_a_time = True
+
+    def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
+        self.model = initial
+        self._spec, self._engine, self._seed = spec, engine, seed
+        self._metrics = spec.rule().metrics
+        uplink = spec.compression.uplink
+        self._format = Format(uplink, initial.schema) if uplink is not None else None
+        self._residuals: dict[int, Vector] = {}
+        self._sums: dict[AttemptKey, _Sum] = {}
+        self._received: dict[tuple[AttemptKey, str], _Update] = {}
+        self._users: Counter[int] = Counter()
+        self._version = 0
+        size = float(initial.schema.file_size_bytes)
+        self.sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
+        rule, _ = self._rule(seed_of(spec.name, 0))
+        self._state: State = rule.init(initial.schema.num_floating)
+        engine.publish(0, initial)
+
+    def first_version(self) -> ModelVersion:
+        """See `Training`."""
+        return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """See `Training`."""
+        works: list[Work] = []
+        for task in tasks:
+            if task.work is None and task.kind is AttemptKind.TRAIN:
+                task.work = self._work(task)
+                works.append(task.work)
+        if works:
+            self._engine.begin(works)
+
+    def report(self, task: Task) -> Report:
+        """See `Training`."""
+        if task.kind is not AttemptKind.TRAIN:
+            return UpdateReported(task.key, task.client_id, "", self._engine.num_examples(task.client))
+        self.expect([task])
+        assert task.work is not None
+        trained = self._engine.result(task.work)
+        if (refusal := self._refusal(task, trained)) is not None:
+            return refusal
+        values, left_out, size = self._sent(task, trained.update)
+        if not is_finite(values.to_blocks()):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_NONFINITE)
+        self._received[task.key, task.client_id] = _Update(values, task.work, left_out)
+        digest = f"update {task.client} {task.number}"
+        return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size)
+
+    def drop(self, task: Task) -> None:
+        """See `Training`."""
+        if task.work is not None:
+            self._received.pop((task.key, task.client_id), None)
+            self._forget(task.work)
+            task.work = None
+
+    def fold(self, command: Fold) -> None:
+        """See `Training`."""
+        found = self._sums.get(command.key)
+        if found is None:
+            rule, payloads = self._rule(seed_of(self._spec.name, self._version + 1))
+            found = self._sums[command.key] = _Sum(Accumulator(self.model.schema, rule), rule, payloads)
+        update = self._received.pop((command.key, command.client_id))
+        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
+            found.accumulator.fold(update.values, command.contribution)
+        found.folded.append(dataclasses.replace(update, values=_NOTHING))
+
+    def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
+        """See `Training`."""
+        found = self._sums[command.key]
+        try:
+            found.made = found.accumulator.finish(self.model, self._state)
+        except (FedplatError, ValueError) as exc:
+            return AggregationFailed(command.key, str(exc))
+        number = job.latest.version + 1
+        version = ModelVersion(
+            version=number,
+            round=command.key.round,
+            attempt=command.key.number,
+            digest=f"version-{number}",
+            size_bytes=int(self.sizes.model),
+            delta_size_bytes=len(found.payloads[-1]) if found.payloads else 0,
+            num_updates=found.accumulator.num_updates,
+            total_weight=found.accumulator.total_weight,
+        )
+        return AttemptAggregated(command.key, version)
+
+    def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
+        """See `Training`."""
+        found = self._sums.pop(key, None)
+        if found is None:
+            return {}
+        if version is None or found.made is None:
+            for update in found.folded:
+                self._forget(update.work)
+            return {}
+        for update in found.folded:
+            self._release(update.work.version)
+            if update.left_out is not None:
+                self._residuals[update.work.client] = update.left_out
+        before, self._version = self._version, version
+        self.model, self._state = found.made
+        self._engine.publish(version, self.model)
+        if not self._users[before]:
+            self._engine.retire(before)
+        if found.payloads:
+            self.sizes = dataclasses.replace(self.sizes, step=float(len(found.payloads[-1])))
+        evaluation = self._spec.evaluation
+        if key.round % evaluation.every == 0 or key.round >= self._spec.rounds:
+            return self._engine.evaluate(self.model)
+        return {}
+
+    def _work(self, task: Task) -> Work:
+        entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
+        self._users[task.version] += 1
+        return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
+
+    def _forget(self, work: Work) -> None:
+        self._engine.drop(work)
+        self._release(work.version)
+
+    def _release(self, version: int) -> None:
+        """One work less begins, or has begun, with a version."""
+        self._users[version] -= 1
+        if not self._users[version] and version != self._version:
+            del self._users[version]
+            self._engine.retire(version)
+
+    def _rule(self, seed: int) -> tuple[Rule, list[bytes]]:
+        """The job's rule, and where it puts its encoded steps if the job has a downlink."""
+        rule, codec, payloads = self._spec.rule(), self._spec.compression.downlink, list[bytes]()
+        return (rule if codec is None else compress_step(codec.build(), seed, payloads.append)(rule)), payloads
+
+    def _refusal(self, task: Task, trained: Trained) -> UpdateRejected | None:
+        """What the server's intake says of a report's numbers."""
+        missing = sorted(self._metrics - trained.metrics.keys())
+        if missing:
+            text = f"the rule needs the metric {missing[0]!r}, which the report has not"
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS, text)
+        if not all(map(math.isfinite, trained.metrics.values())):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
+        if not (math.isfinite(trained.num_examples) and trained.num_examples > 0.0):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_WEIGHT)
+        if difference := trained.update.schema.difference_from(self.model.schema):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_SCHEMA, difference)
+        return None
+
+    def _sent(self, task: Task, update: Parameters) -> tuple[Values, Vector | None, int]:
+        """The update as the server has it, what the codec has left out of it, and how many bytes were sent."""
+        format = self._format
+        if format is None:
+            return update, None, update.schema.file_size_bytes
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, _CODEC, task.client, task.number]))
+        left_out: Vector | None = None
+        try:
+            if format.needs_feedback:
+                feedback = with_error_feedback(format.codec)
+                before = self._residuals.get(task.client)
+                if before is None:
+                    before = feedback.init(update.schema.num_floating)
+                payload, left_out = feedback.encode(before, update.to_blocks(), rng)
+                content = b"".join(format.framed([payload], update))
+            else:
+                content = b"".join(format.encode(update, rng))
+        except CodecError:  # it is not finite, and that is what the server would say
+            return update, None, 0
+        return format.decode(content), left_out, len(content)
+
+
+_NOTHING = Parameters.from_arrays({})
+"""Stands for values that were folded: only their work is of interest from then on."""

@@ -1,0 +1,118 @@
+"""An engine without torch: each client fits a line to its own few points, by gradient steps in NumPy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedplat.model import Parameters
+from fedplat.simulation.ports import Trained, Work
+
+NUM_WEIGHTS = 8
+
+
+class LeastSquares:
+    """Trains when it is asked for a result, or at once; results are the same. Remembers each client's last update."""
+
+    def __init__(
+        self, num_clients: int, *, eager: bool = False, num_steps: int = 4, diverges: int | None = None
+    ) -> None:
+        rng = np.random.default_rng(11)
+        self._truth = rng.normal(size=NUM_WEIGHTS)
+        self._inputs = [rng.normal(size=(5 + client % 7, NUM_WEIGHTS)) for client in range(num_clients)]
+        self._eager, self._num_steps, self._diverges = eager, num_steps, diverges
+        self._models: dict[int, Parameters] = {}
+        self._done: dict[Work, Trained] = {}
+        self._before: dict[Work, Mapping[str, Parameters] | None] = {}
+        self._memories: dict[int, Mapping[str, Parameters]] = {}
+        self.under_way: set[Work] = set()
+        self.calls: Counter[str] = Counter()
+        self.widest = 0
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._inputs)
+
+    @property
+    def published(self) -> list[int]:
+        """The versions that works may begin with."""
+        return sorted(self._models)
+
+    def num_examples(self, client: int) -> int:
+        return len(self._inputs[client])
+
+    def publish(self, version: int, model: Parameters) -> None:
+        assert version not in self._models
+        self._models[version] = model
+
+    def retire(self, version: int) -> None:
+        del self._models[version]
+
+    def begin(self, works: Sequence[Work]) -> None:
+        assert len({work.client for work in works} | {work.client for work in self.under_way}) == len(works) + len(
+            self.under_way
+        ), "a client has two works under way"
+        self.calls["begun"] += len(works)
+        self.widest = max(self.widest, len(works))
+        self.under_way.update(works)
+        for work in works:
+            assert work.version in self._models
+            if self._eager:
+                self._done[work] = self._train(work)
+
+    def result(self, work: Work) -> Trained:
+        self.under_way.remove(work)
+        self.calls["results"] += 1
+        trained = self._done.pop(work, None) or self._train(work)
+        self._before[work] = self._memories.get(work.client)
+        self._memories[work.client] = {"last": trained.update}
+        return trained
+
+    def drop(self, work: Work) -> None:
+        self.calls["dropped"] += 1
+        self._done.pop(work, None)
+        if work in self.under_way:
+            self.under_way.remove(work)
+            return
+        before = self._before.pop(work)
+        if before is None:
+            del self._memories[work.client]
+        else:
+            self._memories[work.client] = before
+
+    def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
+        return dict(self._memories)
+
+    def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
+        self._memories = dict(memories)
+
+    def evaluate(self, model: Parameters) -> Mapping[str, float]:
+        self.calls["evaluations"] += 1
+        return {"distance": float(np.linalg.norm(model["weight"] - self._truth))}
+
+    def close(self) -> None:
+        pass
+
+    def _train(self, work: Work) -> Trained:
+        """A part of the last update is added to the first step, so that it shows whether memory is kept."""
+        base = self._models[work.version]["weight"].astype(np.float64)
+        rng = np.random.default_rng(work.seed)
+        weight, inputs = base.copy(), self._inputs[work.client]
+        targets = inputs @ self._truth + 0.01 * rng.normal(size=len(inputs))
+        last = self._memories.get(work.client)
+        if last is not None:
+            weight += 0.01 * last["last"]["weight"]
+        for _ in range(max(1, int(np.ceil(work.fraction * self._num_steps)))):
+            weight -= 0.05 * inputs.T @ (inputs @ weight - targets) / len(inputs)
+        if work.client == self._diverges:
+            weight[:] = np.nan
+        update = Parameters.from_arrays({"weight": (weight - base).astype(np.float32)})
+        loss = float(np.mean((inputs @ weight - targets) ** 2))
+        return Trained(update, float(len(inputs)), {"loss": loss, "fraction": work.fraction})
+
+
+def initial() -> Parameters:
+    """The model of version 0."""
+    return Parameters.from_arrays({"weight": np.zeros(NUM_WEIGHTS, np.float32)})

@@ -1,0 +1,130 @@
+"""The driver of simulations: the production coordinator in virtual time, with and without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.least_squares import LeastSquares, initial
+from fedplat.simulation.result import AttemptRecord, Result
+from fedplat.simulation.simulate import Simulation, run
+
+
+def schedule(seed: int = 1, until_s: float = 1e6, **fleet: Any) -> Result:
+    return run(Simulation(spec=job(), fleet=make_fleet(**(BAD | fleet)), seed=seed, until_s=until_s))
+
+
+def learn(engine: LeastSquares, seed: int = 1, num_clients: int = 40, **sections: Any) -> Result:
+    fleet = make_fleet(num_clients, **BAD)
+    return run(Simulation(spec=job(**sections), fleet=fleet, engine=engine, initial=initial(), seed=seed))
+
+
+def test_equal_simulations_give_equal_results() -> None:
+    one, two, other = schedule(), schedule(), schedule(seed=2)
+    assert one.to_dict(clients=True) == two.to_dict(clients=True)
+    assert one.to_dict() != other.to_dict()
+
+
+def test_counts_add_up() -> None:
+    result = schedule()
+    assert result.status == "COMPLETED"
+    assert len(result.rounds) == 6
+    totals = result.totals
+    assert sum(totals.counts.values()) == totals.assigned == result.participation.assigned.sum()
+    assert totals.counts["MERGED"] >= 6 * 4
+    assert {"LATE", "FAILED", "SURPLUS"} <= set(totals.counts)
+    for name in ("merged", "late", "failed"):
+        assert getattr(result.participation, name).sum() == totals.counts[name.upper()]
+    assert sum(record.bytes_down for record in result.attempts) <= totals.bytes_down
+    assert sum(result.staleness.values()) == totals.counts["MERGED"]
+    shares = [group.share_of_merged for group in result.groups if group.name.startswith("speed")]
+    assert sum(shares) == pytest.approx(1.0)
+    assert {group.name for group in result.groups} >= {"speed 1/10", "region=eu"}
+
+
+def test_a_run_ends_when_its_time_is_over() -> None:
+    result = schedule(until_s=30.0)
+    assert result.status == "RUNNING"
+    assert result.totals.duration_s <= 30.0
+
+
+def test_observers_hear_of_each_attempt_in_order() -> None:
+    heard: list[AttemptRecord] = []
+    result = run(Simulation(spec=job(), fleet=make_fleet(**BAD), seed=1), heard.append)
+    assert tuple(heard) == result.attempts
+    ended = [record.ended_at for record in heard]
+    assert ended == sorted(ended)
+
+
+def test_a_fleet_that_nobody_is_there_of_selects_in_vain() -> None:
+    spec = job(retry={"max_attempts": 3}, selection={"where": "region == 'mars'"})
+    result = run(Simulation(spec=spec, fleet=make_fleet(**BAD), seed=1))
+    assert result.status == "FAILED"
+    assert [record.phase for record in result.attempts] == ["ABANDONED"] * 3
+    assert result.totals.assigned == 0
+
+
+# --- training ---
+
+
+def test_training_converges_and_results_do_not_depend_on_when_it_is_computed() -> None:
+    lazy, eager = learn(LeastSquares(40)), learn(LeastSquares(40, eager=True))
+    assert lazy.status == "COMPLETED"
+    assert lazy.to_dict(clients=True) == eager.to_dict(clients=True)
+    assert lazy.model is not None
+    assert eager.model is not None
+    assert lazy.model.buffer.tobytes() == eager.model.buffer.tobytes()
+    distances = [record.evaluation["distance"] for record in lazy.rounds]
+    assert distances[-1] < 0.7 * distances[0]
+
+
+def test_the_engine_is_asked_for_what_matters_only() -> None:
+    engine = LeastSquares(40)
+    result = learn(engine)
+    counts = result.totals.counts
+    assert engine.calls["results"] == counts["MERGED"] + counts.get("DROPPED", 0)
+    assert engine.calls["begun"] < result.totals.assigned
+    assert engine.widest == 8
+    assert not engine.under_way
+    assert engine.published == [result.attempts[-1].version]
+    assert engine.calls["evaluations"] == len(result.rounds)
+
+
+def test_an_update_that_is_not_finite_is_rejected() -> None:
+    result = learn(LeastSquares(10, diverges=3), num_clients=10, goal=6, selection={"wait_for": 5})
+    assert result.status == "COMPLETED"
+    assert result.totals.counts["REJECTED"] > 0
+    assert result.participation.merged[3] == 0
+    assert result.model is not None
+    assert np.isfinite(result.model["weight"]).all()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "topk", "quantize"])
+def test_updates_are_compressed_as_the_job_says(codec: str) -> None:
+    plain, encoded = learn(LeastSquares(40)), learn(LeastSquares(40), compression={"uplink": {"codec": codec}})
+    assert plain.model is not None
+    assert encoded.model is not None
+    assert plain.model != encoded.model
+    assert encoded.rounds[-1].evaluation["distance"] < encoded.rounds[0].evaluation["distance"]
+
+
+def test_partial_work_counts_if_the_job_says_so() -> None:
+    fleet = make_fleet(20, stragglers=0.9)
+    runs = [
+        run(
+            Simulation(
+                spec=job(selection={"min_fraction": 0.1}, config={"partial_work": partial}),
+                fleet=fleet,
+                engine=LeastSquares(20),
+                initial=initial(),
+            )
+        )
+        for partial in (False, True)
+    ]
+    dropped, kept = (each.totals.counts for each in runs)
+    assert dropped["LATE"] > dropped["MERGED"]
+    assert "LATE" not in kept
+    assert 0.0 < runs[1].rounds[0].metrics["fraction"] < 1.0
