@@ -14,7 +14,7 @@ BENCHMARKS := \
 	update_codecs.py \
 	both_ways.py
 
-.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers bench-page clean
+.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers references bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -70,6 +70,10 @@ $(PEERS)/.installed: benchmarks/peers/requirements.txt
 
 bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds beside Flower and NVFlare, in about 15 minutes
 	$(BIN)/python benchmarks/whole_rounds.py
+
+references: $(STAMP) $(PEERS)/.installed ## server rules beside Flower's strategies, which are run again on the same updates
+	$(PEERS)/bin/python benchmarks/peers/server_references.py > tests/core/aggregate/server_references.json
+	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
 
 bench-page: $(STAMP) ## put the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py
