@@ -21,8 +21,10 @@ from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper, unusable
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
+from fedplat.aggregate.easgd import Easgd
 from fedplat.aggregate.fedadagrad import FedAdagrad, server_adagrad
 from fedplat.aggregate.fedadam import FedAdam, server_adam
+from fedplat.aggregate.fedasync import FedAsync
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
 from fedplat.aggregate.fedbuff import FedBuff, divided_by_number
@@ -31,6 +33,7 @@ from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
+from fedplat.aggregate.rebased import rebased
 from fedplat.aggregate.state import (
     first_columns,
     read_columns,
@@ -42,7 +45,7 @@ from fedplat.aggregate.state import (
 )
 from fedplat.aggregate.vectors import l2_norm, scaled
 
-Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad | FedNova | QFedAvg | FedBuff
+Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad | FedNova | QFedAvg | FedBuff | FedAsync | Easgd
 """The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
 
 RULES: Mapping[str, type[Options]] = {
@@ -54,6 +57,8 @@ RULES: Mapping[str, type[Options]] = {
     "fednova": FedNova,
     "qfedavg": QFedAvg,
     "fedbuff": FedBuff,
+    "fedasync": FedAsync,
+    "easgd": Easgd,
 }
 """The options record of each rule, by its name in a job file."""
 
@@ -62,8 +67,10 @@ __all__ = [
     "Accumulator",
     "AdaptiveClip",
     "Contribution",
+    "Easgd",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvg",
     "FedAvgM",
     "FedBuff",
@@ -85,6 +92,7 @@ __all__ = [
     "normalized_by_steps",
     "read_columns",
     "read_scalars",
+    "rebased",
     "scalars_to_bytes",
     "scaled",
     "seed_of",

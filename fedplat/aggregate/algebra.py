@@ -78,6 +78,8 @@ class Rule:
 
     `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
     `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
+    One that is `from_latest` wants updates as differences from the version that its step is added to, though a client
+    began with an older one (`rebased`).
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -96,6 +98,7 @@ class Rule:
     blockwise: bool = True
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False
+    from_latest: bool = False
 
 
 MAX_METRIC = 1e30

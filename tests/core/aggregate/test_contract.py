@@ -31,6 +31,7 @@ class Case:
 
 
 BAD_RATE = (0, -0.1, float("inf"), float("nan"), "fast", True)
+BAD_PART = (0, -0.1, 1.1, float("nan"))
 BAD_DECAY = (-0.1, 1, 1.5, float("nan"))
 BAD_TAU = (0, -1e-3, 1e-40, float("inf"))
 
@@ -94,8 +95,15 @@ def qfedavg(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
         yield -deltas / weighted(updates, h)
 
 
-def fedbuff(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
-    return (o.learning_rate * weighted(updates, lambda u, c: u) / len(updates) for updates in rounds)
+def divided_by_number(rate: str) -> Reference:
+    def reference(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+        return (getattr(o, rate) * weighted(updates, lambda u, c: u) / len(updates) for updates in rounds)
+
+    return reference
+
+
+def easgd(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
+    return (o.moving_rate * delta for delta in deltas)
 
 
 CASES = {
@@ -128,7 +136,9 @@ CASES = {
         {"q": (-0.1, 11, float("nan")), "local_learning_rate": BAD_RATE, "max_loss": BAD_RATE},
         qfedavg,
     ),
-    "fedbuff": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, fedbuff),
+    "fedbuff": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, divided_by_number("learning_rate")),
+    "fedasync": Case({"mixing": 0.7}, {"mixing": BAD_PART}, divided_by_number("mixing")),
+    "easgd": Case({"moving_rate": 0.7}, {"moving_rate": BAD_PART}, on_means(easgd)),
 }
 every_rule = pytest.mark.parametrize("name", CASES)
 

@@ -1,0 +1,50 @@
+"""An update as the difference from another version than the one that its client began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.model import BLOCK, Blocks, Schema, Segment, Values, Vector
+
+
+def rebased(update: Values, origin: Values, base: Values) -> Values:
+    """What leads from `base` to the model that a client made of `origin`: update + (origin - base).
+
+    It is what a rule that is `from_latest` folds when `base` was committed after the client began. Computed in blocks,
+    each time that it is read. All three have one schema; entries that are no floating-point numbers are the update's.
+    """
+    return _Rebased(update, origin, base)
+
+
+class _Rebased:
+    def __init__(self, update: Values, origin: Values, base: Values) -> None:
+        self._update, self._origin, self._base = update, origin, base
+
+    @property
+    def schema(self) -> Schema:
+        return self._update.schema
+
+    def to_blocks(self) -> Blocks:
+        return _Moved(self._update.to_blocks(), self._origin.to_blocks(), self._base.to_blocks())
+
+    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        return self._update.carried(run)
+
+
+class _Moved:
+    def __init__(self, update: Blocks, origin: Blocks, base: Blocks) -> None:
+        self._parts = update, origin, base
+
+    @property
+    def size(self) -> int:
+        return self._parts[0].size
+
+    def __iter__(self) -> Iterator[Vector]:
+        scratch = np.empty(min(BLOCK, self.size), np.float32)
+        for update, origin, base in zip(*self._parts, strict=True):
+            moved = np.subtract(origin, base, out=scratch[: update.size])
+            yield np.add(moved, update, out=moved)
