@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, State, compress_step, seed_of
+from fedplat.aggregate import Accumulator, Rule, State, compress_step, rebased, seed_of, unusable
 from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, FedplatError
 from fedplat.job import JobSpec
@@ -54,7 +54,7 @@ class Learning:
     def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
         self.model = initial
         self._spec, self._engine, self._seed = spec, engine, seed
-        self._metrics = spec.rule().metrics
+        self._plain = spec.rule()
         uplink = spec.compression.uplink
         self._format = Format(uplink, initial.schema) if uplink is not None else None
         self._residuals: dict[int, Vector] = {}
@@ -66,7 +66,9 @@ class Learning:
         self.sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
         rule, _ = self._rule(seed_of(spec.name, 0))
         self._state: State = rule.init(initial.schema.num_floating)
-        engine.publish(0, initial)
+        self._scalars: Mapping[str, float] = {}
+        self._models: dict[int, Parameters] = {}
+        self._publish(0)
 
     def first_version(self) -> ModelVersion:
         """See `Training`."""
@@ -110,10 +112,13 @@ class Learning:
         found = self._sums.get(command.key)
         if found is None:
             rule, payloads = self._rule(seed_of(self._spec.name, self._version + 1))
-            found = self._sums[command.key] = _Sum(Accumulator(self.model.schema, rule), rule, payloads)
+            found = self._sums[command.key] = _Sum(Accumulator(self.model.schema, rule, self._scalars), rule, payloads)
         update = self._received.pop((command.key, command.client_id))
+        values, began_with = update.values, update.work.version
+        if found.rule.from_latest and began_with != self._version:
+            values = rebased(values, self._models[began_with], self.model)
         with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-            found.accumulator.fold(update.values, command.contribution)
+            found.accumulator.fold(values, command.contribution)
         found.folded.append(dataclasses.replace(update, values=_NOTHING))
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
@@ -150,10 +155,10 @@ class Learning:
             if update.left_out is not None:
                 self._residuals[update.work.client] = update.left_out
         before, self._version = self._version, version
-        self.model, self._state = found.made
-        self._engine.publish(version, self.model)
+        (self.model, self._state), self._scalars = found.made, found.accumulator.scalars
+        self._publish(version)
         if not self._users[before]:
-            self._engine.retire(before)
+            self._retire(before)
         if found.payloads:
             self.sizes = dataclasses.replace(self.sizes, step=float(len(found.payloads[-1])))
         evaluation = self._spec.evaluation
@@ -175,7 +180,16 @@ class Learning:
         self._users[version] -= 1
         if not self._users[version] and version != self._version:
             del self._users[version]
-            self._engine.retire(version)
+            self._retire(version)
+
+    def _publish(self, version: int) -> None:
+        self._engine.publish(version, self.model)
+        if self._plain.from_latest:
+            self._models[version] = self.model
+
+    def _retire(self, version: int) -> None:
+        self._engine.retire(version)
+        self._models.pop(version, None)
 
     def _rule(self, seed: int) -> tuple[Rule, list[bytes]]:
         """The job's rule, and where it puts its encoded steps if the job has a downlink."""
@@ -184,10 +198,8 @@ class Learning:
 
     def _refusal(self, task: Task, trained: Trained) -> UpdateRejected | None:
         """What the server's intake says of a report's numbers."""
-        missing = sorted(self._metrics - trained.metrics.keys())
-        if missing:
-            text = f"the rule needs the metric {missing[0]!r}, which the report has not"
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS, text)
+        if lacking := unusable(self._plain, trained.metrics):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS, lacking)
         if not all(map(math.isfinite, trained.metrics.values())):
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
         if not (math.isfinite(trained.num_examples) and trained.num_examples > 0.0):

@@ -128,3 +128,17 @@ def test_partial_work_counts_if_the_job_says_so() -> None:
     assert dropped["LATE"] > dropped["MERGED"]
     assert "LATE" not in kept
     assert 0.0 < runs[1].rounds[0].metrics["fraction"] < 1.0
+
+
+def test_what_a_rule_remembers_goes_from_round_to_round() -> None:
+    """A bound that stayed at its first value would let the model move by 6 x 0.001 only."""
+    clip = {"initial_norm": 0.001, "learning_rate": 10.0}
+    result = learn(LeastSquares(40), updates={"adaptive_clip": clip})
+    assert result.model is not None
+    assert np.linalg.norm(result.model["weight"]) > 0.1
+
+
+def test_reports_that_lack_what_the_rule_needs_are_rejected() -> None:
+    result = learn(LeastSquares(40), aggregation={"rule": "fednova"}, retry={"max_attempts": 1})
+    assert result.status == "FAILED"
+    assert result.totals.counts["REJECTED"] > 0
