@@ -16,7 +16,17 @@ import numpy as np
 
 from fedplat import functions
 from fedplat.errors import JobFileError, ModelError
+from fedplat.job import JobSpec
 from fedplat.model import Parameters
+
+
+def of_job(spec: JobSpec, folder: Path) -> Parameters:
+    """The model that a job starts from, with what its rule keeps in it. Raises `JobFileError`."""
+    parameters = resolve(spec.model.initial, folder)
+    try:
+        return spec.rule().counterpart.extend(parameters)
+    except ModelError as exc:
+        raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
 
 
 def resolve(initial: str, folder: Path) -> Parameters:

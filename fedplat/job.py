@@ -201,9 +201,18 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
-        if self.updates.weighting != "uniform" and self.aggregation.build().unit_weights:
-            name = self.aggregation.__struct_config__.tag
+        self._check_rule(self.aggregation.build())
+
+    def _check_rule(self, rule: aggregate.Rule) -> None:
+        name = self.aggregation.__struct_config__.tag
+        algorithm = rule.counterpart.algorithm
+        if self.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
             raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
+        if algorithm and self.config.get("algorithm") != algorithm:
+            raise ValueError(
+                f'aggregation.rule = "{name}": clients have to do their half of it; it needs [config] algorithm = '
+                f'"{algorithm}"'
+            )
 
     def rule(self) -> aggregate.Rule:
         """The aggregation rule that the job file describes."""

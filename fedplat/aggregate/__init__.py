@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from fedplat.aggregate.accumulator import Accumulator, Part
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
-from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper, unusable
+from fedplat.aggregate.algebra import Contribution, Counterpart, Partial, Rule, State, Wrapper, unusable
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.easgd import Easgd
@@ -28,12 +28,14 @@ from fedplat.aggregate.fedasync import FedAsync
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
 from fedplat.aggregate.fedbuff import FedBuff, divided_by_number
+from fedplat.aggregate.feddyn import FedDyn, server_feddyn
 from fedplat.aggregate.fednova import FedNova, normalized_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
 from fedplat.aggregate.rebased import rebased
+from fedplat.aggregate.scaffold import Scaffold, server_scaffold
 from fedplat.aggregate.state import (
     first_columns,
     read_columns,
@@ -45,7 +47,20 @@ from fedplat.aggregate.state import (
 )
 from fedplat.aggregate.vectors import l2_norm, scaled
 
-Options = FedAvg | FedAvgM | FedAdam | FedYogi | FedAdagrad | FedNova | QFedAvg | FedBuff | FedAsync | Easgd
+Options = (
+    FedAvg
+    | FedAvgM
+    | FedAdam
+    | FedYogi
+    | FedAdagrad
+    | FedNova
+    | QFedAvg
+    | FedBuff
+    | FedAsync
+    | Easgd
+    | Scaffold
+    | FedDyn
+)
 """The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
 
 RULES: Mapping[str, type[Options]] = {
@@ -59,6 +74,8 @@ RULES: Mapping[str, type[Options]] = {
     "fedbuff": FedBuff,
     "fedasync": FedAsync,
     "easgd": Easgd,
+    "scaffold": Scaffold,
+    "feddyn": FedDyn,
 }
 """The options record of each rule, by its name in a job file."""
 
@@ -68,12 +85,14 @@ __all__ = [
     "AdaptiveClip",
     "Contribution",
     "Easgd",
+    "Counterpart",
     "FedAdagrad",
     "FedAdam",
     "FedAsync",
     "FedAvg",
     "FedAvgM",
     "FedBuff",
+    "FedDyn",
     "FedNova",
     "FedYogi",
     "Options",
@@ -81,6 +100,7 @@ __all__ = [
     "Partial",
     "QFedAvg",
     "Rule",
+    "Scaffold",
     "State",
     "Wrapper",
     "clip_by_norm",
@@ -98,8 +118,10 @@ __all__ = [
     "seed_of",
     "server_adagrad",
     "server_adam",
+    "server_feddyn",
     "server_momentum",
     "server_optimizer",
+    "server_scaffold",
     "server_sgd",
     "server_yogi",
     "state_from_bytes",

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from fedplat.model import Blocks, Vector
+from fedplat.model import Blocks, Parameters, Schema, Vector
 
 State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
@@ -72,6 +72,30 @@ def _nothing(partial: Partial) -> Mapping[str, float]:
     return {}
 
 
+def _fits(schema: Schema) -> str:
+    return ""
+
+
+def _same(model: Parameters) -> Parameters:
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Counterpart:
+    """What a rule asks of the job's clients and of its model; by default nothing.
+
+    `algorithm` is what the clients have to compute, by the name that `config.algorithm` gives it; then all updates of
+    an attempt weigh the same, since what the clients remember is balanced over clients, not over examples. `extend`
+    adds to a model what the rule keeps in it, `reduce` takes that away again for those who use the model.
+    `misfit(schema)` says why a model does not do, in words; empty if it does.
+    """
+
+    algorithm: str = ""
+    extend: Callable[[Parameters], Parameters] = _same
+    reduce: Callable[[Parameters], Parameters] = _same
+    misfit: Callable[[Schema], str] = _fits
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An aggregation rule; see the module's docstring for the six functions.
@@ -79,7 +103,7 @@ class Rule:
     `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
     `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
     One that is `from_latest` wants updates as differences from the version that its step is added to, though a client
-    began with an older one (`rebased`).
+    began with an older one (`rebased`). `counterpart` is what it asks of clients and model.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -99,6 +123,7 @@ class Rule:
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False
     from_latest: bool = False
+    counterpart: Counterpart = Counterpart()
 
 
 MAX_METRIC = 1e30

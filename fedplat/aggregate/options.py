@@ -12,6 +12,8 @@ Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 """How much of the past is kept from round to round."""
 Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
 """A power of numbers that may be large: what comes out must stay finite."""
+Population = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
+"""A number of clients."""
 Floor = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
 """A denominator's floor: still above 0 in float32."""
 

@@ -32,7 +32,7 @@ def load(path: Path) -> Submission:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise JobFileError(f"the file cannot be read: {reason}") from exc
     spec = parse_job(text)
-    return Submission(text, spec, initial.resolve(spec.model.initial, path.absolute().parent))
+    return Submission(text, spec, initial.of_job(spec, path.absolute().parent))
 
 
 def submit(

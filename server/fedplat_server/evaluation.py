@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from fedplat import aggregate
 from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat_server import evaluators, logs
@@ -38,10 +39,11 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def score(reference: str, path: str) -> dict[str, float] | Failure:
-    """Runs in the evaluation process: loads the model and calls the evaluator."""
+def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float] | Failure:
+    """Runs in the evaluation process: loads the model, without what the rule keeps in it, and calls the evaluator."""
     try:
-        metrics = evaluators.load(reference)(Parameters.open(path).copy())
+        model = rule.build().counterpart.reduce(Parameters.open(path))
+        metrics = evaluators.load(reference)(model.copy())
         result = {str(name): float(value) for name, value in metrics.items()}
         if bad := [name for name, value in result.items() if not math.isfinite(value)]:
             raise ValueError(f"the metric {bad[0]!r} is {result[bad[0]]}; expected a finite number")
@@ -74,7 +76,9 @@ class _Process:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
-    async def run(self, reference: str, path: Path, timeout_s: float) -> dict[str, float] | Failure:
+    async def run(
+        self, reference: str, path: Path, rule: aggregate.Options, timeout_s: float
+    ) -> dict[str, float] | Failure:
         """Calls the evaluator. Whatever goes wrong but the evaluator's own exceptions ends the process."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
@@ -84,7 +88,8 @@ class _Process:
             )
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._pool, score, reference, str(path)), timeout_s)
+            scoring = loop.run_in_executor(self._pool, score, reference, str(path), rule)
+            return await asyncio.wait_for(scoring, timeout_s)
         except (BrokenProcessPool, TimeoutError, asyncio.CancelledError):
             self.end()
             raise
@@ -106,6 +111,7 @@ class _Turn(NamedTuple):
     job_id: str
     version: ModelVersion
     reference: str
+    rule: aggregate.Options
 
 
 class Evaluation:
@@ -145,7 +151,9 @@ class Evaluation:
         """Scores a version when its turn comes."""
         assert job.spec.evaluation.server is not None
         self._pending[job.job_id] += 1
-        self._queue.put_nowait(_Turn(job.job_id, version, self._references[job.spec.evaluation.server]))
+        self._queue.put_nowait(
+            _Turn(job.job_id, version, self._references[job.spec.evaluation.server], job.spec.aggregation)
+        )
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
 
@@ -173,7 +181,7 @@ class Evaluation:
         log = logs.get().bind(job=turn.job_id, version=turn.version.version, evaluator=turn.reference)
         path = self._blobs.path(turn.version.digest)
         try:
-            metrics = await self._process.run(turn.reference, path, self._timeout_s)
+            metrics = await self._process.run(turn.reference, path, turn.rule, self._timeout_s)
             if isinstance(metrics, Failure):
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return

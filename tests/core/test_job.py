@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from core.aggregate.rules import NEEDED
 from fedplat import aggregate, configuration, model
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
@@ -128,8 +129,9 @@ def test_weights():
 
 @pytest.mark.parametrize("rule", aggregate.RULES)
 def test_each_rule_has_a_name_in_job_files(rule: str):
-    spec = parse_job(f'{SMALL}[updates]\nweighting = "uniform"\n[aggregation]\nrule = "{rule}"\n')
-    assert spec.aggregation == aggregate.RULES[rule]()
+    keys = "\n".join(f"{key} = {value}" for key, value in NEEDED.get(rule, {}).items())
+    more = f'[config]\nalgorithm = "{rule}"\n[updates]\nweighting = "uniform"\n[aggregation]\nrule = "{rule}"\n{keys}'
+    assert type(parse_job(SMALL + more).aggregation) is aggregate.RULES[rule]
 
 
 def with_line(line: str, section: str = "") -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fedplat.aggregate import FedAvg, Scaffold
+from fedplat.aggregate.scaffold import with_control
 from fedplat_server import evaluation
 from fedplat_server.errors import StoreUnavailableError
 from server import harness
@@ -119,6 +121,17 @@ async def test_those_that_fail_cost_a_score_and_nothing_else(
     assert "the evaluation process died" not in log
 
 
+def test_evaluators_see_the_model_without_what_the_rule_keeps_in_it(tmp_path: Path) -> None:
+    path, evaluator = tmp_path / "model", tmp_path / "names.py"
+    path.write_bytes(with_control(initial_model()).to_bytes())
+    evaluator.write_text("def count(parameters):\n    return dict.fromkeys(parameters, 1.0)")
+    own, kept = (
+        evaluation.score(f"{evaluator}:count", str(path), rule) for rule in (Scaffold(num_clients=9), FedAvg())
+    )
+    assert own == {"weight": 1.0, "bias": 1.0}
+    assert kept == {"weight": 1.0, "bias": 1.0, "control/weight": 1.0, "control/bias": 1.0}
+
+
 async def test_one_whose_process_dies_costs_a_score_and_nothing_else(folder: Path, file: Path) -> None:
     async with harness.running(folder, evaluators=names(file)) as site:
         job = await site.operator.start(scored("dies", 2))
@@ -200,10 +213,11 @@ def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
     script.write_text(
         "import asyncio, sys\n"
         "from pathlib import Path\n"
+        "from fedplat.aggregate import FedAvg\n"
         "from fedplat_server import evaluation\n"
         "async def main():\n"
         "    process = evaluation._Process()\n"
-        "    print((await process.run(sys.argv[1], Path(sys.argv[2]), 60.0))['process'], flush=True)\n"
+        "    print((await process.run(sys.argv[1], Path(sys.argv[2]), FedAvg(), 60.0))['process'], flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"

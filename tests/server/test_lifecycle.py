@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
+from fedplat.aggregate.scaffold import with_control
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from server.harness import Site, initial_model, job_file, reason_name, update_of
@@ -153,6 +154,12 @@ async def test_models_that_cannot_be_trained_are_refused(site: Site) -> None:
         with pytest.raises(aio.AioRpcError) as caught:
             await site.operator.create(job_file(), Parameters.from_arrays(arrays))
         assert said in (caught.value.details() or "")
+    scaffold = '[config]\nalgorithm = "scaffold"\n[updates]\nweighting = "uniform"\n'
+    scaffold += '[aggregation]\nrule = "scaffold"\nnum_clients = 9'
+    with pytest.raises(aio.AioRpcError) as caught:
+        await site.operator.create(job_file(more=scaffold))
+    assert "for each NAME of them a tensor control/NAME" in (caught.value.details() or "")
+    await site.operator.create(job_file(more=scaffold), with_control(initial_model()))
     request = admin_pb2.CreateJobRequest(job_file=job_file(), initial_digest="0" * 64, idempotency_key="12345678")
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.stub.CreateJob(request)

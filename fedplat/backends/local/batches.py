@@ -57,7 +57,7 @@ class Plan:
         return max(1, math.floor(self.fraction * whole + 1e-9))
 
     def steps(self) -> Iterator[Indices]:
-        """The examples of each step, epoch by epoch; the same whenever it is asked for."""
+        """The examples of each step, epoch by epoch; the same whenever they are asked for."""
         rng = np.random.default_rng([self.seed, 0])
         left = self.num_steps
         while left:
@@ -66,10 +66,6 @@ class Plan:
                 yield order[start : start + self.step_size]
             left -= min(left, self.steps_per_epoch)
 
-    def batches(self) -> Iterator[Indices]:
-        """The batches of all steps, one after the other; a step has up to `accumulate` of them."""
-        return (batch for step in self.steps() for batch in self.batches_of(step))
-
     def batches_of(self, step: Indices) -> list[Indices]:
-        """The batches of one step."""
+        """The batches of one step, up to `accumulate` of them."""
         return [step[start : start + self.batch_size] for start in range(0, len(step), self.batch_size)]

@@ -98,9 +98,18 @@ class Trainee:
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Generator[None]:
     """Within it PyTorch's randomness is that of a seed; afterwards its global state is as it was."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:  # torch.manual_seed takes a millisecond, for a stack trace in case it fails later
+            generator.manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
         yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def _personal_names(module: nn.Module, patterns: tuple[str, ...]) -> Iterator[str]:

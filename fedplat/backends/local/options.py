@@ -10,7 +10,9 @@ from msgspec import Meta
 
 from fedplat.aggregate import local
 from fedplat.aggregate import options as ranges
+from fedplat.aggregate.feddyn import client_feddyn
 from fedplat.aggregate.local import LocalAlgorithm
+from fedplat.aggregate.scaffold import client_scaffold
 from fedplat.configuration import read_record
 
 Scalar = bool | int | float | str
@@ -34,9 +36,11 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bound of the L2 norm of a step's gradient, before the algorithm adds to it; 0: none."""
     accumulate: Count = 1
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    algorithm: Literal["sgd", "fedprox"] = "sgd"
+    algorithm: Literal["sgd", "fedprox", "scaffold", "feddyn"] = "sgd"
     mu: Coefficient = 0.0
     """μ of FedProx."""
+    alpha: Coefficient = 0.0
+    """α of FedDyn."""
     learning_rate_decay: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     """What the learning rate is multiplied by from one round to the next."""
     partial_work: bool = False
@@ -50,6 +54,8 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"accumulate = {self.accumulate}: expected 1 where a batch is all data (batch_size = 0)")
         if self.mu and self.algorithm != "fedprox":
             raise ValueError(f'mu = {self.mu}: only the algorithm "fedprox" has it, and this is "{self.algorithm}"')
+        if (self.alpha > 0) != (self.algorithm == "feddyn"):
+            raise ValueError(f'alpha = {self.alpha}: expected a number above 0 with the algorithm "feddyn", else none')
 
     @classmethod
     def from_config(cls, config: Mapping[str, Scalar]) -> LocalOptions:
@@ -68,3 +74,7 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 return local.sgd()
             case "fedprox":
                 return local.fedprox(self.mu)
+            case "scaffold":
+                return client_scaffold()
+            case "feddyn":
+                return client_feddyn(self.alpha)

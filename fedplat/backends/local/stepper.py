@@ -103,7 +103,7 @@ class Stepper:
                     continue
                 if pull:
                     slope.add_(weight - start, alpha=pull)
-                if drift:
+                if name in drift:
                     slope.add_(drift[name])
 
 

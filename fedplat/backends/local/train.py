@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedplat.backends.local.learner import Trainee, seeded
 from fedplat.backends.local.options import LocalOptions
 from fedplat.backends.local.scores import Scores
 from fedplat.backends.local.stepper import MakeOptimizer, Stepper
+from fedplat.errors import ModelError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 
@@ -59,15 +61,14 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     start = _Start(trainee, parameters, work)
     with seeded(trainee.device, work.seed):
         scores, num_steps = _run(trainee, start, work)
-    momentum, pull = work.options.momentum, start.correction.pull
-    steps = effective_steps(num_steps, learning_rate=work.learning_rate, momentum=momentum, pull=pull)
-    ending = start.ending(trainee, steps)
+    way = start.way(trainee, num_steps)
+    ending = start.ending(way)
     trainee.save(parameters, work.memory)
     for name, change in backend.to_arrays(ending.update).items():
         parameters[name] += change
     metrics["local_steps"] = float(num_steps)
-    if steps != num_steps and work.make_optimizer is None:  # what steps of a user's optimizer count for, nobody knows
-        metrics["effective_steps"] = steps
+    if way.steps != num_steps:
+        metrics["effective_steps"] = way.steps
     return {**scores.means(), **metrics}
 
 
@@ -104,18 +105,25 @@ class _Start:
         self._half = work.options.client_half()
         given = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
         self.weights = {name: given[name] for name in trainee.parameters() if name not in trainee.personal}
-        control = {name: given[CONTROL + name] for name in self.weights} if self._half.needs_control else {}
+        control = _control(given, self.weights, work) if self._half.needs_control else {}
         note = work.memory.get(self._note)
         self._remembered = {} if note is None else _on(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._remembered)
 
-    def ending(self, trainee: Trainee, steps: float) -> Ending:
-        """What the algorithm adds to the update; what the client remembers goes to its memory."""
-        work, trained = self._work, trainee.parameters()
+    def way(self, trainee: Trainee, num_steps: int) -> Way:
+        """How far the training went."""
+        trained, rate = trainee.parameters(), self._work.learning_rate
         moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
-        ending = self._half.end(self.correction, self._remembered, Way(moved, work.learning_rate, steps))
+        if self._work.make_optimizer is not None:  # what steps of a user's optimizer count for, nobody knows
+            return Way(moved, rate, num_steps)
+        momentum, pull = self._work.options.momentum, self.correction.pull
+        return Way(moved, rate, effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull))
+
+    def ending(self, way: Way) -> Ending:
+        """What the algorithm adds to the update; what the client remembers goes to its memory."""
+        ending = self._half.end(self.correction, self._remembered, way)
         if ending.remember:
-            work.memory.put(self._note, backend.from_state_dict(ending.remember))
+            self._work.memory.put(self._note, backend.from_state_dict(ending.remember))
         return ending
 
 
@@ -132,9 +140,10 @@ def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Scores, int]:
     stepper = Stepper(
         trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
     )
-    batches = work.examples.batches(plan.batches())
+    steps, ahead = itertools.tee(plan.steps())
+    batches = work.examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
     scores, num_steps = Scores(), 0
-    for number, step in enumerate(plan.steps()):
+    for number, step in enumerate(steps):
         if number % plan.steps_per_epoch == 0:
             scores = Scores()
         for batch in plan.batches_of(step):
@@ -153,6 +162,19 @@ def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Scores, int]:
 def _in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
     for start in range(0, num_examples, batch_size):
         yield np.arange(start, min(start + batch_size, num_examples))
+
+
+def _control(given: Mapping[str, torch.Tensor], names: Iterable[str], work: Training) -> dict[str, torch.Tensor]:
+    """The model's control variates."""
+    algorithm = work.options.algorithm
+    if work.make_optimizer is not None:
+        raise ValueError(f'the algorithm "{algorithm}" is one of SGD; expected no optimizer of the trainer\'s own')
+    if missing := [name for name in names if CONTROL + name not in given]:
+        raise ModelError(
+            f'the model has no tensor {CONTROL + missing[0]!r}, which the algorithm "{algorithm}" needs; expected a '
+            "job whose aggregation rule adds it"
+        )
+    return {name: given[CONTROL + name] for name in names}
 
 
 def _on(device: torch.device, note: Parameters) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ class AdminService(MembersMethods, OperatorMethods):
         self._check_evaluator(spec)
         self._check_durability(spec)
         digest = requests.digest(request.initial_digest)
-        size_bytes = await asyncio.to_thread(self._check_model, digest)
+        size_bytes = await asyncio.to_thread(self._check_model, digest, spec)
         state = JobState(
             job_id=services.new_id("j"),
             spec=spec,
@@ -216,7 +216,7 @@ class AdminService(MembersMethods, OperatorMethods):
                 "or leave evaluation.server out of the job file",
             )
 
-    def _check_model(self, digest: str) -> int:
+    def _check_model(self, digest: str, spec: JobSpec) -> int:
         path = self._services.blobs.path(digest)
         try:
             parameters = Parameters.open(path)
@@ -228,4 +228,6 @@ class AdminService(MembersMethods, OperatorMethods):
             raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
         if not parameters.is_finite():
             raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
+        if misfit := spec.rule().counterpart.misfit(parameters.schema):
+            raise RefusedError(Code.INVALID_MODEL, misfit)
         return path.stat().st_size

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from core.aggregate.rules import make_rule
 from fedplat.aggregate import (
     RULES,
     Accumulator,
@@ -181,7 +182,7 @@ def wide_model(seed: int) -> Parameters:
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_end_part_by_part_is_the_end_of_the_whole(name: str, tmp_path: Path):
-    rule, base, size = RULES[name]().build(), wide_model(0), wide_model(0).schema.num_floating
+    rule, base, size = make_rule(name), wide_model(0), wide_model(0).schema.num_floating
     (tmp_path / "base").write_bytes(base.to_bytes())
     whole, contribution = rule.init(size), Contribution(3.0, metrics=dict.fromkeys(rule.metrics, 2.0))
     for seed in (1, 2):

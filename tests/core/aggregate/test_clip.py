@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.aggregate.rules import make_rule
 from fedplat.aggregate import RULES, Contribution, Rule, clip_by_norm, l2_norm, weighted_mean
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
@@ -82,8 +83,8 @@ def test_an_impossible_bound_is_refused(max_norm: float):
 )  # they look at the update as it was sent
 def test_clipping_inside_and_outside_a_server_optimizer_is_the_same(name: str):
     updates = [np.random.default_rng(seed).normal(size=50).astype(np.float32) for seed in range(3)]
-    outside = clip_by_norm(0.5)(RULES[name]().build())
-    inside = RULES[name]().build()
+    outside = clip_by_norm(0.5)(make_rule(name))
+    inside = make_rule(name)
     partials = outside.start(50), inside.start(50)
     for update in updates:
         # A clipped update that is folded again is within the bound, so the second clip does nothing.

@@ -14,7 +14,7 @@ import pytest
 from fedplat.aggregate import RULES, Contribution, Options, Partial, Rule, state_from_bytes, state_to_bytes, unusable
 from fedplat.model import BLOCK, Vector, VectorBlocks
 
-SIZE = BLOCK + 37  # more than one block, and not a whole number of them
+SIZE = BLOCK + 38  # more than one block, and not a whole number of them; SCAFFOLD has halves
 NUM_ROUNDS = 5
 Wide = npt.NDArray[np.float64]
 Updates = list[tuple[Vector, Contribution]]
@@ -32,6 +32,7 @@ class Case:
 
 BAD_RATE = (0, -0.1, float("inf"), float("nan"), "fast", True)
 BAD_PART = (0, -0.1, 1.1, float("nan"))
+BAD_COUNT = (0, -1, 1.5, "many", True)
 BAD_DECAY = (-0.1, 1, 1.5, float("nan"))
 BAD_TAU = (0, -1e-3, 1e-40, float("inf"))
 
@@ -106,6 +107,22 @@ def easgd(o: Any, deltas: Iterator[Wide]) -> Iterator[Wide]:
     return (o.moving_rate * delta for delta in deltas)
 
 
+def scaffold(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    """The vector is x, and then c."""
+    for updates in rounds:
+        mean = weighted(updates, lambda u, c: u) / total_weight(updates)
+        yield np.concatenate([o.learning_rate * mean[: SIZE // 2], len(updates) / o.num_clients * mean[SIZE // 2 :]])
+
+
+def feddyn(o: Any, rounds: list[Updates]) -> Iterator[Wide]:
+    """With the server's state as the paper has it, and any alpha."""
+    alpha, h = 0.3, np.zeros(SIZE)
+    for updates in rounds:
+        mean = weighted(updates, lambda u, c: u) / total_weight(updates)
+        h = h - alpha / o.num_clients * len(updates) * mean
+        yield mean - h / alpha
+
+
 CASES = {
     "fedavg": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, on_means(fedavg)),
     "fedavgm": Case(
@@ -139,6 +156,10 @@ CASES = {
     "fedbuff": Case({"learning_rate": 0.7}, {"learning_rate": BAD_RATE}, divided_by_number("learning_rate")),
     "fedasync": Case({"mixing": 0.7}, {"mixing": BAD_PART}, divided_by_number("mixing")),
     "easgd": Case({"moving_rate": 0.7}, {"moving_rate": BAD_PART}, on_means(easgd)),
+    "scaffold": Case(
+        {"num_clients": 10, "learning_rate": 0.7}, {"num_clients": BAD_COUNT, "learning_rate": BAD_RATE}, scaffold
+    ),
+    "feddyn": Case({"num_clients": 10}, {"num_clients": BAD_COUNT}, feddyn),
 }
 every_rule = pytest.mark.parametrize("name", CASES)
 
@@ -192,8 +213,8 @@ def test_every_rule_has_a_row():
 
 def test_the_union_and_the_table_agree():
     for name, record in RULES.items():
-        assert type(msgspec.convert({"rule": name}, Options)) is record
-        assert msgspec.to_builtins(record())["rule"] == name
+        assert type(options := make_options(name)) is record
+        assert msgspec.to_builtins(options)["rule"] == name
 
 
 @every_rule
@@ -338,9 +359,9 @@ def test_options_refuse_values_out_of_range_and_unknown_keys(name: str):
     for field, values in CASES[name].bad.items():
         for value in values:
             with pytest.raises(msgspec.ValidationError, match=f"\\$.{field}"):
-                msgspec.convert({"rule": name, field: value}, Options)
+                msgspec.convert({"rule": name, **CASES[name].options, field: value}, Options)
             with pytest.raises(ValueError, match=f"^{field} is"):
-                RULES[name](**{field: value})
+                RULES[name](**{**CASES[name].options, field: value})
     with pytest.raises(msgspec.ValidationError, match="learning_rat`"):
         msgspec.convert({"rule": name, "learning_rat": 1.0}, Options)
 

@@ -34,7 +34,7 @@ def test_no_batch_size_means_all_data_at_once() -> None:
 def test_accumulated_batches_are_one_step() -> None:
     plan = make_plan(11, accumulate=2)
     assert sizes(plan) == [8, 3]
-    assert [len(batch) for batch in plan.batches()] == [4, 4, 3]
+    assert [[len(batch) for batch in plan.batches_of(step)] for step in plan.steps()] == [[4, 4], [3]]
     larger = make_plan(11, batch_size=8)
     assert [step.tolist() for step in plan.steps()] == [step.tolist() for step in larger.steps()]
 
