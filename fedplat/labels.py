@@ -84,12 +84,18 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Predicate:
     if isinstance(op, ast.In | ast.NotIn):
         value, members = _scalar(left), _members(right)
         wanted = isinstance(op, ast.In)
+        texts = frozenset(member for member in members if isinstance(member, str))
+        numbers = [member for member in members if not isinstance(member, str)]
 
         def contains(labels: Labels) -> bool:
             found = value(labels)
             if found is None:
                 return False
-            return any(_compare(operator.eq, found, member) for member in members) is wanted
+            if isinstance(found, str):  # a label: text equals text alone, and it is asked for at every check-in
+                is_member = found in texts or any(_compare(operator.eq, found, number) for number in numbers)
+            else:
+                is_member = any(_compare(operator.eq, found, member) for member in members)
+            return is_member is wanted
 
         return contains
     compare = _OPERATORS.get(type(op))

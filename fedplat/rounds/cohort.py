@@ -7,10 +7,11 @@ Here a step copies about sqrt(cohort) entries: a shared base, and a small map of
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Generic, TypeVar
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from typing import Any, Generic, TypeVar
 
 _Value = TypeVar("_Value")
+_ABSENT: Any = object()
 
 
 class Cohort(Mapping[str, _Value], Generic[_Value]):
@@ -39,9 +40,14 @@ class Cohort(Mapping[str, _Value], Generic[_Value]):
 
     def changed_since(self, before: Mapping[str, _Value]) -> tuple[_Value, ...]:
         """The values that `before` has not, or has others for."""
-        names: Iterable[str] = self
+        # Plain dictionaries are compared first: through `Mapping` each entry cost ten times as much.
         if isinstance(before, Cohort) and before._base is self._base:
-            names = dict.fromkeys((*self._recent, *before._recent))
+            now, then = self._recent, before._recent
+            names = [name for name, value in now.items() if then.get(name, _ABSENT) is not value]
+            names += [name for name in then if name not in now]
+        else:
+            then = before._merged() if isinstance(before, Cohort) else before
+            names = [name for name, value in self._merged().items() if then.get(name, _ABSENT) is not value]
         return tuple(self[name] for name in names if name in self and before.get(name) is not self[name])
 
     def __getitem__(self, name: str) -> _Value:

@@ -64,13 +64,12 @@ class Driver:
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
         self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
         self._rng, self._tokens = _rng(seed, _COORDINATOR), Tokens()
-        self._timer, self._batch_s = np.inf, fleet.options.batch_s
+        self._timer = np.inf
         self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
         self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
         self._agenda: Agenda[tuple[Callable[[Any], Event | None], Any]] = Agenda()
         self._tasks: dict[int, Task] = {}
-        self._stopped: list[int] = []
         self._settled: AttemptKey | None = None
 
     @property
@@ -82,7 +81,7 @@ class Driver:
         """Plays until the job has ended, until the time is over, or until nothing will ever happen again."""
         self._do([OperatorCommand(self._spec.name, Action.START)])
         while self.job.status not in ENDED_JOBS:
-            moment = min(self._timer, self._agenda.first(), self._idle.first() + self._batch_s)
+            moment = min(self._timer, self._agenda.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
                 break
             self.now = max(self.now, moment)
@@ -146,8 +145,6 @@ class Driver:
 
     def _hear(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
         """Clients hear what became of what they said, and are free again."""
-        clients: list[int] = []
-        succeeded: list[bool] = []
         for event, verdict in zip(events, verdicts, strict=True):
             if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
                 task = self._tasks.pop(int(event.client_id))
@@ -155,10 +152,7 @@ class Driver:
                 task.is_over = True
                 if not accepted:
                     self._training.drop(task)
-                clients.append(task.client)
-                succeeded.append(accepted)
-        if clients:
-            self._idle.finished(np.array(clients), self.now, succeeded)
+                self._idle.finished(task.client, self.now, failed=not accepted)
 
     def _settle(self, changes: Sequence[Change]) -> None:
         """What was stored is counted; a version that was committed is the one to train on from now."""
@@ -182,9 +176,6 @@ class Driver:
                     refusals.append(command)
                 case _:
                     self._carry_out(command)
-        if self._stopped:
-            self._idle.finished(np.array(self._stopped), self.now, [True] * len(self._stopped))
-            self._stopped = []
         if refusals:
             self._idle.refused(refusals, self.now)
         if assigns:
@@ -198,7 +189,7 @@ class Driver:
                 task = self._tasks.get(int(command.client_id))
                 if task is not None and task.key == command.key:  # else it is not there to hear it
                     self._end(task)
-                    self._stopped.append(task.client)
+                    self._idle.finished(task.client, self.now, failed=False)
             case Fold():
                 self._training.fold(command)
             case Commit():

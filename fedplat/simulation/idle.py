@@ -24,7 +24,8 @@ _SPAN_S = 60.0
 class Idle:
     """All clients that have no work. Each has one alarm: the moment at which it checks in or, while it waits, leaves.
 
-    No client is an object; what a check-in says is one, made when a client first checks in, and clients with the same
+    Their events are handed out in batches, `batch_s` after the first of each: a million clients come and go several
+    hundred times a second, and what a batch costs hardly grows with its size. No client is an object; what a check-in says is one, made when a client first checks in, and clients with the same
     labels share them.
     """
 
@@ -34,6 +35,9 @@ class Idle:
         self._waiting = np.zeros(fleet.num_clients, np.bool_)
         self._until = np.zeros(fleet.num_clients)
         self._failures = np.zeros(fleet.num_clients, np.int8)
+        # Clients that are free again, since when, and whether they failed: they get their alarms at the next batch.
+        self._free: list[tuple[int, float, bool]] = []
+        self._batch_s = fleet.options.batch_s
         self._check_ins: list[ClientCheckedIn | None] = [None] * fleet.num_clients
         self._labels: dict[tuple[int, ...], dict[str, str]] = {}
         evaluation = spec.evaluation.clients
@@ -45,15 +49,17 @@ class Idle:
         arrive_s = fleet.options.arrive_s or pacing.idle_window(fleet.num_clients).max_s
         self.come(np.arange(fleet.num_clients), rng.uniform(0.0, arrive_s, fleet.num_clients))
 
-    def first(self) -> float:
-        """The earliest moment at which somebody checks in or leaves."""
-        return self._alarms.first()
+    def next_batch(self) -> float:
+        """The moment of the next batch; infinite if nobody will ever come."""
+        first = min(self._free[0][1], self._alarms.first()) if self._free else self._alarms.first()
+        return first + self._batch_s
 
     def events(self, now: float) -> list[Event]:
-        """Who checks in and who leaves up to now, in order."""
-        clients, times = self._alarms.due(now)
-        if not len(clients):
+        """If a batch is due: who has checked in or left up to now, in order."""
+        if self.next_batch() > now:
             return []
+        self._release()
+        clients, times = self._alarms.due(now)
         leaving = self._waiting[clients]
         self._waiting[clients] = ~leaving
         coming = clients[~leaving]
@@ -81,12 +87,18 @@ class Idle:
         self._alarms.clear(clients)
         return self._until[clients]
 
-    def finished(self, clients: Clients, now: float, succeeded: Sequence[bool]) -> None:
-        """Clients have no work any more: they check in at once, or after a back-off if they failed."""
-        failed = ~np.asarray(succeeded)
+    def finished(self, client: int, now: float, *, failed: bool) -> None:
+        """A client has no work any more: it checks in at once, or after a back-off if it failed."""
+        self._free.append((client, now, failed))
+
+    def _release(self) -> None:
+        if not self._free:
+            return
+        clients, since, failed = (np.array(column) for column in zip(*self._free, strict=True))
+        self._free = []
         bound = np.minimum(FIRST_BACKOFF_S * 2.0 ** self._failures[clients], MAX_BACKOFF_S)
         self._failures[clients] = np.where(failed, np.minimum(self._failures[clients] + 1, 64), 0)
-        self.come(clients, now + np.where(failed, bound * self._rng.random(len(clients)), 0.0))
+        self.come(clients, since + np.where(failed, bound * self._rng.random(len(clients)), 0.0))
 
     def come(self, clients: Clients, at: Floats) -> None:
         """Clients check in at these moments, or as soon as they are there."""
