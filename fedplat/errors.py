@@ -7,6 +7,7 @@ FedplatError
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
 ├── LabelError        an expression over client labels that cannot be read
 ├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
+├── JournalError      a simulation that cannot go on from what was written of it
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
@@ -41,6 +42,10 @@ class LabelError(FedplatError):
 
 class DataError(FedplatError):
     """Data for a simulation that is missing, or does not fit what shall be done with it."""
+
+
+class JournalError(FedplatError):
+    """A simulation that cannot go on from what was written of it."""
 
 
 class TicketError(FedplatError):

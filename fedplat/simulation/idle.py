@@ -25,8 +25,8 @@ class Idle:
     """All clients that have no work. Each has one alarm: the moment at which it checks in or, while it waits, leaves.
 
     Their events are handed out in batches, `batch_s` after the first of each: a million clients come and go several
-    hundred times a second, and what a batch costs hardly grows with its size. No client is an object; what a check-in says is one, made when a client first checks in, and clients with the same
-    labels share them.
+    hundred times a second, and what a batch costs hardly grows with its size. No client is an object; what a check-in
+    says is one, made when a client first checks in, and clients with the same labels share them.
     """
 
     def __init__(self, fleet: Fleet, spec: JobSpec, rng: np.random.Generator) -> None:

@@ -46,6 +46,23 @@ class _Sum:
     made: tuple[Parameters, State] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a job is after a version was committed, while no update is on its way: a run can go on from here.
+
+    `models` are the versions that clients at work began with, and the latest; `step` the size of its encoded step, if
+    there is one. The rest is what the rule, the clients' codecs and the clients remember.
+    """
+
+    version: int
+    models: Mapping[int, Parameters]
+    state: State
+    scalars: Mapping[str, float]
+    residuals: Mapping[int, Vector]
+    memories: Mapping[int, Mapping[str, Parameters]]
+    step: float | None
+
+
 class Learning:
     """A job's models, and its clients' updates; see `Training` for what each method is asked."""
 
@@ -61,17 +78,21 @@ class Learning:
         self._sums: dict[AttemptKey, _Sum] = {}
         self._received: dict[tuple[AttemptKey, str], _Update] = {}
         self._users: Counter[int] = Counter()
+        self._models: dict[int, Parameters] = {}
         self._version = 0
         size = float(initial.schema.file_size_bytes)
         self.sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
         rule, _ = self._rule(seed_of(spec.name, 0))
         self._state: State = rule.init(initial.schema.num_floating)
         self._scalars: Mapping[str, float] = {}
-        self._models: dict[int, Parameters] = {}
-        self._publish(0)
 
     def first_version(self) -> ModelVersion:
         """See `Training`."""
+        self._publish(0, self.model)
+        return self.version_zero()
+
+    def version_zero(self) -> ModelVersion:
+        """The initial model's record, before anybody can train on it."""
         return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
 
     def expect(self, tasks: Sequence[Task]) -> None:
@@ -155,16 +176,42 @@ class Learning:
             if update.left_out is not None:
                 self._residuals[update.work.client] = update.left_out
         before, self._version = self._version, version
-        (self.model, self._state), self._scalars = found.made, found.accumulator.scalars
-        self._publish(version)
+        self.model, self._state = found.made
+        self._scalars = found.accumulator.scalars
+        self._publish(version, self.model)
         if not self._users[before]:
             self._retire(before)
         if found.payloads:
-            self.sizes = dataclasses.replace(self.sizes, step=float(len(found.payloads[-1])))
+            self.sizes = self.sizes._replace(step=float(len(found.payloads[-1])))
         evaluation = self._spec.evaluation
         if key.round % evaluation.every == 0 or key.round >= self._spec.rounds:
             return self._engine.evaluate(self.model)
         return {}
+
+    def snapshot(self) -> Snapshot | None:
+        """What a run could go on from now; None while updates are on their way into a version."""
+        if self._received or self._sums:
+            return None
+        return Snapshot(
+            version=self._version,
+            models=dict(self._models),
+            state=self._state,
+            scalars=self._scalars,
+            residuals=dict(self._residuals),
+            memories=self._engine.memories(),
+            step=self.sizes.step,
+        )
+
+    def restore(self, snapshot: Snapshot, tasks: Sequence[Task]) -> None:
+        """Goes on from a snapshot; `tasks` are those under way whose reports will matter."""
+        self._version, self.model = snapshot.version, snapshot.models[snapshot.version]
+        self._state, self._scalars = snapshot.state, snapshot.scalars
+        self._residuals = dict(snapshot.residuals)
+        self.sizes = self.sizes._replace(step=snapshot.step)
+        self._engine.remember(snapshot.memories)
+        for version, model in sorted(snapshot.models.items()):
+            self._publish(version, model)
+        self.expect(tasks)
 
     def _work(self, task: Task) -> Work:
         entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
@@ -179,17 +226,15 @@ class Learning:
         """One work less begins, or has begun, with a version."""
         self._users[version] -= 1
         if not self._users[version] and version != self._version:
-            del self._users[version]
             self._retire(version)
 
-    def _publish(self, version: int) -> None:
-        self._engine.publish(version, self.model)
-        if self._plain.from_latest:
-            self._models[version] = self.model
+    def _publish(self, version: int, model: Parameters) -> None:
+        self._models[version] = model
+        self._engine.publish(version, model)
 
     def _retire(self, version: int) -> None:
+        del self._models[version], self._users[version]
         self._engine.retire(version)
-        self._models.pop(version, None)
 
     def _rule(self, seed: int) -> tuple[Rule, list[bytes]]:
         """The job's rule, and where it puts its encoded steps if the job has a downlink."""

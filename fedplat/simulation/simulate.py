@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+from pathlib import Path
+
+import msgspec
 
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.fleet import Fleet
+from fedplat.simulation.journal import Journal
 from fedplat.simulation.learning import Learning
 from fedplat.simulation.ports import Engine
 from fedplat.simulation.result import Result
 from fedplat.simulation.tally import Observer, Tally, groups_of, staleness_of
-from fedplat.simulation.training import Scheduling
+from fedplat.simulation.training import Scheduling, Training
 
 YEAR_S = 365 * 86_400.0
 
@@ -35,23 +41,44 @@ class Simulation:
     until_s: float = YEAR_S
 
 
-def run(simulation: Simulation, observe: Observer | None = None, trace: Trace | None = None) -> Result:
-    """Runs a simulation to its end; `observe` hears of each attempt when it has ended, `trace` of each batch of events.
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Who hears of a run while it goes on, and where it is written down.
 
-    Raises `ValueError` when its parts do not fit together, and whatever training raises.
+    `observe` hears of each attempt when it has ended, `trace` of each batch of events. With `journal`, a folder, a run
+    that is stopped goes on from its last checkpoint when it is run again (with an engine only), one of which is made
+    with every `checkpoint_every`-th version; attempts that are replayed are observed again.
+    """
+
+    observe: Observer | None = None
+    trace: Trace | None = None
+    journal: Path | None = None
+    checkpoint_every: int = 1
+
+
+def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
+    """Runs a simulation to its end.
+
+    Raises `ValueError` when its parts do not fit together, `JournalError` when the journal is of no use, and whatever
+    training raises.
     """
     spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
-    if engine is None:
-        size = simulation.model_bytes if simulation.initial is None else simulation.initial.schema.file_size_bytes
-        training = Scheduling(float(size))
-    else:
-        if simulation.initial is None:
-            raise ValueError("a simulation with an engine needs an initial model")
-        fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-        training = Learning(spec, engine, simulation.initial, seed)
-    tally = Tally(fleet, observe)
-    driver = Driver(spec, fleet, training, tally, seed, trace)
-    driver.run(simulation.until_s)
+    with contextlib.ExitStack() as stack:
+        training: Training
+        learning: Learning | None = None
+        if engine is None:
+            training = Scheduling(_model_bytes(simulation))
+        else:
+            if simulation.initial is None:
+                raise ValueError("a simulation with an engine needs an initial model")
+            fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
+            training = learning = Learning(spec, engine, simulation.initial, seed)
+            if hooks.journal is not None:
+                journal = Journal(learning, hooks.journal, identity_of(simulation, fleet), hooks.checkpoint_every)
+                training = stack.enter_context(contextlib.closing(journal))
+        tally = Tally(fleet, hooks.observe)
+        driver = Driver(spec, fleet, training, tally, seed, hooks.trace)
+        driver.run(simulation.until_s)
     participation = tally.participation()
     return Result(
         job=spec.name,
@@ -64,5 +91,20 @@ def run(simulation: Simulation, observe: Observer | None = None, trace: Trace | 
         staleness=staleness_of(tally.attempts),
         groups=groups_of(fleet, participation),
         participation=participation,
-        model=training.model if isinstance(training, Learning) else None,
+        model=learning.model if learning is not None else None,
     )
+
+
+def identity_of(simulation: Simulation, fleet: Fleet) -> str:
+    """A text that only equal simulations share, as far as it can be seen without training."""
+    digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
+    digest.update(fleet.examples.tobytes())
+    if simulation.initial is not None:
+        digest.update(simulation.initial.schema.header)
+        digest.update(simulation.initial.buffer.data)
+    return digest.hexdigest()
+
+
+def _model_bytes(simulation: Simulation) -> float:
+    initial = simulation.initial
+    return simulation.model_bytes if initial is None else float(initial.schema.file_size_bytes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +59,7 @@ class Task:
     is_over: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What travels, in bytes. `step`: of the encoded step from the version before, if the job has a downlink."""
 
     model: float

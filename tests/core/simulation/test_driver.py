@@ -10,7 +10,7 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import LeastSquares, initial
 from fedplat.simulation.result import AttemptRecord, Result
-from fedplat.simulation.simulate import Simulation, run
+from fedplat.simulation.simulate import Hooks, Simulation, run
 
 
 def schedule(seed: int = 1, until_s: float = 1e6, **fleet: Any) -> Result:
@@ -53,7 +53,7 @@ def test_a_run_ends_when_its_time_is_over() -> None:
 
 def test_observers_hear_of_each_attempt_in_order() -> None:
     heard: list[AttemptRecord] = []
-    result = run(Simulation(spec=job(), fleet=make_fleet(**BAD), seed=1), heard.append)
+    result = run(Simulation(spec=job(), fleet=make_fleet(**BAD), seed=1), Hooks(observe=heard.append))
     assert tuple(heard) == result.attempts
     ended = [record.ended_at for record in heard]
     assert ended == sorted(ended)
