@@ -1,0 +1,106 @@
+"""A simulation that was stopped goes on, and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.least_squares import LeastSquares, initial
+from fedplat.errors import JournalError
+from fedplat.simulation.result import AttemptRecord, Result
+from fedplat.simulation.simulate import Hooks, Simulation, run
+
+JOBS: list[dict[str, Any]] = [
+    {},
+    {
+        "compression": {"uplink": {"codec": "topk"}, "downlink": {"codec": "quantize"}},
+        "aggregation": {"rule": "fedadam"},
+        "updates": {"clip_norm": 0.5},
+    },
+]
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Fragile(LeastSquares):
+    """An engine that dies after some more results."""
+
+    num_results_left = -1
+
+    def result(self, work: Any) -> Any:
+        self.num_results_left -= 1
+        if self.num_results_left == 0:
+            raise StoppedError
+        return super().result(work)
+
+
+def play(folder: Path | None, engine: Fragile, sections: dict[str, Any], stop_at: int = 0) -> Result:
+    """Runs a small simulation, or stops in the middle of the round after `stop_at`."""
+
+    def observe(record: AttemptRecord) -> None:
+        if record.version == stop_at:
+            engine.num_results_left = 3
+
+    fleet = make_fleet(30, **BAD)
+    simulation = Simulation(spec=job(**sections), fleet=fleet, engine=engine, initial=initial(), seed=4)
+    return run(simulation, Hooks(observe=observe if stop_at else None, journal=folder, checkpoint_every=2))
+
+
+@pytest.mark.parametrize("sections", JOBS)
+@pytest.mark.parametrize("stop_at", [1, 2, 5])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    tmp_path: Path, sections: dict[str, Any], stop_at: int
+) -> None:
+    whole = play(None, Fragile(30), sections)
+    with pytest.raises(StoppedError):
+        play(tmp_path, Fragile(30), sections, stop_at)
+    engine = Fragile(30)
+    resumed = play(tmp_path, engine, sections)
+    assert resumed.to_dict(clients=True) == whole.to_dict(clients=True)
+    assert resumed.model is not None
+    assert whole.model is not None
+    assert resumed.model.buffer.tobytes() == whole.model.buffer.tobytes()
+    trained_before = sum(record.num_updates for record in whole.rounds if record.version <= stop_at // 2 * 2)
+    total = sum(record.num_updates for record in whole.rounds)
+    assert total - trained_before <= engine.calls["results"] < total - trained_before + 4
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
+def test_a_run_that_has_ended_is_replayed_without_training(tmp_path: Path) -> None:
+    first = play(tmp_path, Fragile(30), {})
+    engine = Fragile(30)
+    again = play(tmp_path, engine, {})
+    assert again.to_dict(clients=True) == first.to_dict(clients=True)
+    assert again.model == first.model
+    assert engine.calls["results"] == 0
+
+
+def test_the_journal_of_another_simulation_is_refused(tmp_path: Path) -> None:
+    play(tmp_path, Fragile(30), {})
+    with pytest.raises(JournalError, match="belongs to another simulation; go on with the same file, seed and data"):
+        play(tmp_path, Fragile(30), {"aggregation": {"rule": "fedavgm"}})
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    play(tmp_path, Fragile(30), {})
+    (folder,) = tmp_path.glob("checkpoint-*")
+    answers = tmp_path / "answers.jsonl"
+    content = answers.read_bytes()
+    lines = content.splitlines(keepends=True)
+    other = json.loads(lines[1]) | {"client": 29}
+    answers.write_bytes(lines[0] + json.dumps(other, separators=(",", ":")).encode() + b"\n" + b"".join(lines[2:]))
+    with pytest.raises(JournalError, match=r"line 2: expected an answer for client|has \d+ bytes"):
+        play(tmp_path, Fragile(30), {})
+    answers.write_bytes(content[:-5])
+    with pytest.raises(JournalError, match="remove the folder to begin anew"):
+        play(tmp_path, Fragile(30), {})
+    answers.write_bytes(content)
+    (folder / "state.bin").write_bytes(b"nonsense")
+    with pytest.raises(JournalError, match="remove it to begin anew"):
+        play(tmp_path, Fragile(30), {})
