@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from core.aggregate.rules import make_rule
 from fedplat.aggregate import RULES, Accumulator, Contribution, Easgd, FedAsync, rebased
 from fedplat.model import BLOCK, WINDOW, Parameters, VectorBlocks
 
@@ -35,7 +36,7 @@ def test_a_rebased_update_leads_to_the_clients_model():
     assert [block.size for block in blocks[:-1]] == [BLOCK] * (len(blocks) - 1)
     np.testing.assert_allclose(np.concatenate(blocks), wide(update) + wide(origin) - wide(base), atol=1e-6)
     assert np.concatenate(blocks).tobytes() == b"".join(block.tobytes() for block in moved.to_blocks())
-    accumulator = Accumulator(base.schema, RULES["fedavg"]().build())
+    accumulator = Accumulator(base.schema, make_rule("fedavg"))
     accumulator.fold(moved, Contribution(1.0))
     result, _ = accumulator.finish(base, {})
     np.testing.assert_allclose(result["w"], origin["w"] + update["w"], atol=1e-6)
@@ -43,7 +44,7 @@ def test_a_rebased_update_leads_to_the_clients_model():
 
 
 def test_the_rules_that_want_it():
-    assert {name for name, options in RULES.items() if options().build().from_latest} == {"fedasync", "easgd"}
+    assert {name for name in RULES if make_rule(name).from_latest} == {"fedasync", "easgd"}
 
 
 def test_fedasync_is_algorithm_1():
