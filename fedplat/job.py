@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from fedplat import aggregate, codecs, labels
 from fedplat.configuration import read_record, read_toml, shown, shown_key
 from fedplat.errors import LabelError
+from fedplat.sampling import Policy, Uniform
 
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -44,15 +45,19 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
 
     `goal` reports close an attempt; `ceil(over_selection * goal)` clients are assigned, because some drop out;
     `ceil(min_fraction * goal)` reports are enough when the deadline strikes. `where` is an expression over
-    labels. Sampling begins as soon as `wait_for` eligible clients wait (0: as many as shall be assigned).
+    labels. Sampling, by the policy `sampling`, begins as soon as `wait_for` eligible clients wait (0: as many as shall
+    be assigned). Whoever was assigned in a round is not drawn in the `min_separation` rounds after it. With
+    `close = "deadline"` an attempt waits for everybody's report or deadline, whether or not the goal is reached.
     """
 
     goal: Count
     over_selection: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.3
     min_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.8
-    policy: Literal["uniform"] = "uniform"
+    sampling: Policy = Uniform()
     where: str = ""
     wait_for: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    min_separation: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    close: Literal["goal", "deadline"] = "goal"
 
     def __post_init__(self) -> None:
         try:
@@ -69,6 +74,11 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
     def minimum(self) -> int:
         """Number of reports that are enough at the deadline."""
         return max(1, math.ceil(round(self.min_fraction * self.goal, 9)))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether selection asks what clients did in earlier rounds."""
+        return self.min_separation > 0 or self.sampling.remembers
 
 
 class Adaptive(Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,11 +2,13 @@
 
 Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
 comes in and goes out), `sync` (the rules of a synchronous round), `closing` (how its attempts end), `restart`
-(how they go on after a crash), `coordinator` (several jobs, one fleet).
+(how they go on after a crash), `selection`, `pool` and `memory` (who is drawn), `coordinator` (several jobs, one
+fleet).
 """
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
+from fedplat.rounds.memory import Memory, Participation, participations_of, rounds_to_recall
 from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.sync import verdict_on_report
 from fedplat.rounds.transition import Context, Verdict
@@ -20,9 +22,13 @@ __all__ = [
     "Coordinator",
     "HistoryRow",
     "JobState",
+    "Memory",
     "ModelVersion",
+    "Participation",
     "Proposal",
     "Verdict",
     "difference",
+    "participations_of",
+    "rounds_to_recall",
     "verdict_on_report",
 ]

@@ -26,7 +26,10 @@ from fedplat.rounds.transition import Context, Transition
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed."""
+    """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed.
+
+    With `selection.close = "deadline"` the goal does not close it.
+    """
     attempt = job.open_attempt
     assert attempt is not None
     reported, busy = attempt.num_reported, attempt.num_busy
@@ -34,7 +37,7 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
         text = f"{reported} of at least {attempt.minimum} needed clients reported ({_outcome(attempt)})"
         failed = fail_attempt(job, text, context)
         return dataclasses.replace(failed, commands=commands + failed.commands)
-    if reported < attempt.goal and busy:
+    if busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
         return Transition(job, commands)
     surplus = [
         ended(assignment, AssignmentState.SURPLUS, Reason.SURPLUS)
@@ -47,6 +50,10 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     if attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, reported),)
     return Transition(dataclasses.replace(job, attempt=dataclasses.replace(attempt, phase=phase)), commands)
+
+
+def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
+    return attempt.kind is AttemptKind.TRAIN and job.spec.selection.close == "deadline"
 
 
 def drop_late(job: JobState, context: Context) -> Transition:

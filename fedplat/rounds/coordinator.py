@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from fedplat.rounds import pacing, sync
+from fedplat.rounds import pacing, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse, RetryWindow, SetTimer
 from fedplat.rounds.events import (
@@ -28,9 +28,10 @@ from fedplat.rounds.events import (
     ServerRestarted,
     TimerFired,
 )
+from fedplat.rounds.memory import Memory, Participation, participations_of
 from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
-from fedplat.rounds.selection import WaitingRoom, demand_of
-from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.rounds.selection import WaitingRoom
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
@@ -54,19 +55,27 @@ class Coordinator:
     """All jobs of a server (or of a simulation). `max_waiting` bounds the waiting room."""
 
     def __init__(self, jobs: Iterable[JobState] = (), max_waiting: int = 100_000) -> None:
-        self.jobs: dict[str, JobState] = {job.job_id: job for job in jobs}
+        self.jobs: dict[str, JobState] = {}
         self.room = WaitingRoom()
+        self.memories: dict[str, Memory] = {}
         self.max_waiting = max_waiting
         self._busy: dict[str, AttemptKey] = {}
         self._timers: dict[str, float | None] = {}
-        for job in self.jobs.values():
-            self._remember(job)
+        for job in jobs:
+            self.add(job)
 
-    def add(self, job: JobState) -> None:
-        """Takes over a job that the store holds already."""
+    def add(self, job: JobState, participations: Iterable[Participation] = ()) -> None:
+        """Takes over a job that the store holds already, with what its clients did, if that is to be remembered."""
         assert job.job_id not in self.jobs
         self.jobs[job.job_id] = job
-        self._remember(job)
+        memory = Memory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
+        if memory is not None:
+            self.memories[job.job_id] = memory
+        if job.open_attempt is not None:
+            for assignment in job.open_attempt.assignments.values():
+                if assignment.is_busy:
+                    self._busy[assignment.client_id] = job.open_attempt.key
+        self.room.follow(job, memory)
 
     @property
     def num_busy(self) -> int:
@@ -116,11 +125,12 @@ class Coordinator:
                     self._busy[assignment.client_id] = change.attempt.key
                 elif self._busy.get(assignment.client_id) == change.attempt.key:
                     del self._busy[assignment.client_id]
+            self._remember(change)
 
     def reject(self, proposal: Proposal) -> None:
         """The changes were not stored: the waiting room is as before, and jobs want what they wanted before."""
         for job_id in proposal.jobs:
-            self.room.set_demand(job_id, demand_of(self.jobs[job_id]))
+            self.room.follow(self.jobs[job_id], self.memories.get(job_id))
         for client_id, before in proposal.moved.items():
             if before is None:
                 self.room.leave(client_id)
@@ -134,17 +144,27 @@ class Coordinator:
             for job in self.jobs.values()
             if job.spec.population == client.population and job.status is JobStatus.RUNNING
         ]
-        reason = self.room.why_not(client, running)
-        return Refuse(client.client_id, reason, self._window(client.population, reason, running))
+        reason, rest_s = Reason.NO_WORK if not running else Reason.NOT_ELIGIBLE, 0.0
+        rests = [self._rest_s(client.client_id, job) for job in running if selection.may_train(job, client)]
+        rests += [0.0 for job in running if selection.may_evaluate(job, client)]
+        if rests:
+            reason, rest_s = Reason.NOT_SELECTED, min(rests)
+        return Refuse(client.client_id, reason, self._window(client.population, reason, running, rest_s))
 
-    def _window(self, population: str, reason: Reason, running: Sequence[JobState]) -> RetryWindow:
+    def _rest_s(self, client_id: str, job: JobState) -> float:
+        """About how long it takes until the job may draw the client again."""
+        memory = self.memories.get(job.job_id)
+        num_rounds = memory.rounds_to_rest(client_id, job.round + 1) if memory is not None else 0
+        return num_rounds * pacing.round_s(job.spec.deadlines, job.durations) if num_rounds else 0.0
+
+    def _window(self, population: str, reason: Reason, running: Sequence[JobState], rest_s: float) -> RetryWindow:
         attempts = (job.open_attempt for job in running)
         num_clients = self.room.num_waiting(population) + sum(a.num_busy for a in attempts if a is not None)
         if reason is Reason.NO_WORK:
             return pacing.idle_window(num_clients)
         needed = sum(job.spec.selection.target for job in running)
         round_s = min(job.spec.deadlines.training_s for job in running)
-        return pacing.busy_window(num_clients, needed, round_s)
+        return pacing.after_rest(pacing.busy_window(num_clients, needed, round_s), rest_s)
 
     def _handle(self, proposal: Proposal, event: Event, context: Context) -> Verdict:
         if isinstance(event, ClientCheckedIn):
@@ -209,7 +229,7 @@ class Coordinator:
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)
-        self.room.set_demand(before.job_id, demand_of(before))
+        self.room.follow(before, self.memories.get(before.job_id))
 
     def _end_selection(self, proposal: Proposal, job_id: str, context: Context) -> None:
         """Ends a selection whose time is over, with whoever waits."""
@@ -231,9 +251,11 @@ class Coordinator:
                     progress = True
 
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
-        key, drawn = self.room.demands[job_id].key, self.room.draw(job_id, context.rng)
+        demand, num_resting = self.room.demands[job_id], self.room.num_resting(job_id)
+        key, drawn = demand.key, self.room.draw(job_id, context.rng)
         client_ids = tuple(client.client_id for client in drawn)
-        self._step(proposal, CandidatesDrawn(job_id, client_ids, final), context)
+        final = final or demand.sampling.is_trial  # nobody has a second trial
+        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, num_resting), context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
         for client in drawn:
@@ -243,9 +265,19 @@ class Coordinator:
             else:
                 self.room.enter(client)  # too few to begin with: they go on waiting
 
-    def _remember(self, job: JobState) -> None:
-        if job.open_attempt is not None:
-            for assignment in job.open_attempt.assignments.values():
-                if assignment.is_busy:
-                    self._busy[assignment.client_id] = job.open_attempt.key
-        self.room.set_demand(job.job_id, demand_of(job))
+    def _remember(self, change: Change) -> None:
+        """Notes what a stored change tells of clients."""
+        job_id, attempt = change.job.job_id, change.attempt
+        memory = self.memories.get(job_id)
+        if memory is None:
+            return
+        if change.job.status in ENDED_JOBS:
+            del self.memories[job_id]
+            return
+        if attempt is None or attempt.kind is not AttemptKind.TRAIN:
+            return
+        for participation in participations_of(attempt.key, change.assignments):
+            is_new, waiting = memory.note(participation), self.room.clients.get(participation.client_id)
+            if is_new and waiting is not None:
+                # It was given work, lost it and came back, all in one batch: now it is known whether it has to rest.
+                self.room.enter(waiting)

@@ -62,11 +62,15 @@ class ClientLeft:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidatesDrawn:
-    """The waiting room gives clients to an attempt that selects. `final`: nobody else will come."""
+    """The waiting room gives clients to an attempt that selects. `final`: nobody else will come.
+
+    `num_resting` other eligible clients waited, who may not be drawn before a later round.
+    """
 
     job_id: str
     client_ids: tuple[str, ...]
     final: bool = False
+    num_resting: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

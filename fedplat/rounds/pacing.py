@@ -31,6 +31,17 @@ def busy_window(num_clients: int, num_needed: int, round_s: float) -> RetryWindo
     return RetryWindow(period / 2, period * 1.5)
 
 
+def round_s(deadlines: Deadlines, durations: Sequence[float]) -> float:
+    """About how long a round takes: as long as the slowest of the latest reports, else as long as it may."""
+    return min(max(durations, default=deadlines.training_s), deadlines.training_s)
+
+
+def after_rest(window: RetryWindow, rest_s: float) -> RetryWindow:
+    """The window of a client that cannot be drawn for about `rest_s` seconds; too early is better than too late."""
+    rest_s = min(rest_s, LONGEST_WAIT_S)
+    return RetryWindow(max(window.min_s, rest_s / 2), max(window.max_s, rest_s))
+
+
 def idle_window(num_clients: int) -> RetryWindow:
     """For clients whose population has no running job."""
     spread = min(num_clients / IDLE_ARRIVALS_PER_S, LONGEST_WAIT_S)

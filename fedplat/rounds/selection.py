@@ -1,32 +1,27 @@
-"""Who is selected: the waiting room of free clients, what attempts demand of it, and uniform sampling."""
+"""Who is selected: the waiting room of free clients, what attempts demand of it, and who is drawn."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
 from fedplat import labels
 from fedplat.rounds.events import ClientCheckedIn
+from fedplat.rounds.memory import Memory
+from fedplat.rounds.pool import Pool
 from fedplat.rounds.records import AttemptKey, JobState
-from fedplat.rounds.states import AttemptKind, AttemptPhase, Reason
-
-
-def uniform(client_ids: Sequence[str], count: int, rng: np.random.Generator) -> tuple[str, ...]:
-    """`count` of the clients, each set equally likely; all of them if there are no more."""
-    if len(client_ids) <= count:
-        return tuple(client_ids)
-    chosen: list[int] = rng.choice(len(client_ids), count, replace=False).tolist()
-    return tuple(client_ids[i] for i in chosen)
+from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
+from fedplat.sampling import Policy, Uniform
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt in selection wants: `target` clients, drawn once `pool` eligible ones wait.
+    """What an attempt in selection wants: `target` clients, drawn by `sampling` once `pool` eligible ones wait.
 
-    `codecs` are those that a client's software has to know.
+    With no `pool` they are drawn when the time for selection is over. `codecs` are those that a client's software has
+    to know.
     """
 
     key: AttemptKey
@@ -35,8 +30,9 @@ class Demand:
     where: str
     handler: str
     target: int
-    pool: int
-    codecs: frozenset[str] = frozenset()
+    pool: int | None
+    codecs: frozenset[str]
+    sampling: Policy
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Whether the client may take part."""
@@ -54,35 +50,44 @@ def demand_of(job: JobState) -> Demand | None:
     attempt = job.open_attempt
     if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
         return None
-    handler, pool = job.spec.trainer, max(job.spec.selection.wait_for, attempt.target)
-    codecs = job.spec.compression.names
+    spec, selection = job.spec, job.spec.selection
     if attempt.kind is AttemptKind.EVALUATE:
-        assert job.spec.evaluation.clients is not None
-        handler, pool, codecs = job.spec.evaluation.clients.evaluator, attempt.target, frozenset[str]()
+        assert spec.evaluation.clients is not None
+        handler, pool, codecs, sampling = spec.evaluation.clients.evaluator, attempt.target, frozenset[str](), Uniform()
+    else:
+        handler, codecs, sampling = spec.trainer, spec.compression.names, selection.sampling
+        # Trials of each client have no target that is worth waiting for: only `wait_for` says when enough are there.
+        pool = (selection.wait_for or None) if sampling.is_trial else max(selection.wait_for, attempt.target)
     return Demand(
-        attempt.key,
-        attempt.kind,
-        job.spec.population,
-        job.spec.selection.where,
-        handler,
-        attempt.target,
-        pool,
-        codecs,
+        attempt.key, attempt.kind, spec.population, selection.where, handler, attempt.target, pool, codecs, sampling
     )
 
 
-class WaitingRoom:
-    """The clients that wait, and for each demand those that are eligible.
+def may_train(job: JobState, client: ClientCheckedIn) -> bool:
+    """Whether the job may have this client train, sooner or later."""
+    known = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
+    return known and labels.compile_expression(job.spec.selection.where)(client.labels)
 
-    Nothing in it is stored: after a crash the clients check in again. Each check-in is looked at once per open
-    demand, and each new demand once per waiting client.
+
+def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
+    """Whether the job may have this client evaluate, sooner or later."""
+    wanted = job.spec.evaluation.clients
+    known = wanted is not None and wanted.evaluator in client.evaluators
+    return known and labels.compile_expression(job.spec.selection.where)(client.labels)
+
+
+class WaitingRoom:
+    """The clients that wait, and for each running job those that it may draw.
+
+    Nothing in it is stored: after a crash the clients check in again. Each check-in is looked at once for each running
+    job that has selected, and each waiting client once when a job selects for the first time.
     """
 
     def __init__(self) -> None:
+        # Dictionaries, because they keep the order of arrival: a fixed seed draws the same clients.
         self.clients: dict[str, ClientCheckedIn] = {}
         self.demands: dict[str, Demand] = {}
-        # Dictionaries, because they keep the order of arrival: a fixed seed draws the same clients.
-        self._eligible: dict[str, dict[str, None]] = {}
+        self._pools: dict[tuple[str, AttemptKind], Pool] = {}
         self._sizes: Counter[str] = Counter()
 
     def num_waiting(self, population: str) -> int:
@@ -94,48 +99,63 @@ class WaitingRoom:
         self.leave(client.client_id)
         self.clients[client.client_id] = client
         self._sizes[client.population] += 1
-        for job_id, demand in self.demands.items():
-            if demand.accepts(client):
-                self._eligible[job_id][client.client_id] = None
+        for pool in self._pools.values():
+            pool.enter(client)
 
     def leave(self, client_id: str) -> ClientCheckedIn | None:
         """A client waits no longer."""
-        for eligible in self._eligible.values():
-            eligible.pop(client_id, None)
         client = self.clients.pop(client_id, None)
         if client is not None:
+            for pool in self._pools.values():
+                pool.leave(client_id)
             self._sizes[client.population] -= 1
         return client
 
-    def set_demand(self, job_id: str, demand: Demand | None) -> None:
-        """Replaces what a job wants."""
+    def follow(self, job: JobState, memory: Memory | None) -> None:
+        """Learns what a job wants now, and forgets who is eligible for one that does not run."""
+        demand, job_id = demand_of(job), job.job_id
+        if job.status is not JobStatus.RUNNING:
+            for kind in AttemptKind:
+                self._pools.pop((job_id, kind), None)
         if self.demands.get(job_id) == demand:
             return
         self.demands.pop(job_id, None)
-        self._eligible.pop(job_id, None)
         if demand is not None:
             self.demands[job_id] = demand
-            self._eligible[job_id] = {c.client_id: None for c in self.clients.values() if demand.accepts(c)}
+            self._gather(demand, memory)
 
     def is_ready(self, job_id: str) -> bool:
         """Whether enough eligible clients wait for the job to draw from."""
-        return len(self._eligible[job_id]) >= self.demands[job_id].pool
+        pool = self.demands[job_id].pool
+        return pool is not None and self.num_eligible(job_id) >= pool
+
+    def num_eligible(self, job_id: str) -> int:
+        """How many clients wait that a job which selects may draw now."""
+        return len(self._pool(job_id))
+
+    def num_resting(self, job_id: str) -> int:
+        """How many clients wait that the job may draw in a later round only."""
+        return self._pool(job_id).num_resting
 
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
-        """Takes a uniform sample of the eligible clients out of the room, at most as many as are wanted."""
-        chosen = uniform(tuple(self._eligible[job_id]), self.demands[job_id].target, rng)
-        taken = [self.leave(client_id) for client_id in chosen]
-        return [client for client in taken if client is not None]
+        """Takes those whom the job's policy draws out of the room."""
+        demand, pool = self.demands[job_id], self._pool(job_id)
+        drawn = [pool[index] for index in demand.sampling.draw(pool, demand.target, rng)]
+        for client in drawn:
+            self.leave(client.client_id)
+        return drawn
 
-    def why_not(self, client: ClientCheckedIn, running: Sequence[JobState]) -> Reason:
-        """Why a client got nothing, given the running jobs of its population."""
-        if not running:
-            return Reason.NO_WORK
-        for job in running:
-            by_label = labels.compile_expression(job.spec.selection.where)(client.labels)
-            clients = job.spec.evaluation.clients
-            evaluates = clients is not None and clients.evaluator in client.evaluators
-            trains = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
-            if by_label and (trains or evaluates):
-                return Reason.NOT_SELECTED
-        return Reason.NOT_ELIGIBLE
+    def _pool(self, job_id: str) -> Pool:
+        return self._pools[job_id, self.demands[job_id].kind]
+
+    def _gather(self, demand: Demand, memory: Memory | None) -> None:
+        """Has the pool for a demand; made anew if there is none, or if a batch that was lost had turned it too far."""
+        name, round_ = (demand.key.job_id, demand.kind), demand.key.round
+        pool = self._pools.get(name)
+        if pool is not None and pool.round <= round_:
+            pool.turn(round_)
+            return
+        pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, round_)
+        for client in self.clients.values():
+            pool.enter(client)
+        self._pools[name] = pool

@@ -83,7 +83,7 @@ class Reason(StrEnum):
 
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
-    Reason.NOT_SELECTED: "enough other clients were selected",
+    Reason.NOT_SELECTED: "enough other clients were selected, or this one took part a short while ago",
     Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
     Reason.DRAINING: "the server is stopping",
     Reason.OVERLOADED: "the server holds as many waiting clients as it may",

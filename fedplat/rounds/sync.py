@@ -145,6 +145,12 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     found = len(event.client_ids)
     if found < (attempt.minimum if event.final else 1):
         text = f"{found} of at least {attempt.minimum} needed clients were there to be selected"
+        if event.num_resting:
+            selection = job.spec.selection
+            text += (
+                f"; {event.num_resting} more have to rest (selection.min_separation = {selection.min_separation}, "
+                f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
+            )
         return closing.fail_attempt(job, text, context)
     training_s, upload_s = _timeouts(job, attempt)
     assignments: list[Assignment] = []

@@ -40,6 +40,7 @@ from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services
+from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.uploads import UploadStore
@@ -234,7 +235,7 @@ class _Parts:
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store)
         jobs = JobBook(runner)
         for record in await store.load_jobs(runner.now):
-            jobs.add(record)
+            jobs.add(record, await read_back(store, record.state))
         uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
         await asyncio.to_thread(uploads.keep, jobs.spooled_attempts())
         clients = ClientBook(store)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AttemptKey, JobState
+from fedplat.rounds import AttemptKey, JobState, Participation
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
 from fedplat_server.chunks import Chunks
@@ -37,11 +37,11 @@ class JobBook:
         self._records: dict[str, JobRecord] = {}
         self._changed: dict[str, asyncio.Event] = {}
 
-    def add(self, record: JobRecord) -> None:
-        """Takes over a stored job. Idempotent."""
+    def add(self, record: JobRecord, participations: Sequence[Participation] = ()) -> None:
+        """Takes over a stored job, with what its clients did if that is to be remembered. Idempotent."""
         self._records.setdefault(record.state.job_id, record)
         if record.state.job_id not in self._runner.coordinator.jobs:
-            self._runner.coordinator.add(record.state)
+            self._runner.coordinator.add(record.state, participations)
 
     def all(self) -> list[JobRecord]:
         """Every job, in the order of creation."""

@@ -7,8 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
-from fedplat.rounds.states import AttemptPhase
+from fedplat.rounds import (
+    Assignment,
+    Attempt,
+    AttemptKey,
+    Change,
+    HistoryRow,
+    JobState,
+    Participation,
+    participations_of,
+)
+from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StaleRevisionError, StoreError
 from fedplat_server.store.memory_fleet import MemoryFleet
@@ -144,6 +153,16 @@ class MemoryStore(MemoryFleet):
         key, client_id = self._tokens[token_hash]
         found = self._jobs[key.job_id].attempts[key].assignments[client_id]
         return key, dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
+
+    async def participations(self, job_id: str, rounds: range) -> list[Participation]:
+        """The assignments of a job's attempts to train in these rounds; see the port."""
+        attempts = self._jobs[job_id].attempts if job_id in self._jobs else {}
+        return [
+            participation
+            for key, kept in attempts.items()
+            if key.round in rounds and kept.attempt.kind is AttemptKind.TRAIN
+            for participation in participations_of(key, kept.assignments.values())
+        ]
 
     async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
         """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.aggregate.rules import NEEDED
-from fedplat import aggregate, configuration, model
+from fedplat import aggregate, configuration, model, sampling
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
 
@@ -37,9 +37,11 @@ initial = "models/initial.safetensors"
 goal = 8
 over_selection = 1.25
 min_fraction = 0.5
-policy = "uniform"
+sampling = { policy = "uniform" }
 where = "region == 'eu' and memory_mb >= 4096"
 wait_for = 9
+min_separation = 3
+close = "deadline"
 
 [config]
 epochs = 2
@@ -89,7 +91,9 @@ def test_a_file_with_every_section():
     spec = parse_job(FULL)
     assert (spec.name, spec.population, spec.trainer, spec.rounds) == ("digits-1.b_2", "demo", "digits", 20)
     assert spec.model.initial == "models/initial.safetensors"
-    assert spec.selection == Selection(8, 1.25, 0.5, "uniform", "region == 'eu' and memory_mb >= 4096", 9)
+    assert spec.selection == Selection(
+        8, 1.25, 0.5, sampling.Uniform(), "region == 'eu' and memory_mb >= 4096", 9, 3, "deadline"
+    )
     assert (spec.selection.target, spec.selection.minimum) == (10, 4)
     assert spec.config == {"epochs": 2, "lr": 0.1, "optimizer": "sgd", "shuffle": True}
     assert [type(value) for value in spec.config.values()] == [int, float, str, bool]
@@ -154,7 +158,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "typo in a nested key": (
         with_line("min_fractoin = 0.5", "selection"),
-        "selection.min_fractoin = 0.5: there is no such key; did you mean min_fraction?",
+        "selection.min_fractoin = 0.5: there is no such key; did you mean min_fraction or min_separation?",
     ),
     "typo two levels down": (
         f"{SMALL}[evaluation.clients]\nevaluator = 'e'\ngoal = 1\ntimeout = 3\n",
@@ -225,8 +229,41 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
         "rounds = {…}: expected a whole number",
     ),
     "wrong choice": (
-        with_line("policy = 'random'", "selection"),
-        "selection.policy = 'random': expected one of uniform",
+        with_line("close = 'never'", "selection"),
+        "selection.close = 'never': expected one of goal, deadline",
+    ),
+    "an unknown policy": (
+        with_line("sampling = { policy = 'random' }", "selection"),
+        "selection.sampling.policy = 'random': expected one of uniform, poisson, weighted, stratified, oort",
+    ),
+    "a policy without its name": (
+        with_line("sampling = { rate = 0.1 }", "selection"),
+        "selection.sampling.policy: this key is required and missing; "
+        "expected one of uniform, poisson, weighted, stratified, oort",
+    ),
+    "a policy by its name alone": (
+        with_line("sampling = 'uniform'", "selection"),
+        "selection.sampling = 'uniform': expected a table, [selection.sampling]",
+    ),
+    "an option of another policy": (
+        with_line("sampling = { policy = 'poisson', rate = 0.1, label = 'region' }", "selection"),
+        "selection.sampling.label = 'region': there is no such key; known keys: rate",
+    ),
+    "a rate that is none": (
+        with_line("sampling = { policy = 'poisson', rate = 1.5 }", "selection"),
+        "selection.sampling.rate = 1.5: expected a number <= 1.0",
+    ),
+    "no label to stratify by": (
+        with_line("sampling = { policy = 'stratified' }", "selection"),
+        "selection.sampling.label: this key is required and missing",
+    ),
+    "no preferred duration": (
+        with_line("sampling = { policy = 'oort' }", "selection"),
+        "selection.sampling.pacer_s: this key is required and missing",
+    ),
+    "more exploration at the end": (
+        with_line("sampling = { policy = 'oort', pacer_s = 9, exploration = 0.1 }", "selection"),
+        "selection.sampling.min_exploration = 0.2: expected at most exploration, which is 0.1",
     ),
     "typo in a choice": (
         f"{SMALL}[updates]\nweighting = 'example'\n",

@@ -16,6 +16,7 @@ from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState,
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
 from fedplat_server.store.fleet import FleetStore
+from fedplat_server.store.participations import ParticipationStore
 from fedplat_server.store.people import AuditStore, OperatorStore
 
 
@@ -68,7 +69,7 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(FleetStore, OperatorStore, AuditStore, Protocol):
+class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol):
     """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:

@@ -26,6 +26,7 @@ from fedplat_server.store.port import (
 )
 from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
+from fedplat_server.store.sql_participations import SqlParticipations
 from fedplat_server.store.tables import assignments, attempts, history, jobs, model_versions
 
 # Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
@@ -48,7 +49,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(transactions.to(url), clock)
 
 
-class SqlStore(SqlFleet, sql_people.SqlPeople):
+class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:

@@ -15,8 +15,11 @@ from fedplat.rounds import (
     Coordinator,
     HistoryRow,
     JobState,
+    Memory,
     ModelVersion,
+    Participation,
     Proposal,
+    participations_of,
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
@@ -24,6 +27,7 @@ from fedplat.rounds.selection import demand_of
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
+    ENDED_JOBS,
     JOB_TRANSITIONS,
     AssignmentState,
     AttemptKind,
@@ -105,7 +109,10 @@ class Ledger:
             assert self.busy.setdefault(row.client_id, key) == key
         elif self.busy.get(row.client_id) == key:
             del self.busy[row.client_id]
-        self.cohorts.setdefault(key, {})[row.client_id] = row
+        cohort = self.cohorts.setdefault(key, {})
+        if row.client_id not in cohort:
+            self._check_separation(key, row.client_id)
+        cohort[row.client_id] = row
 
     def _follow(self, job_id: str, row: HistoryRow) -> None:
         """Every row begins where the entity's last one ended, and its table allows the step."""
@@ -147,7 +154,16 @@ class Ledger:
                 self.attempts[last.key] = dataclasses.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = dataclasses.replace(job, attempt=bare, resume_at=None)
-            coordinator.add(dataclasses.replace(self.jobs[job_id], attempt=last))
+            coordinator.add(dataclasses.replace(self.jobs[job_id], attempt=last), self.participations(job_id))
+
+    def participations(self, job_id: str) -> list[Participation]:
+        """Who took part in the training of a job, as a store would give it back."""
+        return [
+            participation
+            for key in sorted(self.cohorts)
+            if key.job_id == job_id and self.attempts[key].kind is AttemptKind.TRAIN
+            for participation in participations_of(key, self.cohorts[key].values())
+        ]
 
     # --- checking ---
 
@@ -176,6 +192,7 @@ class Ledger:
         self._check_fleet()
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
+            self._check_memory(job)
             assert timers.get(job_id) == job.next_wakeup(), f"{job_id} would sleep for ever, or wake for nothing"
             if job.attempt is not None:
                 self._check_attempt(job, job.attempt)
@@ -257,6 +274,34 @@ class Ledger:
         room = self.coordinator.room
         waiting = Counter(client.population for client in room.clients.values())
         assert all(room.num_waiting(population) == waiting[population] for population in {*waiting, "demo"})
+
+    def _check_separation(self, key: AttemptKey, client_id: str) -> None:
+        """Nobody is assigned in one of the rounds after one that it took part in."""
+        rest = self.jobs[key.job_id].spec.selection.min_separation
+        if self.attempts[key].kind is AttemptKind.TRAIN:
+            rounds = {p.round for p in self.participations(key.job_id) if p.client_id == client_id}
+            assert not rounds & set(range(key.round - rest, key.round)), f"{client_id} has to rest in {key}"
+
+    def _check_memory(self, job: JobState) -> None:
+        """What is remembered follows from what is stored; and so does who may be drawn."""
+        job_id, room = job.job_id, self.coordinator.room
+        memory = self.coordinator.memories.get(job_id)
+        if job.status in ENDED_JOBS or not job.spec.selection.remembers:
+            assert memory is None
+        else:
+            recalled = Memory.recall(job.spec, self.participations(job_id))
+            assert memory is not None
+            assert recalled is not None
+            assert (memory.clients, memory.utilities) == (recalled.clients, recalled.utilities)
+        demand = room.demands.get(job_id)
+        if demand is None:
+            return
+        accepted, rests = {c.client_id for c in room.clients.values() if demand.accepts(c)}, set[str]()
+        if demand.kind is AttemptKind.TRAIN:
+            rest = range(demand.key.round - job.spec.selection.min_separation, demand.key.round)
+            rests = {p.client_id for p in self.participations(job_id) if p.round in rest}
+        assert room.num_eligible(job_id) == len(accepted - rests)
+        assert room.num_resting(job_id) == len(accepted & rests)
 
     def _check_rows(self, job: JobState) -> None:
         """The rows say what the coordinator says."""

@@ -6,6 +6,7 @@ A failure prints the shortest schedule that Hypothesis found, as a program.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
+from fedplat import sampling
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
     Action,
@@ -59,6 +61,16 @@ FLEET: dict[str, ClientCheckedIn] = {
     "evaluator": make_client("evaluator", trainers=frozenset[str](), labels={"region": "eu"}),
     "other": make_client("other", population="other"),
 }
+FRESH = {f"fresh{i}": make_client(f"fresh{i}", labels={"region": "eu"}) for i in range(40)}
+"""Come when a job starves because everybody else has to rest."""
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"min_separation": 1},
+    {"min_separation": 3, "sampling": sampling.Stratified(label="region")},
+    {"sampling": sampling.Poisson(rate=0.8), "close": "deadline"},
+    {"sampling": sampling.Oort(pacer_s=20.0), "min_separation": 1},
+    {"sampling": sampling.Weighted(), "close": "deadline"},
+)
 Step = tuple[str, str, str, int]
 WORDS = "check_in check_in leave upload report report reject fail timer timer operate done undone"
 STEPS = st.tuples(
@@ -99,10 +111,21 @@ class Schedules(RuleBasedStateMachine):
         started=st.booleans(),
         max_waiting=st.sampled_from((3, 100)),
         in_memory=st.sets(st.sampled_from(sorted(JOBS))),
+        policies=st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES)),
     )
-    def begin(self, seed: int, started: bool, max_waiting: int, in_memory: set[str]) -> None:
-        specs = JOBS | {job_id: msgspec.structs.replace(JOBS[job_id], durability="memory") for job_id in in_memory}
-        jobs = (make_job(job_id, spec) for job_id, spec in specs.items())
+    def begin(
+        self,
+        seed: int,
+        started: bool,
+        max_waiting: int,
+        in_memory: set[str],
+        policies: tuple[dict[str, Any], dict[str, Any]],
+    ) -> None:
+        jobs: list[JobState] = []
+        for (job_id, spec), options in zip(JOBS.items(), policies, strict=True):
+            selection = msgspec.structs.replace(spec.selection, **options)
+            durability = "memory" if job_id in in_memory else "spool"
+            jobs.append(make_job(job_id, msgspec.structs.replace(spec, selection=selection, durability=durability)))
         self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
         if started:
             self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
@@ -179,11 +202,12 @@ def finish(driver: Driver) -> None:
         if action is not None:
             driver.do(OperatorCommand(job.job_id, action))
     driver.coordinator.max_waiting = 100
-    for _ in range(60):
+    for turn in range(60):
         if all(job.status in ENDED_JOBS for job in driver.coordinator.jobs.values()):
             break
         busy, waiting = driver.coordinator.assignment_of, driver.coordinator.room.clients
-        driver.do(*(FLEET[name] for name in FLEET if name not in waiting and busy(name) is None))
+        fleet = FLEET if turn < 20 else FLEET | FRESH
+        driver.do(*(fleet[name] for name in fleet if name not in waiting and busy(name) is None))
         for job_id in JOBS:
             driver.do(*reports(driver, job_id))
             driver.do(*aggregations(driver, job_id))

@@ -1,4 +1,4 @@
-"""Who is selected: uniform samples, labels, several jobs, refusals; and when they come back."""
+"""Who is selected: samples, labels, several jobs, refusals; and when they come back."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from scipy import stats
 
 from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.job import Deadlines, Retry
-from fedplat.rounds import pacing, selection
+from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import Action, ClientLeft
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
-
-
-def test_every_set_of_clients_is_equally_likely() -> None:
-    rng = np.random.default_rng(1)
-    num_draws, clients = 6000, tuple("abcde")
-    drawn = Counter(frozenset(selection.uniform(clients, 2, rng)) for _ in range(num_draws))
-    assert len(drawn) == 10  # 5 choose 2
-    assert all(len(each) == 2 for each in drawn)
-    assert stats.chisquare(list(drawn.values())).pvalue > 0.01
 
 
 def test_an_attempt_draws_uniformly_from_those_who_wait() -> None:

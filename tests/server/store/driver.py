@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fedplat.job import parse_job
-from fedplat.rounds import AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
+from fedplat.rounds import AttemptKey, Context, Coordinator, JobState, Memory, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import (
     Action,
@@ -26,6 +26,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.testing import as_stored
 
@@ -111,6 +112,11 @@ class Driver:
         expected = {job_id: without_moments(job) for job_id, job in self.coordinator.jobs.items()}
         loaded = {record.state.job_id: without_moments(record.state) for record in await self.store.load_jobs()}
         assert {job_id: job for job_id, job in loaded.items() if job_id in expected} == expected
+        for job_id, memory in self.coordinator.memories.items():
+            job = self.coordinator.jobs[job_id]
+            recalled = Memory.recall(job.spec, await read_back(self.store, job))
+            assert recalled is not None
+            assert (memory.clients, memory.utilities) == (recalled.clients, recalled.utilities)
 
     async def operate(self, job_id: str, action: Action) -> None:
         (verdict,) = await self.send(OperatorCommand(job_id, action))
@@ -180,13 +186,15 @@ class Driver:
         self.now = 5.0
         records = await self.store.load_jobs(self.now)
         loaded = [record.state for record in records if record.state.job_id in mine]
-        self.coordinator = Coordinator(loaded)
+        self.coordinator = Coordinator()
+        for job in loaded:
+            self.coordinator.add(job, await read_back(self.store, job))
         await self.send(*(ServerRestarted(job.job_id) for job in loaded))
 
 
-async def eventful(driver: Driver, job_id: str = "eventful") -> None:
+async def eventful(driver: Driver, job_id: str = "eventful", job_file: str = JOB_FILE) -> None:
     """A job to which nearly everything happens that can; at last it is cancelled in round 3."""
-    await driver.create(job_id)
+    await driver.create(job_id, job_file)
     await _round_with_failures(driver, job_id)
     await driver.finish_attempt(job_id, "evaluator-")  # the federated evaluation of version 1
     await _round_with_retries(driver, job_id)

@@ -1,0 +1,102 @@
+"""What the coordinator remembers of a job's clients: who took part when, and what was last heard of them.
+
+It stands beside the jobs' states, not in them: a step copies nothing of it. Only clients that took part are in it.
+It follows from the stored assignments alone, so that a server that is started again makes the very same (`recall`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+from fedplat.job import JobSpec
+from fedplat.rounds.records import Assignment, AttemptKey, JobState
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat.sampling import Past
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Participation:
+    """What is remembered of one assignment of an attempt to train. `took_s` is None unless it was reported."""
+
+    client_id: str
+    round: int
+    attempt: int
+    num_examples: float
+    took_s: float | None
+    metrics: Mapping[str, float]
+
+
+def participations_of(key: AttemptKey, assignments: Iterable[Assignment]) -> list[Participation]:
+    """The assignments of an attempt in the order of their reports, and after them those without one."""
+    ordered = sorted(assignments, key=lambda each: (each.report_number is None, each.report_number or 0))
+    return [
+        Participation(each.client_id, key.round, key.number, each.num_examples, each.took_s, each.metrics)
+        for each in ordered
+    ]
+
+
+class Memory:
+    """The clients of one job. `min_separation`: how many rounds a client rests after one that it took part in.
+
+    A client that was assigned in round r is not drawn before round r + min_separation + 1; but a further attempt at
+    round r may draw it, since nothing came of the attempt before.
+    """
+
+    def __init__(self, min_separation: int = 0) -> None:
+        self.clients: dict[str, Past] = {}
+        self.utilities: list[float] = []
+        self._rest = min_separation
+        self._reported: dict[str, tuple[int, int]] = {}
+
+    @classmethod
+    def recall(cls, spec: JobSpec, participations: Iterable[Participation]) -> Memory | None:
+        """The memory of a job with these in its store, in the order of rounds; None if it has no use for one."""
+        if not spec.selection.remembers:
+            return None
+        memory = cls(spec.selection.min_separation)
+        for each in participations:
+            memory.note(each)
+        return memory
+
+    def note(self, now: Participation) -> bool:
+        """Remembers a participation, as far as it has come. Says whether it is new; said again, it changes nothing."""
+        name = (now.round, now.attempt)
+        past = self.clients.get(now.client_id)
+        is_new = past is None or (past.round, past.attempt) < name
+        if past is None:
+            past = self.clients[now.client_id] = Past(*name)
+        elif is_new:
+            past.round, past.attempt = name
+            past.num_participations += 1
+        if now.took_s is not None and self._reported.get(now.client_id, (0, 0)) < name:
+            self._reported[now.client_id] = name
+            past.num_examples, past.duration_s, past.loss = now.num_examples, now.took_s, _loss(now.metrics)
+            self.utilities += [0.0] * (now.round + 1 - len(self.utilities))
+            self.utilities[now.round] += past.utility
+        return is_new
+
+    def rounds_to_rest(self, client_id: str, round_: int) -> int:
+        """How many rounds have to pass after this one's beginning before the client may be drawn; 0: it may be now."""
+        past = self.clients.get(client_id)
+        if past is None or past.round == round_:
+            return 0
+        return max(past.round + self._rest + 1 - round_, 0)
+
+
+def rounds_to_recall(job: JobState) -> range:
+    """The rounds whose participations a memory needs; none for a job that has no use for one."""
+    selection = job.spec.selection
+    if job.status in ENDED_JOBS or not selection.remembers:
+        return range(0)
+    first = 1 if selection.sampling.remembers else max(1, job.round + 1 - selection.min_separation)
+    return range(first, job.round + 2)
+
+
+def _loss(metrics: Mapping[str, float]) -> float | None:
+    """The root mean square of the loss, as far as the client tells it; a negative one is worth nothing."""
+    squared, mean = metrics.get("loss_squared"), metrics.get("loss")
+    if squared is not None and math.isfinite(squared):
+        return math.sqrt(max(squared, 0.0))
+    return max(mean, 0.0) if mean is not None and math.isfinite(mean) else None

@@ -1,0 +1,109 @@
+"""The waiting clients that one job may draw from.
+
+A million may wait, and a thousand be drawn a hundred times over. So entering and leaving take constant time, drawing k
+of them uniformly takes time that grows with k, and the next round finds the pool as it is: nothing is rebuilt, and no
+client is looked at again, unless its rest has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fedplat.rounds.events import ClientCheckedIn
+from fedplat.rounds.memory import Memory
+from fedplat.sampling import Past
+
+Accepts = Callable[[ClientCheckedIn], bool]
+
+
+class Pool:
+    """The eligible clients of a round, as `sampling.Candidates`; those that have to rest stand beside them.
+
+    They lie in an array without gaps: whoever leaves is replaced by the last. The order, and so what a seed draws,
+    depends on nothing but who came and went.
+    """
+
+    def __init__(self, accepts: Accepts, memory: Memory | None, round_: int) -> None:
+        self.round = round_
+        self._accepts = accepts
+        self._memory = memory
+        self._clients: list[ClientCheckedIn] = []
+        self._places: dict[str, int] = {}
+        # Who rests, by the round from which it may be drawn; and who may be drawn in this round, but not in the next.
+        self._resting: dict[int, dict[str, ClientCheckedIn]] = {}
+        self._until: dict[str, int] = {}
+        self._again: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        """How many may be drawn."""
+        return len(self._clients)
+
+    @property
+    def num_resting(self) -> int:
+        """How many others wait that may be drawn in a later round."""
+        return len(self._until)
+
+    def __getitem__(self, index: int) -> ClientCheckedIn:
+        return self._clients[index]
+
+    @property
+    def utilities(self) -> Sequence[float]:
+        """See `sampling.Candidates`."""
+        return self._memory.utilities if self._memory is not None else ()
+
+    def values_of(self, label: str) -> list[str | None]:
+        """One label of all that may be drawn."""
+        return [client.labels.get(label) for client in self._clients]
+
+    def known(self) -> list[tuple[int, Past]]:
+        """The numbers and the past of those that took part before; looks at the fewer of the known and the waiting."""
+        pasts = self._memory.clients if self._memory is not None else {}
+        places = self._places
+        if len(pasts) < len(places):
+            found = [(places[client_id], past) for client_id, past in pasts.items() if client_id in places]
+        else:
+            found = [(place, pasts[client_id]) for client_id, place in places.items() if client_id in pasts]
+        return sorted(found, key=lambda each: each[0])
+
+    def enter(self, client: ClientCheckedIn) -> None:
+        """A client that is not in it waits."""
+        if self._accepts(client):
+            self._put(client)
+
+    def leave(self, client_id: str) -> None:
+        """A client, which may be in it or not, waits no longer."""
+        place = self._places.pop(client_id, None)
+        if place is not None:
+            last = self._clients.pop()
+            if place < len(self._clients):
+                self._clients[place] = last
+                self._places[last.client_id] = place
+            self._again.pop(client_id, None)
+        elif (until := self._until.pop(client_id, None)) is not None:
+            del self._resting[until][client_id]
+
+    def turn(self, round_: int) -> None:
+        """A later round begins: whoever has rested may be drawn."""
+        assert round_ >= self.round
+        if round_ == self.round:
+            return
+        self.round = round_
+        moved = [self._clients[self._places[client_id]] for client_id in self._again]
+        for until in [until for until in self._resting if until <= round_]:
+            moved += self._resting[until].values()
+        for client in moved:
+            self.leave(client.client_id)
+            self._put(client)
+        self._resting = {until: clients for until, clients in self._resting.items() if until > round_}
+
+    def _put(self, client: ClientCheckedIn) -> None:
+        client_id, memory = client.client_id, self._memory
+        if memory is not None:
+            if rest := memory.rounds_to_rest(client_id, self.round):
+                self._until[client_id] = until = self.round + rest
+                self._resting.setdefault(until, {})[client_id] = client
+                return
+            if memory.rounds_to_rest(client_id, self.round + 1):
+                self._again[client_id] = None
+        self._places[client_id] = len(self._clients)
+        self._clients.append(client)
