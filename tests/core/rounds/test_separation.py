@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
-from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_job, make_spec
+from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.rounds import pacing
-from fedplat.rounds.commands import Commit, RetryWindow
-from fedplat.rounds.events import Action
+from fedplat.rounds.commands import Assign, Commit, RetryWindow
+from fedplat.rounds.events import Action, AggregationFailed, OperatorCommand, TimerFired
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 
@@ -82,14 +83,37 @@ def test_a_restart_forgets_nobody_who_rests() -> None:
 
 def test_a_lost_batch_that_began_the_next_round_ends_nobodys_rest() -> None:
     driver = separated(1, 4)
+    resting = set(driver.attempt.assignments)
     driver.play_round()
-    rested = set(driver.coordinator.room.clients)
+    driver.check_in(*resting, "d0", "d1")
     driver.report(*driver.attempt.assignments)
-    driver.check_in(*idle(driver, 2))
     driver.do(driver.aggregated(), stored=False)
-    driver.commit()
-    assert driver.key.round == 3
-    assert not set(driver.attempt.assignments) & rested
+    driver.do(AggregationFailed(driver.key, "the disk is full"))
+    driver.wait(2)
+    assert driver.key == ("j", 2, 2)
+    assert set(driver.attempt.assignments) == {"d0", "d1"}
+
+
+def test_who_lost_its_work_and_came_back_in_one_batch_rests_afterwards() -> None:
+    driver = separated(1, 1, wait_for=3)
+    driver.now += 60.0
+    events = (
+        TimerFired("j"),
+        OperatorCommand("j", Action.PAUSE),
+        make_client("c0"),
+        OperatorCommand("j", Action.RESUME),
+    )
+    assert len(commands_of(driver.do(*events), Assign)) == 0
+    assert driver.states() == {}
+    assert driver.key == ("j", 1, 2)
+    for seed in range(20):  # until c0 is not among the two that are drawn
+        driver.rng = np.random.default_rng(seed)
+        if "c0" not in assigned(driver.do(make_client("d0"), make_client("d1"), stored=False)):
+            break
+    driver.rng = np.random.default_rng(seed)
+    assert "c0" not in assigned(driver.check_in("d0", "d1"))
+    driver.play_round()
+    assert (driver.key.round, driver.coordinator.room.num_resting("j")) == (2, 1)
 
 
 def test_a_job_that_starves_says_why() -> None:
