@@ -232,39 +232,6 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
         with_line("close = 'never'", "selection"),
         "selection.close = 'never': expected one of goal, deadline",
     ),
-    "an unknown policy": (
-        with_line("sampling = { policy = 'random' }", "selection"),
-        "selection.sampling.policy = 'random': expected one of uniform, poisson, weighted, stratified, oort",
-    ),
-    "a policy without its name": (
-        with_line("sampling = { rate = 0.1 }", "selection"),
-        "selection.sampling.policy: this key is required and missing; "
-        "expected one of uniform, poisson, weighted, stratified, oort",
-    ),
-    "a policy by its name alone": (
-        with_line("sampling = 'uniform'", "selection"),
-        "selection.sampling = 'uniform': expected a table, [selection.sampling]",
-    ),
-    "an option of another policy": (
-        with_line("sampling = { policy = 'poisson', rate = 0.1, label = 'region' }", "selection"),
-        "selection.sampling.label = 'region': there is no such key; known keys: rate",
-    ),
-    "a rate that is none": (
-        with_line("sampling = { policy = 'poisson', rate = 1.5 }", "selection"),
-        "selection.sampling.rate = 1.5: expected a number <= 1.0",
-    ),
-    "no label to stratify by": (
-        with_line("sampling = { policy = 'stratified' }", "selection"),
-        "selection.sampling.label: this key is required and missing",
-    ),
-    "no preferred duration": (
-        with_line("sampling = { policy = 'oort' }", "selection"),
-        "selection.sampling.pacer_s: this key is required and missing",
-    ),
-    "more exploration at the end": (
-        with_line("sampling = { policy = 'oort', pacer_s = 9, exploration = 0.1 }", "selection"),
-        "selection.sampling.min_exploration = 0.2: expected at most exploration, which is 0.1",
-    ),
     "typo in a choice": (
         f"{SMALL}[updates]\nweighting = 'example'\n",
         "updates.weighting = 'example': expected one of examples, uniform; did you mean examples?",
