@@ -8,6 +8,7 @@ FedplatError
 ├── LabelError        an expression over client labels that cannot be read
 ├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
 ├── JournalError      a simulation that cannot go on from what was written of it
+├── EngineError       local training in a simulation that failed, or an engine that cannot do what is asked
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
@@ -46,6 +47,10 @@ class DataError(FedplatError):
 
 class JournalError(FedplatError):
     """A simulation that cannot go on from what was written of it."""
+
+
+class EngineError(FedplatError):
+    """Local training in a simulation that failed, or that an engine cannot do."""
 
 
 class TicketError(FedplatError):

@@ -51,6 +51,7 @@ ALLOWED = {
     },
     "multiprocessing": {
         "server/fedplat_server/evaluation.py": "pickles between the daemon and its child, which nobody else reaches",
+        "fedplat/simulation/engines/crew.py": "forks its workers; what travels is msgpack, over sockets without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
     },
     "np.load": {"fedplat/simulation/data/sources/place.py": "arrays of the researcher's own file, without pickle"},

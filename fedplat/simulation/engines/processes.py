@@ -1,0 +1,243 @@
+"""Worker processes that stay: each has the module, and shares the data and all arrays with this process.
+
+Workers are forked, so they begin at once, and nothing has to be sent or pickled: not the data, not the user's module.
+They take works from one queue, the longest first, and arrays go through shared memory in both directions. The module
+must not use a GPU, which a forked process cannot share.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedplat.errors import EngineError, ModelError
+from fedplat.model import Parameters, Schema
+from fedplat.simulation.engines import messages
+from fedplat.simulation.engines.crew import Crew
+from fedplat.simulation.engines.memories import Memories
+from fedplat.simulation.engines.messages import Done, Note, Score, Train
+from fedplat.simulation.engines.resident import Contents, Resident, Task
+from fedplat.simulation.engines.shared import Arrays, Texts
+from fedplat.simulation.engines.versions import Versions
+from fedplat.simulation.engines.worker import Shared, Worker, serve
+from fedplat.simulation.ports import Trained, Work
+
+_WAITING = 8
+"""Requests in the queue for each worker: enough that none waits while this process is busy, and few, because a long
+work that comes later shall still go before short ones."""
+
+
+class ProcessEngine:
+    """Trains clients in `num_workers` processes, one thread each; by default one for each core.
+
+    They begin with the first version, whose schema all others must have.
+    """
+
+    def __init__(self, task: Task, num_workers: int | None = None) -> None:
+        self._federation = task.federation
+        self._num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._resident = Resident(task)
+        self._started: tuple[Crew, Shared] | None = None
+        self._versions = Versions(self._forget)
+        self._slots: dict[int, int] = {}
+        self._memories = Memories[Note](self._release)
+        self._remembered: Mapping[int, Contents] = {}
+        self._count = 0
+        self._numbers: dict[Work, int] = {}
+        self._backlog: list[tuple[float, int, Work]] = []
+        self._sent: dict[int, Train | Score] = {}
+        self._done: dict[int, tuple[Train | Score, Done]] = {}
+        self._dropped: dict[int, Work] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients that have data."""
+        return self._federation.num_clients
+
+    def num_examples(self, client: int) -> int:
+        """How many examples a client trains on."""
+        return self._federation.num_examples(client)
+
+    def publish(self, version: int, model: Parameters) -> None:
+        """Makes a committed version known. Raises `ModelError` for one of another schema than the first."""
+        self._resident.check(model)
+        _, shared = self._start(model.schema)
+        self._slots[version] = self._placed(model, shared)
+
+    def retire(self, version: int) -> None:
+        """No further work begins with this version."""
+        self._versions.retire(version)
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Puts works into the queue."""
+        for work in works:
+            self._count += 1
+            self._numbers[work] = self._count
+            self._versions.begin(work)
+            heapq.heappush(self._backlog, (-work.fraction * self.num_examples(work.client), self._count, work))
+        self._send_works()
+
+    def result(self, work: Work) -> Trained:
+        """Waits for a work. Raises `EngineError` with the words of what failed, or when a worker has died."""
+        number = self._numbers.pop(work)
+        while number not in self._done:
+            self._receive()
+        request, done = self._done.pop(number)
+        assert isinstance(request, Train)
+        self._versions.end(work)
+        if done.failure:
+            self._discard(request)
+            raise EngineError(f"the training of client {work.client} failed: {done.failure}")
+        shared = self._shared
+        if done.note is None:
+            shared.notes.release(request.after)
+        else:
+            self._memories.put(work, done.note)
+        update = Parameters(shared.schema, shared.updates.lend(request.update))
+        return Trained(update, float(self.num_examples(work.client)), done.metrics)
+
+    def drop(self, work: Work) -> None:
+        """Nobody will ask for this result, or its update was not merged."""
+        number = self._numbers.pop(work, None)
+        if number is None:
+            self._memories.undo(work)
+        elif number in self._done:
+            self._discard(self._done.pop(number)[0])
+            self._versions.end(work)
+        else:
+            self._dropped[number] = work
+
+    def memories(self) -> Mapping[int, Contents]:
+        """What clients remember."""
+        if self._started is None:
+            return self._remembered
+        notes = self._started[1].notes
+        return {client: messages.unpacked(notes.read(note.slot, note.size)) for client, note in self._memories}
+
+    def remember(self, memories: Mapping[int, Contents]) -> None:
+        """Replaces what clients remember."""
+        self._remembered = memories
+        if self._started is not None:
+            self._place_memories(self._started[1])
+
+    def evaluate(self, model: Parameters) -> Mapping[str, float]:
+        """Scores a model on the data that no client has, each worker a part of it."""
+        total = len(self._federation.test_targets)
+        if not total:
+            return {}
+        crew, shared = self._start(model.schema)
+        slot = self._placed(model, shared)
+        bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
+        numbers: list[int] = []
+        for start, stop in itertools.pairwise(bounds):
+            self._count += 1
+            numbers.append(self._count)
+            self._send(Score(self._count, slot, start, stop))
+        while not all(number in self._done for number in numbers):
+            self._receive()
+        parts = [self._done.pop(number) for number in numbers]
+        shared.versions.release(slot)
+        return _mean([(request, done) for request, done in parts if isinstance(request, Score)])
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._started is not None:
+            crew, shared = self._started
+            crew.close()
+            for slots in (shared.versions, shared.updates, shared.notes):
+                slots.close()
+            self._started = None
+
+    @property
+    def _shared(self) -> Shared:
+        assert self._started is not None
+        return self._started[1]
+
+    def _start(self, schema: Schema) -> tuple[Crew, Shared]:
+        if self._started is None:
+            shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
+            worker = Worker(self._resident, shared)
+            self._started = Crew(self._num_workers, functools.partial(serve, worker)), shared
+            self._place_memories(shared)
+        elif difference := schema.difference_from(self._started[1].schema):
+            raise ModelError(difference)
+        return self._started
+
+    def _place_memories(self, shared: Shared) -> None:
+        for _, note in self._memories:
+            self._release(note)
+        self._memories = Memories[Note](self._release)
+        for client, contents in self._remembered.items():
+            slot = shared.notes.acquire()
+            self._memories.replace(client, Note(slot, shared.notes.write(slot, messages.packed(contents))))
+
+    def _release(self, note: Note) -> None:
+        self._shared.notes.release(note.slot)
+
+    def _placed(self, model: Parameters, shared: Shared) -> int:
+        slot = shared.versions.acquire()
+        shared.versions.array(slot)[:] = model.buffer
+        return slot
+
+    def _forget(self, version: int) -> None:
+        self._shared.versions.release(self._slots.pop(version))
+
+    def _send_works(self) -> None:
+        while self._backlog and len(self._sent) < _WAITING * self._num_workers:
+            _, number, work = heapq.heappop(self._backlog)
+            if number in self._dropped:
+                self._versions.end(self._dropped.pop(number))
+                continue
+            shared = self._shared
+            self._send(
+                Train(
+                    number,
+                    work.client,
+                    work.version,
+                    work.seed,
+                    work.fraction,
+                    self._slots[work.version],
+                    shared.updates.acquire(),
+                    self._memories.begin(work),
+                    shared.notes.acquire(),
+                )
+            )
+
+    def _send(self, request: Train | Score) -> None:
+        assert self._started is not None
+        self._sent[request.number] = request
+        while not self._started[0].send(request):
+            self._receive()
+
+    def _receive(self) -> None:
+        assert self._started is not None
+        for done in self._started[0].receive():
+            request = self._sent.pop(done.number)
+            if done.number in self._dropped:
+                self._discard(request)
+                self._versions.end(self._dropped.pop(done.number))
+            else:
+                self._done[done.number] = request, done
+        self._send_works()
+
+    def _discard(self, request: Train | Score) -> None:
+        if isinstance(request, Train):
+            self._shared.updates.release(request.update)
+            self._shared.notes.release(request.after)
+
+
+def _mean(parts: list[tuple[Score, Done]]) -> dict[str, float]:
+    """The means over all examples, of means over parts of them. Raises `EngineError` with the words of a failure."""
+    for _, done in parts:
+        if done.failure:
+            raise EngineError(f"the model could not be scored: {done.failure}")
+    total = sum(request.stop - request.start for request, _ in parts)
+    return {
+        name: sum(done.metrics[name] * (request.stop - request.start) for request, done in parts) / total
+        for name in parts[0][1].metrics
+    }

@@ -1,0 +1,145 @@
+"""What trains clients and stays where it is: a module, the data, and the versions in the form that training wants."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fedplat.backends.flat.examples import PartExamples
+from fedplat.backends.flat.layout import Base, UnsuitableError
+from fedplat.backends.flat.trainer import FlatTrainer
+from fedplat.backends.local import Learner, LocalOptions, Trainee, Training, evaluate, train
+from fedplat.memory import Memory
+from fedplat.model import Bytes, Parameters, Schema
+from fedplat.simulation.data.federation import Array, Federation
+from fedplat.simulation.ports import Work
+
+Contents = Mapping[str, Parameters]
+"""What a client remembers, as `Memory` has it."""
+
+
+class Outcome(NamedTuple):
+    """What a work gave; `contents` is None where the client remembers no more than before."""
+
+    update: Parameters
+    metrics: Mapping[str, float]
+    contents: Contents | None
+
+
+class Task(NamedTuple):
+    """What is trained, on which data, and how."""
+
+    federation: Federation
+    learner: Learner
+    options: LocalOptions
+    seed: int = 0
+    """For what a client has for itself at first: its personal layers."""
+
+
+class Resident:
+    """Trains clients of a task one after the other, on the CPU."""
+
+    def __init__(self, task: Task) -> None:
+        federation = task.federation
+        self._parts, self._options = federation.parts, task.options
+        self._inputs, self._targets = tensor_of(federation.inputs), tensor_of(federation.targets)
+        self._test = PartExamples(
+            tensor_of(federation.test_inputs),
+            tensor_of(federation.test_targets),
+            np.arange(len(federation.test_targets)),
+        )
+        self._trainee = Trainee(task.learner, seed=task.seed)
+        self._flat = _flat_trainer(self._trainee, task.options)
+        self._bases: dict[int, Base] = {}
+        self._schema: Schema | None = None
+
+    def check(self, model: Parameters) -> None:
+        """Raises `ModelError` when a model does not fit the module."""
+        if model.schema is not self._schema:
+            self._trainee.load(model, Memory())
+            self._schema = model.schema
+
+    def publish(self, version: int, model: Parameters) -> None:
+        """Keeps a version until it is retired. Raises `ModelError` when it does not fit the module."""
+        self.check(model)
+        if self._flat is None:
+            self._bases[version] = Base(model, torch.empty(0), torch.empty(0), {})
+        else:
+            self._bases[version] = self._flat.base(model)
+
+    def retire(self, version: int) -> None:
+        """Forgets a version."""
+        del self._bases[version]
+
+    def train(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+        """One client's training; its update lies in `buffer` if there is one."""
+        base, memory = self._bases[work.version], Memory(contents)
+        training = Training(
+            examples=self._examples(work.client),
+            options=self._options,
+            seed=work.seed,
+            round_number=work.version + 1,
+            fraction=work.fraction,
+            memory=memory,
+        )
+        with one_thread():
+            update, metrics = self._train(base, training, buffer)
+        return Outcome(update, metrics, memory.contents if memory.changed else None)
+
+    def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
+        """Scores a model on the held-out examples [start, stop); empty if there are none."""
+        examples = PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop])
+        with one_thread():
+            return evaluate(self._trainee, model, examples) if len(examples) else {}
+
+    def _examples(self, client: int) -> PartExamples:
+        return PartExamples(self._inputs, self._targets, self._parts[client])
+
+    def _train(self, base: Base, work: Training, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:
+        if self._flat is not None:
+            try:
+                return self._flat.train(base, work, buffer)
+            except UnsuitableError:  # known only once it is tried
+                self._flat = None
+        parameters = base.parameters.copy()
+        metrics = train(self._trainee, parameters, work)
+        update = parameters.minus(base.parameters)
+        if buffer is not None:
+            buffer[:] = update.buffer
+        return update, metrics
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """Data as modules and losses want it: float32 or int64 but for types that somebody chose on purpose."""
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    elif array.dtype.kind in "iu":
+        array = array.astype(np.int64, copy=False)
+    elif not array.flags.writeable:
+        array = array.copy()  # torch warns of what it must not write to, such as a mapped file
+    return torch.from_numpy(array)
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Within it PyTorch computes on the calling thread: clients are the unit of parallel work, not their matrices."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _flat_trainer(trainee: Trainee, options: LocalOptions) -> FlatTrainer | None:
+    try:
+        return FlatTrainer(trainee, options)
+    except UnsuitableError:
+        return None

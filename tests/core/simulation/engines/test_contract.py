@@ -1,0 +1,191 @@
+"""All engines give what clients in the field give: the results of `fedplat.backends.local.train`, to 1e-6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from core.simulation.engines.conftest import MakeEngine
+from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
+from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, train
+from fedplat.errors import ModelError
+from fedplat.memory import Memory
+from fedplat.model import Parameters
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.resident import Task
+from fedplat.simulation.ports import Trained, Work
+
+ALL = range(len(SIZES))
+WORKS = [
+    [Work(client, version, 100 * version + client, 0.5 if client == 3 else 1.0) for client in ALL]
+    for version in (0, 1, 2)
+]
+"""Three rounds of all clients, one of which has time for half of its steps."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "momentum": {"momentum": 0.9},
+    "weight decay": {"weight_decay": 0.01, "momentum": 0.5},
+    "clipped": {"max_grad_norm": 0.1},
+    "accumulated": {"accumulate": 2},
+    "decayed": {"learning_rate_decay": 0.5},
+    "one batch": {"batch_size": 0},
+    "fedprox": {"algorithm": "fedprox", "mu": 0.5},
+    "before": {"measure_before": True},
+}
+
+
+class Reference:
+    """Trains as a client in the field does."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._trainee = Trainee(task.learner, seed=task.seed)
+        self._memories: dict[int, Memory] = {}
+
+    def rounds(self, model: Parameters) -> list[list[Trained]]:
+        found: list[list[Trained]] = []
+        for cohort in WORKS:
+            found.append([self.train(model, work) for work in cohort])
+            for each in found[-1]:
+                model = model.plus(each.update.to_vector() / np.float32(len(cohort)))
+        return found
+
+    def train(self, model: Parameters, work: Work) -> Trained:
+        memory = self._memories.get(work.client, Memory())
+        inputs, targets = map(torch.from_numpy, self._task.federation.examples(work.client))
+        parameters = model.copy()
+        training = Training(
+            examples=TensorExamples(inputs, targets),
+            options=self._task.options,
+            seed=work.seed,
+            round_number=work.version + 1,
+            fraction=work.fraction,
+            memory=memory,
+        )
+        metrics = train(self._trainee, parameters, training)
+        self._memories[work.client] = Memory(memory.contents)
+        return Trained(parameters.minus(model), len(targets), metrics)
+
+
+def differences(left: list[list[Trained]], right: list[list[Trained]]) -> tuple[float, float]:
+    """The largest of the updates, and of the metrics."""
+    pairs = [pair for round_ in zip(left, right, strict=True) for pair in zip(*round_, strict=True)]
+    assert all(one.num_examples == other.num_examples for one, other in pairs)
+    assert all(one.metrics.keys() == other.metrics.keys() for one, other in pairs)
+    updates = [np.abs(one.update.to_vector() - other.update.to_vector()).max() for one, other in pairs]
+    metrics = [abs(one.metrics[name] - other.metrics[name]) for one, other in pairs for name in one.metrics]
+    return float(max(updates)), max(metrics)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("make", [logistic_regression, two_layers, lenet])
+def test_engine_trains_as_clients_in_the_field_do(
+    make: Callable[[], nn.Module], config: dict[str, Any], make_engine: MakeEngine
+) -> None:
+    given = task(make, **config)
+    model = given.learner.initial()
+    found = rounds(make_engine(given), model, WORKS)
+    updates, metrics = differences(found, Reference(given).rounds(model))
+    assert updates < 1e-6
+    assert metrics < 1e-5
+
+
+def personal() -> Task:
+    given = task(momentum=0.5)
+    return given._replace(learner=Learner(model=two_layers, personal=("5.*",)))
+
+
+def test_personal_layers_stay_with_their_client(make_engine: MakeEngine) -> None:
+    given = personal()
+    model = given.learner.initial()
+    updates, metrics = differences(rounds(make_engine(given), model, WORKS), Reference(given).rounds(model))
+    assert updates < 1e-6
+    assert metrics < 1e-5
+
+
+def test_what_did_not_count_is_not_remembered(make_engine: MakeEngine) -> None:
+    given = personal()
+    engine, model = make_engine(given), given.learner.initial()
+    engine.publish(0, model)
+    first, second, third = (Work(0, 0, seed) for seed in range(3))
+    engine.begin([first])
+    engine.result(first)
+    before = engine.memories()
+    for asked in (True, False):
+        engine.begin([second])
+        if asked:
+            engine.result(second)
+            assert engine.memories()[0] != before[0]
+        engine.drop(second)
+        assert engine.memories() == before
+    engine.begin([third])
+    expected = engine.result(third)
+
+    resumed = make_engine(given)
+    resumed.remember(before)
+    resumed.publish(0, model)
+    resumed.begin([third])
+    assert resumed.result(third).update == expected.update
+    assert before.keys() == {0}
+    assert before[0]["personal"].keys() == {"5.weight", "5.bias"}
+
+
+def test_engine_gives_the_same_bits_whenever_it_is_asked(make_engine: MakeEngine) -> None:
+    given = task(lenet)
+    model = given.learner.initial()
+    backwards = [list(reversed(cohort)) for cohort in WORKS[:1]]
+    forth = rounds(make_engine(given), model, WORKS[:1])[0]
+    back = rounds(make_engine(given), model, backwards)[0][::-1]
+    assert all(one.update == other.update for one, other in zip(forth, back, strict=True))
+
+
+def test_versions_outlive_their_retirement_while_works_need_them(make_engine: MakeEngine) -> None:
+    given = task()
+    engine, model = make_engine(given), given.learner.initial()
+    works = [Work(client, 0, client) for client in ALL]
+    expected = rounds(LoopEngine(given), model, [works])[0]
+    engine.publish(0, model)
+    engine.begin(works)
+    engine.retire(0)
+    engine.publish(1, model.plus(np.ones(model.schema.num_floating, np.float32)))
+    engine.begin([Work(0, 1, 7)])
+    found = [engine.result(work) for work in works]
+    assert all(one.update == other.update for one, other in zip(found, expected, strict=True))
+    assert engine.result(Work(0, 1, 7)).update != expected[0].update
+
+
+def test_dropped_works_leave_nothing_behind(make_engine: MakeEngine) -> None:
+    given = task()
+    engine, model = make_engine(given), given.learner.initial()
+    engine.publish(0, model)
+    for seed in range(20):
+        works = [Work(client, 0, seed) for client in ALL]
+        engine.begin(works)
+        kept = engine.result(works[seed % len(works)])
+        for work in works:
+            if work.client != seed % len(works):
+                engine.drop(work)
+        assert kept.num_examples == SIZES[seed % len(works)]
+    assert engine.num_clients == len(SIZES)
+
+
+def test_engine_scores_models_on_held_out_examples(make_engine: MakeEngine) -> None:
+    given = task()
+    model = given.learner.initial()
+    scores = make_engine(given).evaluate(model)
+    module = given.learner.model()
+    module.load_state_dict(model.to_torch())
+    with torch.no_grad():
+        outputs = module(torch.from_numpy(given.federation.test_inputs)).numpy()
+    assert scores["accuracy"] == pytest.approx((outputs.argmax(1) == given.federation.test_targets).mean())
+
+
+def test_a_model_of_another_shape_is_refused_with_words(make_engine: MakeEngine) -> None:
+    engine = make_engine(task())
+    with pytest.raises(ModelError, match="does not fit the module Sequential"):
+        engine.publish(0, task(lenet).learner.initial())

@@ -1,0 +1,134 @@
+"""Worker processes: how they are started, fail and end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from core.simulation.engines.tasks import SIDE, rounds, task
+from fedplat.errors import EngineError
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.ports import Work
+
+
+class _Stuck(nn.Module):
+    """Stays in its forward pass until its process is killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIDE * SIDE, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        signal.pause()
+        return inputs.flatten(1) @ self.weight
+
+
+class _Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIDE * SIDE, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 1:
+            raise ArithmeticError("one example is not enough")
+        return inputs.flatten(1) @ self.weight
+
+
+@pytest.fixture
+def engines() -> Generator[list[ProcessEngine]]:
+    made: list[ProcessEngine] = []
+    yield made
+    for engine in made:
+        engine.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngine]) -> None:
+    given = task(_Stuck)
+    engine = ProcessEngine(given, 2)
+    engines.append(engine)
+    engine.publish(0, given.learner.initial())
+    works = [Work(client, 0, 0) for client in range(4)]
+    engine.begin(works)
+    worker = multiprocessing.active_children()[0]
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"the worker process {worker.pid} was ended by SIGKILL while it"):
+        engine.result(works[0])
+    with pytest.raises(EngineError, match="use fewer workers"):
+        engine.result(works[1])
+
+
+def test_what_training_raises_is_told_in_its_words_and_the_worker_goes_on(engines: list[ProcessEngine]) -> None:
+    given = task(_Failing, sizes=(1, 20))
+    engine = ProcessEngine(given, 1)
+    engines.append(engine)
+    engine.publish(0, given.learner.initial())
+    works = [Work(0, 0, 0), Work(1, 0, 0)]
+    engine.begin(works)
+    with pytest.raises(EngineError, match="client 0 failed: ArithmeticError: one example is not enough"):
+        engine.result(works[0])
+    assert engine.result(works[1]).num_examples == 20
+
+
+def test_updates_keep_their_values_while_somebody_has_them(engines: list[ProcessEngine]) -> None:
+    given = task()
+    engine = ProcessEngine(given, 2)
+    engines.append(engine)
+    model = given.learner.initial()
+    works = [[Work(client, version, client) for client in range(6)] for version in range(5)]
+    found = rounds(engine, model, works)
+    expected = rounds(LoopEngine(given), model, works)
+    for one, other in zip(found, expected, strict=True):
+        assert [each.update for each in one] == [each.update for each in other]
+
+
+PROGRAM = """
+import sys
+from core.simulation.engines.tasks import task
+from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.ports import Work
+import multiprocessing
+
+given = task()
+engine = ProcessEngine(given, 2)
+engine.publish(0, given.learner.initial())
+work = Work(0, 0, 0)
+engine.begin([work])
+engine.result(work)
+print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_engine(way: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    ) as program:
+        assert program.stdout
+        workers = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+        if way == signal.SIGINT:
+            os.killpg(program.pid, way)  # as a terminal does it, to all of them
+        else:
+            program.send_signal(way)
+        assert len(workers) == 2
+        assert program.wait(60) != 0
+        _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
