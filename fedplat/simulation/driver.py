@@ -63,7 +63,7 @@ class Driver:
         self.now = 0.0
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
         self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
-        self._rng, self._tokens = _rng(seed, _COORDINATOR), Tokens()
+        self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._timer = np.inf
         self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
@@ -226,6 +226,11 @@ class Driver:
         assert attempt is not None
         in_time = sorted((task for task in tasks if task.in_time), key=lambda task: task.report_at)
         return in_time[: attempt.goal]
+
+
+def coordinator_rng(seed: int) -> np.random.Generator:
+    """The randomness that the coordinator is lent."""
+    return _rng(seed, _COORDINATOR)
 
 
 def _rng(seed: int, purpose: int) -> np.random.Generator:

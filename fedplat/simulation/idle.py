@@ -39,7 +39,7 @@ class Idle:
         self._free: list[tuple[int, float, bool]] = []
         self._batch_s = fleet.options.batch_s
         self._check_ins: list[ClientCheckedIn | None] = [None] * fleet.num_clients
-        self._labels: dict[tuple[int, ...], dict[str, str]] = {}
+        self._labels: dict[int, dict[str, str]] = {}
         evaluation = spec.evaluation.clients
         self._population = spec.population
         self._trainers = frozenset({spec.trainer})
@@ -110,10 +110,10 @@ class Idle:
     def _check_in(self, client: int) -> ClientCheckedIn:
         known = self._check_ins[client]
         if known is None:
-            codes = tuple(int(label.codes[client]) for label in self._fleet.labels.values())
-            labels = self._labels.get(codes)
+            kind = int(self._fleet.kinds[client])
+            labels = self._labels.get(kind)
             if labels is None:
-                labels = self._labels[codes] = self._fleet.labels_of(client)
+                labels = self._labels[kind] = self._fleet.labels_of(client)
             known = self._check_ins[client] = ClientCheckedIn(
                 str(client), self._population, labels, self._trainers, self._evaluators, self._codecs
             )

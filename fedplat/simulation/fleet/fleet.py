@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ class Fleet:
     def num_clients(self) -> int:
         """Number of clients."""
         return len(self.speed)
+
+    @cached_property
+    def kinds(self) -> npt.NDArray[np.int64]:
+        """A number for each client, which those with the same labels share."""
+        kinds = np.zeros(self.num_clients, np.int64)
+        for label in self.labels.values():
+            kinds = kinds * len(label.values) + label.codes
+            kinds = np.unique(kinds, return_inverse=True)[1]  # so that the product of many labels does not overflow
+        return kinds
 
     def labels_of(self, client: int) -> dict[str, str]:
         """What a client says of itself."""

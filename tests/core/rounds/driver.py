@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,13 +79,20 @@ class Tokens:
 class Driver:
     """One coordinator, its store (a `Ledger`) and its clock. Short methods are for tests with one job."""
 
-    def __init__(self, *jobs: JobState, seed: int = 0, max_waiting: int = 1000) -> None:
+    def __init__(
+        self,
+        *jobs: JobState,
+        seed: int = 0,
+        max_waiting: int = 1000,
+        rng: np.random.Generator | None = None,
+        new_token: Callable[[], tuple[str, bytes]] | None = None,
+    ) -> None:
         self.now = 0.0
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(seed) if rng is None else rng
         self.coordinator = Coordinator(jobs or (make_job(),), max_waiting)
         self.ledger = Ledger(self.coordinator)
         self.timers: dict[str, float] = {}
-        self._new_token = Tokens()
+        self._new_token = Tokens() if new_token is None else new_token
 
     # --- any number of jobs ---
 

@@ -1,0 +1,56 @@
+"""The events of a simulation, played again to another coordinator, give the same, and break no invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from core.rounds import driver as rounds
+from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.least_squares import LeastSquares, initial
+from fedplat.job import JobSpec
+from fedplat.rounds import JobState, ModelVersion, Proposal
+from fedplat.rounds.events import Event
+from fedplat.simulation.driver import Tokens, coordinator_rng
+from fedplat.simulation.simulate import Hooks, Simulation, run
+
+Batch = tuple[Sequence[Event], float, Proposal]
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adaptive": {"deadlines": {"training_s": 20.0, "adaptive": {"after": 5}}, "selection": {"min_fraction": 0.9}},
+    "evaluated": {"evaluation": {"every": 2, "clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 10.0}}},
+    "hopeless": {"selection": {"over_selection": 1.0, "min_fraction": 1.0}, "retry": {"max_attempts": 4}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("batch_s", [0.0, 5.0])
+def test_the_same_events_give_the_same_changes_and_break_no_invariant(name: str, batch_s: float) -> None:
+    spec = job(**CASES[name])
+    fleet = make_fleet(50, **BAD, batch_s=batch_s)
+    batches = record(Simulation(spec=spec, fleet=fleet, engine=LeastSquares(50), initial=initial(), seed=6))
+    assert len(batches) > 50
+    replayed = replay(spec, seed=6)
+    for events, now, proposal in batches:
+        replayed.now = now
+        again = replayed.do(*events)  # the ledger checks its invariants here
+        assert again.changes == proposal.changes
+        assert again.commands == proposal.commands
+        assert again.verdicts == proposal.verdicts
+
+
+def record(simulation: Simulation) -> list[Batch]:
+    batches: list[Batch] = []
+    run(simulation, Hooks(trace=lambda events, now, proposal: batches.append((tuple(events), now, proposal))))
+    return batches
+
+
+def replay(spec: JobSpec, seed: int) -> rounds.Driver:
+    """A driver with another coordinator, which has the randomness that the simulator lends to its own."""
+    latest = ModelVersion(
+        version=0, round=0, attempt=0, digest="version-0", size_bytes=initial().schema.file_size_bytes
+    )
+    return rounds.Driver(JobState(spec.name, spec, latest), rng=coordinator_rng(seed), new_token=Tokens())
