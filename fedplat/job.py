@@ -201,6 +201,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     updates: Updates = Updates()
     compression: Compression = Compression()
     aggregation: aggregate.Options = aggregate.FedAvg()
+    robust: aggregate.Robust | None = None
     evaluation: Evaluation = Evaluation()
 
     def __post_init__(self) -> None:
@@ -223,10 +224,36 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
                 f'aggregation.rule = "{name}": clients have to do their half of it; it needs [config] algorithm = '
                 f'"{algorithm}"'
             )
+        if self.robust is not None:
+            self._check_robust(self.robust)
 
-    def rule(self) -> aggregate.Rule:
-        """The aggregation rule that the job file describes."""
-        return self.updates.clip(self.aggregation.build())
+    def _check_robust(self, robust: aggregate.Robust) -> None:
+        if type(self.aggregation) not in aggregate.SERVER_OPTIMIZERS:
+            known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
+            name = self.aggregation.__struct_config__.tag
+            raise ValueError(f"robust: goes with aggregation.rule = {known}; {name} has a mean of its own")
+        if self.selection.goal > aggregate.MAX_GATHERED:
+            raise ValueError(
+                f"selection.goal = {self.selection.goal}: expected at most {aggregate.MAX_GATHERED} with [robust], "
+                "which reads the updates of an attempt side by side"
+            )
+        try:
+            robust.check(self.selection.minimum)
+        except ValueError as exc:
+            raise ValueError(
+                f"robust: {exc}: so many may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
+                "selection.min_fraction, or lower robust.byzantine"
+            ) from exc
+
+    def rule(self, seed: int = 0) -> aggregate.Rule:
+        """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
+
+        `aggregate.seed_of(job_id, version)` is that of the version that the attempt shall lead to.
+        """
+        rule = self.aggregation.build()
+        if self.robust is not None:
+            rule = self.robust.build(seed)(rule)
+        return self.updates.clip(rule)
 
     def weight(self, num_examples: float) -> float:
         """The weight of an update that was trained on `num_examples` examples."""

@@ -3,7 +3,7 @@
 `algebra.py` says what a rule is, `mean.py` is the reduction, and each algorithm is a short composition by
 wrapping. To add one: write one new file (the paper in its docstring, a frozen options record with `build()`,
 a `server_*` or other wrapper), add its record to `Options` and one row to `RULES` below, and one row to the
-table of `tests/core/aggregate/test_contract.py`.
+table of `tests/core/aggregate/test_contract.py`. Rules that replace the mean are in `robust/`.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
 >>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))
@@ -35,6 +35,7 @@ from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
 from fedplat.aggregate.rebased import rebased
+from fedplat.aggregate.robust import MAX_GATHERED, Robust
 from fedplat.aggregate.scaffold import Scaffold, server_scaffold
 from fedplat.aggregate.state import (
     first_columns,
@@ -79,8 +80,13 @@ RULES: Mapping[str, type[Options]] = {
 }
 """The options record of each rule, by its name in a job file."""
 
+SERVER_OPTIMIZERS = (FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad)
+"""Rules that work on the mean of the updates, or on what a robust rule puts in its place."""
+
 __all__ = [
+    "MAX_GATHERED",
     "RULES",
+    "SERVER_OPTIMIZERS",
     "Accumulator",
     "AdaptiveClip",
     "Contribution",
@@ -99,6 +105,7 @@ __all__ = [
     "Part",
     "Partial",
     "QFedAvg",
+    "Robust",
     "Rule",
     "Scaffold",
     "State",

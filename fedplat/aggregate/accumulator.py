@@ -1,4 +1,7 @@
-"""What the server holds for one open attempt; its size does not depend on the number of updates."""
+"""What the server holds for one open attempt; its size does not depend on the number of updates.
+
+Updates of a rule that gathers are not held: the accumulator remembers where they can be read, until the attempt ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Contribution, Rule, State
-from fedplat.aggregate.state import columns, columns_of, joined
+from fedplat.aggregate.state import Remembered, columns, columns_of, joined
 from fedplat.errors import ModelError
 from fedplat.model import (
     DTYPES,
@@ -46,7 +49,7 @@ class Accumulator:
     Floating-point entries go through the rule. Other entries are carried as the schema says: "keep" leaves
     the base version's value, "max" takes the largest value of the folded updates, entry by entry (for
     booleans: true if one was true). Memory is one float32 vector, the carried entries and a few windows; it does
-    not grow with the updates.
+    not grow with the updates. Those of a rule that gathers must stay readable until the result is made.
 
     >>> base = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
     >>> rule = weighted_mean()
@@ -75,6 +78,11 @@ class Accumulator:
     def total_weight(self) -> float:
         """Sum of their weights."""
         return self._partial.weight
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether updates must stay readable until the result is made."""
+        return self._rule.gather is not None
 
     @property
     def scalars(self) -> Mapping[str, float]:
@@ -107,10 +115,11 @@ class Accumulator:
     def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
         """The next model version and the rule's next state, part by part; changes nothing, and may be repeated.
 
-        `state` are the columns of the last state. Memory is a few windows, unless the rule is not `blockwise`.
-        Raises `ModelError` when the schema of `base` is another or, wherever it shows, when the result is not finite:
-        finite updates may add up to more than float32 holds, and no job recovers from such a version. Raises
-        `ValueError` when the rule has no result, since no update was folded, say.
+        `state` are the columns of the last state, which a rule that gathers draws more than once. Memory is a few
+        windows, unless the rule is not `blockwise`. Raises `ModelError` when the schema of `base` is another or,
+        wherever it shows, when the result is not finite: finite updates may add up to more than float32 holds, and no
+        job recovers from such a version. Raises `ValueError` when the rule has no result, since no update was folded,
+        say.
         """
         self._check(base, "base version")
         drawn: list[State] = []
@@ -130,6 +139,10 @@ class Accumulator:
 
     def _applied(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
         rule, partial, size = self._rule, self._partial, self._schema.num_floating
+        if rule.gather is not None:
+            remembered = {name: Remembered(state, name, size) for name in rule.init(0)}
+            with np.errstate(all="ignore"):
+                partial = rule.gather(remembered, partial)
         if not rule.blockwise:
             with np.errstate(all="ignore"):
                 step, whole = rule.apply(joined(state), partial)

@@ -11,6 +11,10 @@ the reduction over clients spelled out so that it can stream):
 - `apply(state, partial)` ends the attempt: the step to add to the model, and the next state;
 - `remember(partial)` says which numbers the next attempt begins with (none, for most rules).
 
+A rule that needs all updates of an attempt at once (a median, say) folds nothing: its partial result keeps the updates,
+which must stay readable until the attempt ends. Then `gather(state, partial)` makes a partial result with a total of
+them, which `apply` gets as usual. It reads the updates and the state in step, block by block (`fedplat.model.rows`).
+
 `fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update. What
 `fold` refuses with a `ValueError` has changed nothing; when reading the update fails, the partial result is lost.
 
@@ -40,12 +44,14 @@ class Contribution:
 
     `weight` is what the update counts for, as the job's weighting says. `num_examples` and `metrics` are the client's
     report. `staleness` is the number of versions that were committed since the one that the client began with.
+    `client_id` says whose it is, for rules that treat some clients differently.
     """
 
     weight: float
     num_examples: float = 0.0
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     staleness: int = 0
+    client_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
 
     `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
-    remembers of the attempt before, which are known while updates are folded.
+    remembers of the attempt before, which are known while updates are folded. `kept` are the updates of a rule that
+    gathers.
     """
 
     total: Vector
@@ -61,6 +68,7 @@ class Partial:
     num_updates: int = 0
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    kept: tuple[tuple[Blocks, Contribution], ...] = ()
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""
@@ -124,6 +132,7 @@ class Rule:
     unit_weights: bool = False
     from_latest: bool = False
     counterpart: Counterpart = Counterpart()
+    gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
 
 
 MAX_METRIC = 1e30

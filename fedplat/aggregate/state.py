@@ -8,8 +8,9 @@ one pass, and read in one, with windows of a column's size, however large the mo
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,16 +24,44 @@ def columns(size: int) -> Sequence[slice]:
     return list(blocks(size, WINDOW)) or [slice(0, 0)]
 
 
-def first_columns(rule: Rule, size: int) -> Iterator[State]:
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The columns of a state, which may be drawn as often as wanted."""
+
+    draw: Callable[[], Iterator[State]]
+
+    def __iter__(self) -> Iterator[State]:
+        """The columns, in order; each is valid until the next is drawn."""
+        return self.draw()
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """One vector of a state as `Blocks`, read column by column."""
+
+    state: Iterable[State]
+    name: str
+    size: int
+
+    def __iter__(self) -> Iterator[Vector]:
+        """The blocks, in order."""
+        return (window[block] for window in self.windows() for block in blocks(window.size))
+
+    def windows(self) -> Iterator[Vector]:
+        """The elements, `WINDOW` at a time."""
+        return (column[self.name] for column in self.state)
+
+
+def first_columns(rule: Rule, size: int) -> Columns:
     """A rule's first state."""
     if rule.blockwise:
-        return (rule.init(column.stop - column.start) for column in columns(size))
+        return Columns(lambda: (rule.init(column.stop - column.start) for column in columns(size)))
     return columns_of(rule.init(size), size)
 
 
-def columns_of(state: State, size: int) -> Iterator[State]:
+def columns_of(state: State, size: int) -> Columns:
     """The columns of a state that is in memory, as views."""
-    return ({name: vector[column] for name, vector in state.items()} for column in columns(size))
+    return Columns(lambda: ({name: vector[column] for name, vector in state.items()} for column in columns(size)))
 
 
 def joined(parts: Iterable[State]) -> State:
@@ -67,11 +96,15 @@ def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping
         return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
 
 
-def read_columns(path: str | os.PathLike[str], rule: Rule, size: int) -> Iterator[State]:
-    """The columns in a state's file, each valid until the next is drawn.
+def read_columns(path: str | os.PathLike[str], rule: Rule, size: int) -> Columns:
+    """The columns in a state's file.
 
-    Raises `ModelError` when it is not the state of this rule for `size` entries, or `OSError`.
+    When they are drawn: raises `ModelError` if it is not the state of this rule for `size` entries, or `OSError`.
     """
+    return Columns(lambda: _read(path, rule, size))
+
+
+def _read(path: str | os.PathLike[str], rule: Rule, size: int) -> Iterator[State]:
     names, begin = tuple(rule.init(0)), 8 * len(rule.start(0).scalars)
     with _opened(path, rule, size).reader(4 * len(names) * WINDOW) as read:
         for column in columns(size):

@@ -69,7 +69,7 @@ class Assignment:
     @property
     def contribution(self) -> Contribution:
         """What the reported update is for the job's rule; the same whenever it is folded again."""
-        return Contribution(self.weight, self.num_examples, self.metrics)
+        return Contribution(self.weight, self.num_examples, self.metrics, client_id=self.client_id)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
 bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
-stay there until the version is stored; those of jobs in memory are freed as soon as they are folded. A version's bytes
-are on the disk before anybody hears of it. Whatever goes wrong, the coordinator hears how the attempt ended: an
-attempt that nobody ends would stop its job for ever.
+stay there until the version is stored; those of jobs in memory are freed as soon as they are folded, unless the job's
+rule needs all of them at the end. A version's bytes are on the disk before anybody hears of it. Whatever goes wrong,
+the coordinator hears how the attempt ended: an attempt that nobody ends would stop its job for ever.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Aggregation:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
         with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
             accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.contribution)
-        if job.spec.durability == "memory":
+        if job.spec.durability == "memory" and not accumulator.keeps_updates:
             self._uploads.discard(upload_key)
 
     def _commit(
@@ -176,7 +176,6 @@ class Aggregation:
 
 def _rule(job: JobState, keep: Callable[[bytes], None]) -> Rule:
     """The job's rule; if the job has a downlink, with steps that are encoded, and `keep` is given what they become."""
-    rule, codec = job.spec.rule(), job.spec.compression.downlink
-    if codec is None:
-        return rule
-    return compress_step(codec.build(), seed_of(job.job_id, job.latest.version + 1), keep)(rule)
+    seed = seed_of(job.job_id, job.latest.version + 1)
+    rule, codec = job.spec.rule(seed), job.spec.compression.downlink
+    return rule if codec is None else compress_step(codec.build(), seed, keep)(rule)

@@ -64,16 +64,18 @@ def _aggregate(
     """The files of the next version, of the rule's state and of the delta."""
     spec, payloads = job.spec, list[bytes]()
     assert spec is not None
-    rule, codec = spec.rule(), spec.compression.downlink
+    seed = seed_of(job.row.job_id, before.version + 1)
+    rule, codec = spec.rule(seed), spec.compression.downlink
     if codec is not None:
-        rule = compress_step(codec.build(), seed_of(job.row.job_id, before.version + 1), payloads.append)(rule)
+        rule = compress_step(codec.build(), seed, payloads.append)(rule)
     base = Parameters.open(files.path_of(blobs, before.digest))
     state, scalars = rule.init(base.schema.num_floating), dict[str, float]()
     if before.state_digest:
         state, scalars = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
     accumulator = Accumulator(base.schema, rule, scalars)
     for content, row in updates:
-        accumulator.fold(_values(content, base, spec), Contribution(row.weight, row.num_examples, row.metrics))
+        contribution = Contribution(row.weight, row.num_examples, row.metrics, client_id=row.client_id)
+        accumulator.fold(_values(content, base, spec), contribution)
     model, state = accumulator.finish(base, state)
     delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
     return model.to_bytes(), state_to_bytes(state, accumulator.scalars), delta

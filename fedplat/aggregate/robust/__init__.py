@@ -1,0 +1,106 @@
+"""Robust aggregation: a bounded number of updates may be anything, and the result is still of use.
+
+Each rule stands in one file and wraps any rule that ends with a mean of updates, so that server optimizers go with all
+of them; pre-aggregators mix updates before. To add one: write one file (the paper in its docstring, a frozen options
+record), add its record to `RobustRule` or `PreAggregator` here, and one row to the table of
+`tests/core/aggregate/test_robust.py`.
+
+>>> from fedplat.aggregate import Contribution, weighted_mean
+>>> robust = Robust(rule=Median(), byzantine=1)
+>>> rule = robust.build(seed=1)(weighted_mean())
+>>> partial = rule.start(1)
+>>> for value in (1.0, 2.0, 1e30):
+...     partial = rule.fold(partial, VectorBlocks(np.array([value], np.float32)), Contribution(1.0))
+>>> rule.apply({}, rule.gather({}, partial))[0]
+array([2.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from fedplat.aggregate import options as ranges
+from fedplat.aggregate.algebra import Wrapper
+from fedplat.aggregate.robust.bucketing import Bucketing
+from fedplat.aggregate.robust.bulyan import Bulyan
+from fedplat.aggregate.robust.centered_clipping import CenteredClipping
+from fedplat.aggregate.robust.cohort import Rows
+from fedplat.aggregate.robust.fltrust import FLTrust
+from fedplat.aggregate.robust.geometric_median import GeometricMedian
+from fedplat.aggregate.robust.krum import Krum, MultiKrum
+from fedplat.aggregate.robust.median import Median
+from fedplat.aggregate.robust.nearest import NearestNeighbours
+from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
+
+RobustRule = Median | TrimmedMean | Krum | MultiKrum | Bulyan | GeometricMedian | CenteredClipping | FLTrust
+"""The key `robust.rule` of a job file: a union that its key `name` tells apart."""
+
+PreAggregator = Bucketing | NearestNeighbours
+"""One of the tables of the key `robust.before`."""
+
+MAX_GATHERED = 1000
+"""Updates that a robust rule takes at most: all their files are open at once, and its work grows with the square."""
+
+
+class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `[robust]` table of a job file: what replaces the mean of the updates.
+
+    `byzantine` (f): how many updates of an attempt may be anything at all. `before`: pre-aggregators, in this order.
+    """
+
+    rule: RobustRule
+    byzantine: Annotated[int, Meta(ge=0, le=MAX_GATHERED)]
+    before: Annotated[tuple[PreAggregator, ...], Meta(max_length=10)] = ()
+
+    def __post_init__(self) -> None:
+        ranges.check(self)
+        if self.before and isinstance(self.rule, FLTrust):
+            raise ValueError("before = [...]: expected none with fltrust, which must know whose update is whose")
+
+    def check(self, num_updates: int) -> None:
+        """Raises `ValueError` when so few updates cannot hold out against the byzantine ones."""
+        rows, text = num_updates, f"{num_updates} updates"
+        for mixing in self.before:
+            rows = mixing.rows_of(rows)
+        if rows != num_updates:
+            text += f", of which pre-aggregation makes {rows}"
+        fewest = self.rule.fewest(self.byzantine)
+        if rows < fewest:
+            name = self.rule.__struct_config__.tag
+            raise ValueError(f"{name} with byzantine = {self.byzantine} needs at least {fewest}, not {text}")
+
+    def build(self, seed: int) -> Wrapper:
+        """Makes a rule that ends with a mean robust; `seed` decides what is random.
+
+        Its `gather` raises `ValueError` when there are too few updates.
+        """
+        mixings = [mixing.build(self.byzantine, seed) for mixing in self.before]
+
+        def before(rows: Rows) -> Rows:
+            self.check(len(rows))
+            for mix in mixings:
+                rows = mix(rows)
+            return rows
+
+        return self.rule.build(self.byzantine, before)
+
+
+__all__ = [
+    "MAX_GATHERED",
+    "Bucketing",
+    "Bulyan",
+    "CenteredClipping",
+    "FLTrust",
+    "GeometricMedian",
+    "Krum",
+    "Median",
+    "MultiKrum",
+    "NearestNeighbours",
+    "PreAggregator",
+    "Robust",
+    "RobustRule",
+    "TrimmedMean",
+]
