@@ -238,7 +238,7 @@ class Learning:
 
     def _rule(self, seed: int) -> tuple[Rule, list[bytes]]:
         """The job's rule, and where it puts its encoded steps if the job has a downlink."""
-        rule, codec, payloads = self._spec.rule(), self._spec.compression.downlink, list[bytes]()
+        rule, codec, payloads = self._spec.rule(seed), self._spec.compression.downlink, list[bytes]()
         return (rule if codec is None else compress_step(codec.build(), seed, payloads.append)(rule)), payloads
 
     def _refusal(self, task: Task, trained: Trained) -> UpdateRejected | None:
