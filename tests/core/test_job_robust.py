@@ -78,7 +78,11 @@ def test_too_many_byzantine_updates_are_refused(record: type[Struct]) -> None:
 
 @pytest.mark.parametrize("name", aggregate.RULES)
 def test_it_replaces_the_mean_of_server_optimizers_only(name: str) -> None:
-    text = job(f"[updates]\nweighting = 'uniform'\n[aggregation]\nrule = '{name}'\n" + table("name = 'median'"))
+    algorithm = name if name in ("scaffold", "feddyn") else ""
+    config = f"[config]\nalgorithm = '{algorithm}'\n" if algorithm else ""
+    more = "num_clients = 100\n" if algorithm else ""
+    rest = f"[updates]\nweighting = 'uniform'\n[aggregation]\nrule = '{name}'\n{more}" + table("name = 'median'")
+    text = job(config + rest)
     if aggregate.RULES[name] in aggregate.SERVER_OPTIMIZERS:
         assert parse_job(text).rule().gather is not None
     else:
