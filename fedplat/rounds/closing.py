@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit
+from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -49,7 +50,7 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, reported),)
-    return Transition(dataclasses.replace(job, attempt=dataclasses.replace(attempt, phase=phase)), commands)
+    return Transition(changed(job, attempt=changed(attempt, phase=phase)), commands)
 
 
 def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
@@ -147,7 +148,7 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
 def put(job: JobState, assignment: Assignment) -> JobState:
     """The job with one assignment replaced."""
     assert job.attempt is not None
-    return dataclasses.replace(job, attempt=job.attempt.with_assignments([assignment]))
+    return changed(job, attempt=job.attempt.with_assignments([assignment]))
 
 
 def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from fedplat.rounds import pacing, selection, sync
 from fedplat.rounds.changes import Change, difference
-from fedplat.rounds.commands import Assign, Command, Refuse, RetryWindow, SetTimer
+from fedplat.rounds.commands import Assign, Command, Refuse, SetTimer
+from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     AssignmentReclaimed,
     CandidatesDrawn,
@@ -51,6 +52,16 @@ class Proposal:
     moved: dict[str, ClientCheckedIn | None] = dataclasses.field(default_factory=dict[str, ClientCheckedIn | None])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outlook:
+    """What refused clients of a population may expect: the jobs that run, and what these have and need together."""
+
+    running: tuple[JobState, ...]
+    num_busy: int
+    num_needed: int
+    round_s: float
+
+
 class Coordinator:
     """All jobs of a server (or of a simulation). `max_waiting` bounds the waiting room."""
 
@@ -61,6 +72,7 @@ class Coordinator:
         self.max_waiting = max_waiting
         self._busy: dict[str, AttemptKey] = {}
         self._timers: dict[str, float | None] = {}
+        self._outlooks: dict[str, _Outlook] = {}
         for job in jobs:
             self.add(job)
 
@@ -68,6 +80,7 @@ class Coordinator:
         """Takes over a job that the store holds already, with what its clients did, if that is to be remembered."""
         assert job.job_id not in self.jobs
         self.jobs[job.job_id] = job
+        self._outlooks.clear()
         memory = Memory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
         if memory is not None:
             self.memories[job.job_id] = memory
@@ -115,6 +128,7 @@ class Coordinator:
         """The changes are stored: they are the truth now."""
         for job_id, job in proposal.jobs.items():
             self.jobs[job_id] = job
+            self._outlooks.clear()
         for command in proposal.commands:
             if isinstance(command, SetTimer):
                 self._timers[command.job_id] = command.at
@@ -139,32 +153,36 @@ class Coordinator:
 
     def refusal(self, client: ClientCheckedIn) -> Refuse:
         """What to tell a client that waited for nothing: the reason, and when to come back."""
-        running = [
-            job
-            for job in self.jobs.values()
-            if job.spec.population == client.population and job.status is JobStatus.RUNNING
-        ]
-        reason, rest_s = Reason.NO_WORK if not running else Reason.NOT_ELIGIBLE, 0.0
-        rests = [self._rest_s(client.client_id, job) for job in running if selection.may_train(job, client)]
-        rests += [0.0 for job in running if selection.may_evaluate(job, client)]
+        outlook = self._outlooks.get(client.population) or self._look_out(client.population)
+        reason, rest_s = Reason.NOT_ELIGIBLE if outlook.running else Reason.NO_WORK, 0.0
+        rests = [self._rest_s(client.client_id, job) for job in outlook.running if selection.may_train(job, client)]
+        rests += [0.0 for job in outlook.running if selection.may_evaluate(job, client)]
         if rests:
             reason, rest_s = Reason.NOT_SELECTED, min(rests)
-        return Refuse(client.client_id, reason, self._window(client.population, reason, running, rest_s))
+        num_clients = self.room.num_waiting(client.population) + outlook.num_busy
+        if reason is Reason.NO_WORK:
+            return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
+        window = pacing.busy_window(num_clients, outlook.num_needed, outlook.round_s)
+        return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
+
+    def _look_out(self, population: str) -> _Outlook:
+        """Looked up once between two changes of jobs: thousands of clients are refused meanwhile."""
+        jobs = (job for job in self.jobs.values() if job.spec.population == population)
+        running = tuple(job for job in jobs if job.status is JobStatus.RUNNING)
+        attempts = (job.open_attempt for job in running)
+        outlook = self._outlooks[population] = _Outlook(
+            running,
+            num_busy=sum(attempt.num_busy for attempt in attempts if attempt is not None),
+            num_needed=sum(job.spec.selection.target for job in running),
+            round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
+        )
+        return outlook
 
     def _rest_s(self, client_id: str, job: JobState) -> float:
         """About how long it takes until the job may draw the client again."""
         memory = self.memories.get(job.job_id)
         num_rounds = memory.rounds_to_rest(client_id, job.round + 1) if memory is not None else 0
         return num_rounds * pacing.round_s(job.spec.deadlines, job.durations) if num_rounds else 0.0
-
-    def _window(self, population: str, reason: Reason, running: Sequence[JobState], rest_s: float) -> RetryWindow:
-        attempts = (job.open_attempt for job in running)
-        num_clients = self.room.num_waiting(population) + sum(a.num_busy for a in attempts if a is not None)
-        if reason is Reason.NO_WORK:
-            return pacing.idle_window(num_clients)
-        needed = sum(job.spec.selection.target for job in running)
-        round_s = min(job.spec.deadlines.training_s for job in running)
-        return pacing.after_rest(pacing.busy_window(num_clients, needed, round_s), rest_s)
 
     def _handle(self, proposal: Proposal, event: Event, context: Context) -> Verdict:
         if isinstance(event, ClientCheckedIn):
@@ -225,7 +243,7 @@ class Coordinator:
         while current is not None:
             proposal.commands.extend(current.commands)
             if current.job is not before:
-                after = dataclasses.replace(current.job, revision=before.revision + 1)
+                after = changed(current.job, revision=before.revision + 1)
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)

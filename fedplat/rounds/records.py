@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
 from fedplat.rounds.cohort import Cohort, cohort_of
+from fedplat.rounds.copies import changed
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -119,9 +120,9 @@ class Attempt:
         """Number of clients whose report was accepted and is not merged yet."""
         return self.counts.get(AssignmentState.REPORTED, 0)
 
-    def with_assignments(self, changed: Iterable[Assignment]) -> Attempt:
+    def with_assignments(self, moved: Iterable[Assignment]) -> Attempt:
         """This attempt with some assignments added or replaced."""
-        latest = {assignment.client_id: assignment for assignment in changed}
+        latest = {assignment.client_id: assignment for assignment in moved}
         counts, wakeup_at = Counter(self.counts), self.wakeup_at
         for assignment in latest.values():
             if (before := self.assignments.get(assignment.client_id)) is not None:
@@ -130,7 +131,7 @@ class Attempt:
             if assignment.is_busy:
                 wakeup_at = min(assignment.deadline_at, assignment.deadline_at if wakeup_at is None else wakeup_at)
         assignments = cohort_of(self.assignments).updated(latest)
-        return dataclasses.replace(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
+        return changed(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

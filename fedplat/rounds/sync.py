@@ -15,6 +15,7 @@ import numpy as np
 
 from fedplat.rounds import closing, pacing, restart
 from fedplat.rounds.commands import Assign, Command, Fold
+from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     Action,
     AggregationFailed,
@@ -238,7 +239,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     commands: tuple[Command, ...] = ()
     if attempt.kind is AttemptKind.TRAIN:
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
-        after = dataclasses.replace(after, durations=durations)
+        after = changed(after, durations=durations)
         commands = (Fold(attempt.key, event.client_id, event.digest, reported.contribution),)
     return closing.close_if_due(after, commands, context)
 
