@@ -77,10 +77,10 @@ class Memory:
             self.utilities[now.round] += past.utility
         return is_new
 
-    def rounds_to_rest(self, client_id: str, round_: int) -> int:
-        """How many rounds have to pass after this one's beginning before the client may be drawn; 0: it may be now."""
+    def rounds_to_rest(self, client_id: str, round_: int, attempt: int = 0) -> int:
+        """How many rounds have to pass before the client may be drawn; 0: it may be for this attempt at this round."""
         past = self.clients.get(client_id)
-        if past is None or past.round == round_:
+        if past is None or not self._rest or (past.round == round_ and past.attempt != attempt):
             return 0
         return max(past.round + self._rest + 1 - round_, 0)
 

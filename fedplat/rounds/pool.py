@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.memory import Memory
+from fedplat.rounds.records import AttemptKey
 from fedplat.sampling import Past
 
 Accepts = Callable[[ClientCheckedIn], bool]
@@ -23,16 +24,21 @@ class Pool:
     depends on nothing but who came and went.
     """
 
-    def __init__(self, accepts: Accepts, memory: Memory | None, round_: int) -> None:
-        self.round = round_
+    def __init__(self, accepts: Accepts, memory: Memory | None, key: AttemptKey) -> None:
+        self.key = key
         self._accepts = accepts
         self._memory = memory
         self._clients: list[ClientCheckedIn] = []
         self._places: dict[str, int] = {}
-        # Who rests, by the round from which it may be drawn; and who may be drawn in this round, but not in the next.
+        # Who rests, by the round from which it may be drawn; and who may be drawn for this round, but not for the next.
         self._resting: dict[int, dict[str, ClientCheckedIn]] = {}
         self._until: dict[str, int] = {}
         self._again: dict[str, None] = {}
+
+    @property
+    def round(self) -> int:
+        """The round that they are drawn for."""
+        return self.key.round
 
     def __len__(self) -> int:
         """How many may be drawn."""
@@ -82,24 +88,26 @@ class Pool:
         elif (until := self._until.pop(client_id, None)) is not None:
             del self._resting[until][client_id]
 
-    def turn(self, round_: int) -> None:
-        """A later round begins: whoever has rested may be drawn."""
-        assert round_ >= self.round
-        if round_ == self.round:
+    def turn(self, key: AttemptKey) -> None:
+        """A later attempt begins: for whoever has rested, or whose attempt at the same round came to nothing."""
+        assert key >= self.key
+        if key == self.key:
             return
-        self.round = round_
         moved = [self._clients[self._places[client_id]] for client_id in self._again]
-        for until in [until for until in self._resting if until <= round_]:
+        # Those who took part in the latest round rest longest.
+        latest = max(self._resting) if self._resting and key.round == self.key.round else 0
+        self.key = key
+        for until in [until for until in self._resting if until <= key.round or until == latest]:
             moved += self._resting[until].values()
         for client in moved:
             self.leave(client.client_id)
             self._put(client)
-        self._resting = {until: clients for until, clients in self._resting.items() if until > round_}
+        self._resting = {until: clients for until, clients in self._resting.items() if clients}
 
     def _put(self, client: ClientCheckedIn) -> None:
         client_id, memory = client.client_id, self._memory
         if memory is not None:
-            if rest := memory.rounds_to_rest(client_id, self.round):
+            if rest := memory.rounds_to_rest(client_id, self.round, self.key.number):
                 self._until[client_id] = until = self.round + rest
                 self._resting.setdefault(until, {})[client_id] = client
                 return

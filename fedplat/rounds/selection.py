@@ -150,12 +150,12 @@ class WaitingRoom:
 
     def _gather(self, demand: Demand, memory: Memory | None) -> None:
         """Has the pool for a demand; made anew if there is none, or if a batch that was lost had turned it too far."""
-        name, round_ = (demand.key.job_id, demand.kind), demand.key.round
+        name = (demand.key.job_id, demand.kind)
         pool = self._pools.get(name)
-        if pool is not None and pool.round <= round_:
-            pool.turn(round_)
+        if pool is not None and pool.key <= demand.key:
+            pool.turn(demand.key)
             return
-        pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, round_)
+        pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
         for client in self.clients.values():
             pool.enter(client)
         self._pools[name] = pool

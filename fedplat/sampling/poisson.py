@@ -10,9 +10,9 @@ and neither does whose updates are in the model. For that a job needs, besides t
 - a low `min_fraction`: an attempt that draws fewer is abandoned and drawn again, so that the number drawn leaks through
   the minimum.
 
-No more are drawn than the binomial's mean and five of its standard deviations. That bounds memory and the sum's
-sensitivity; a draw that reaches it happens less than once in a million rounds at the sizes it matters for (a mean of
-ten or more), and the accountant has to add that probability to delta.
+No more are drawn than the binomial's mean and five of its standard deviations, which bounds memory and what a round
+costs. The chance that this bites is below 1e-6 a round for a mean of 150 or more, and 7e-6 for a mean of 10 (the
+binomial is skewed); an accountant has to add it, over all rounds, to delta.
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""The pool of clients that may be drawn, beside a plain dictionary, and who of them rests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.rounds.driver import make_client
+from fedplat.rounds import AttemptKey, Memory, Participation
+from fedplat.rounds.pool import Pool
+from fedplat.sampling import Candidates, Uniform
+
+
+def key(round_: int, number: int = 1) -> AttemptKey:
+    return AttemptKey("j", round_, number)
+
+
+def took_part(client_id: str, round_: int, number: int = 1) -> Participation:
+    return Participation(client_id, round_, number, 0.0, None, {})
+
+
+def names(pool: Pool) -> set[str]:
+    found = [pool[index].client_id for index in range(len(pool))]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def test_whoever_comes_and_goes_leaves_no_gap() -> None:
+    rng, expected = np.random.default_rng(0), set[str]()
+    pool = Pool(lambda client: client.client_id != "c7", Memory(), key(1))
+    for _ in range(3000):
+        name = f"c{rng.integers(40)}"
+        if name in expected or rng.random() < 0.3:
+            pool.leave(name)
+            expected.discard(name)
+        else:
+            pool.enter(make_client(name, labels={"name": name}))
+            expected.add(name)
+            expected.discard("c7")
+        assert len(pool) == len(expected)
+    assert names(pool) == expected
+    assert [pool[i].client_id for i in range(len(pool))] == pool.values_of("name")
+
+
+def test_it_is_what_policies_draw_from() -> None:
+    memory = Memory()
+    for name, round_ in (("a", 1), ("gone", 1), ("c", 2)):
+        memory.note(took_part(name, round_))
+    pool: Pool = Pool(lambda _: True, memory, key(3))
+    for name in "abc":
+        pool.enter(make_client(name))
+    candidates: Candidates = pool
+    known = {pool[index].client_id: past.round for index, past in candidates.known()}
+    assert known == {"a": 1, "c": 2}
+    assert (candidates.round, len(candidates), candidates.values_of("none")) == (3, 3, [None] * 3)
+    assert sorted(Uniform().draw(candidates, 5, np.random.default_rng(0))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_known", [1, 5])
+def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: int) -> None:
+    memory = Memory()
+    for i in range(num_known):
+        memory.note(took_part(f"c{i}", 1))
+    pool = Pool(lambda _: True, memory, key(2))
+    for i in (2, 0, 1):
+        pool.enter(make_client(f"c{i}"))
+    expected = [index for index in range(3) if int(pool[index].client_id[1:]) < num_known]
+    assert [index for index, _ in pool.known()] == expected
+
+
+def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
+    """An attempt may draw more than once; another attempt at its round may draw them, and the next rounds may not."""
+    memory = Memory(min_separation=1)
+    memory.note(took_part("a", 1, 1))
+    pool = Pool(lambda _: True, memory, key(1, 1))
+    for name in "ab":
+        pool.enter(make_client(name))
+    assert (names(pool), pool.num_resting) == ({"b"}, 1)
+    pool.turn(key(1, 2))
+    assert (names(pool), pool.num_resting) == ({"a", "b"}, 0)
+    pool.turn(key(2, 1))
+    assert (names(pool), pool.num_resting) == ({"b"}, 1)
+    pool.turn(key(2, 2))
+    assert names(pool) == {"b"}
+    pool.turn(key(3, 1))
+    assert (names(pool), pool.num_resting) == ({"a", "b"}, 0)
+
+
+def test_who_leaves_while_resting_is_gone() -> None:
+    memory = Memory(min_separation=2)
+    memory.note(took_part("a", 1))
+    pool = Pool(lambda _: True, memory, key(2))
+    pool.enter(make_client("a"))
+    pool.leave("a")
+    pool.turn(key(9))
+    assert (len(pool), pool.num_resting) == (0, 0)
+
+
+def test_without_a_rest_nobody_rests() -> None:
+    memory = Memory()
+    memory.note(took_part("a", 2, 1))
+    assert [memory.rounds_to_rest("a", round_, number) for round_ in (2, 3) for number in (1, 2)] == [0] * 4
