@@ -191,7 +191,8 @@ class Driver:
                     self._end(task)
                     self._idle.finished(task.client, self.now, failed=False)
             case Fold():
-                self._training.fold(command)
+                if (failed := self._training.fold(command)) is not None:
+                    self._agenda.put(self.now, (self._tell, failed))
             case Commit():
                 outcome = self._training.commit(command, self.job)
                 self._agenda.put(self.now, (self._tell, outcome))

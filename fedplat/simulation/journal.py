@@ -100,10 +100,17 @@ class Journal:
         else:
             self._learning.drop(task)
 
-    def fold(self, command: Fold) -> None:
+    def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
+        subject = [*command.key[1:], command.client_id]
         if not self.is_replaying:
-            self._learning.fold(command)
+            failed = self._learning.fold(command)
+            if failed is not None:  # there is no line for all the others
+                self._write({"fold": subject, "failed": failed.text})
+            return failed
+        if self._replay[self._next].get("fold") != subject:
+            return None
+        return AggregationFailed(command.key, self._take("fold", subject)["failed"])
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         """See `Training`."""

@@ -128,7 +128,7 @@ class Learning:
             self._forget(task.work)
             task.work = None
 
-    def fold(self, command: Fold) -> None:
+    def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
         found = self._sums.get(command.key)
         if found is None:
@@ -138,9 +138,13 @@ class Learning:
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
             values = rebased(values, self._models[began_with], self.model)
-        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-            found.accumulator.fold(values, command.contribution)
         found.folded.append(dataclasses.replace(update, values=_NOTHING))
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
+                found.accumulator.fold(values, command.contribution)
+        except (FedplatError, ValueError) as exc:
+            return AggregationFailed(command.key, str(exc))
+        return None
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         """See `Training`."""

@@ -43,8 +43,8 @@ class Training(Protocol):
         """Nobody will ask for this task's report any more, or it was not accepted."""
         ...
 
-    def fold(self, command: Fold) -> None:
-        """An accepted update is added to its attempt's."""
+    def fold(self, command: Fold) -> AggregationFailed | None:
+        """An accepted update is added to its attempt's, unless the rule refuses it."""
         ...
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
@@ -79,7 +79,7 @@ class Scheduling:
     def drop(self, task: Task) -> None:
         """See `Training`."""
 
-    def fold(self, command: Fold) -> None:
+    def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:

@@ -30,6 +30,7 @@ class LeastSquares:
         self.under_way: set[Work] = set()
         self.calls: Counter[str] = Counter()
         self.widest = 0
+        self.scale = 1.0
 
     @property
     def num_clients(self) -> int:
@@ -108,7 +109,7 @@ class LeastSquares:
             weight -= 0.05 * inputs.T @ (inputs @ weight - targets) / len(inputs)
         if work.client == self._diverges:
             weight[:] = np.nan
-        update = Parameters.from_arrays({"weight": (weight - base).astype(np.float32)})
+        update = Parameters.from_arrays({"weight": (self.scale * (weight - base)).astype(np.float32)})
         loss = float(np.mean((inputs @ weight - targets) ** 2))
         return Trained(update, float(len(inputs)), {"loss": loss, "fraction": work.fraction})
 

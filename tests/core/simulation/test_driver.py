@@ -111,6 +111,23 @@ def test_updates_are_compressed_as_the_job_says(codec: str) -> None:
     assert encoded.rounds[-1].evaluation["distance"] < encoded.rounds[0].evaluation["distance"]
 
 
+def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
+    engine = LeastSquares(40)
+    engine.scale = 1e38
+    result = learn(engine, retry={"max_attempts": 2})
+    assert (result.status, len(result.rounds)) == ("FAILED", 0)
+    assert [record.phase for record in result.attempts] == ["ABANDONED"] * 2
+    assert "not finite" in result.attempts[0].reason
+    assert engine.memories() == {}  # nothing was merged, so nobody remembers anything
+
+
+@pytest.mark.parametrize("rule", [{"name": "median"}, {"name": "krum"}])
+def test_rules_that_gather_updates_work_as_those_that_stream(rule: dict[str, Any]) -> None:
+    result = learn(LeastSquares(40), robust={"byzantine": 1, "rule": rule}, selection={"min_fraction": 0.8})
+    assert result.status == "COMPLETED"
+    assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
+
+
 def test_partial_work_counts_if_the_job_says_so() -> None:
     fleet = make_fleet(20, stragglers=0.9)
     runs = [
