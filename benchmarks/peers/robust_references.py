@@ -8,33 +8,13 @@ n - f - 1 updates then, which the name of the reference says.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# Without its __init__, which imports the data sets of torchvision.
-package = types.ModuleType("byzfl")
-package.__path__ = [str(Path(importlib.util.find_spec("byzfl").origin).parent)]
-sys.modules["byzfl"] = package
-for name in ("aggregators", "attacks"):
-    part = types.ModuleType(f"byzfl.{name}")
-    part.__path__ = [f"{package.__path__[0]}/{name}"]
-    sys.modules[f"byzfl.{name}"] = part
-
-from byzfl.aggregators import aggregators, preaggregators  # noqa: E402
-
-for public in ("Average", "Clipping"):
-    setattr(
-        sys.modules["byzfl.aggregators"], public, getattr(aggregators, public, getattr(preaggregators, public, None))
-    )
-
-from byzfl.attacks import attacks  # noqa: E402
-from flwr.server.strategy import aggregate as flower  # noqa: E402
+from byzfl_parts import aggregators, attacks, preaggregators
+from flwr.server.strategy import aggregate as flower
 
 F = 3
 NUM_HONEST = 12

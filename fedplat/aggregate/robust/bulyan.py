@@ -49,9 +49,9 @@ def _chosen(squared_distances: Matrix, byzantine: int, count: int) -> list[int]:
 def _mean_near_median(columns: Columns, near: int) -> Vector:
     """The mean of the `near` entries of each column that are nearest to its median: neighbours in ascending order."""
     ordered = ascending(columns).astype(np.float64)  # distances are exact: which are nearest is no matter of rounding
-    number = ordered.shape[1]
-    median = ordered[:, [(number - 1) // 2, number // 2], None].mean(axis=1)
-    # As long as the next entry on the right is nearer than the first on the left, the one takes the other's place.
-    is_nearer = ordered[:, near:] - median < median - ordered[:, : number - near]
-    nearest = is_nearer.sum(axis=1, keepdims=True) + np.arange(near)
-    return np.take_along_axis(ordered, nearest, axis=1).mean(axis=1).astype(np.float32)
+    number = len(ordered)
+    median = ordered[[(number - 1) // 2, number // 2]].mean(axis=0)
+    # As long as the next entry above is nearer than the first one below, it takes that one's place.
+    is_nearer = ordered[near:] - median < median - ordered[: number - near]
+    nearest = is_nearer.sum(axis=0) + np.arange(near)[:, None]
+    return np.take_along_axis(ordered, nearest, axis=0).mean(axis=0).astype(np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.aggregate.algebra import Wrapper
 from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
 from fedplat.model import Vector
-from fedplat.model.rows import Columns
+from fedplat.model.rows import Columns, padded
 
 
 class Median(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="median"):
@@ -35,11 +35,12 @@ def middle(columns: Columns) -> Vector:
     """The median of each column."""
     ordered, number, half = ascending(columns), len(columns), np.float32(0.5)
     # Halves first: the sum of two large entries may be infinite.
-    return np.add(ordered[:, (number - 1) // 2] * half, ordered[:, number // 2] * half)
+    return np.add(ordered[(number - 1) // 2] * half, ordered[number // 2] * half)
 
 
 def ascending(columns: Columns) -> Columns:
-    """The entries of each column in ascending order, [columns, rows]: rows of a few entries are sorted the fastest."""
-    ordered = np.ascontiguousarray(columns.T)
-    ordered.sort(axis=1)
+    """The entries of each column in ascending order."""
+    ordered = padded(len(columns), columns.shape[1], np.float32)
+    ordered[...] = columns
+    ordered.sort(axis=0)
     return ordered

@@ -27,8 +27,8 @@ class TrimmedMean(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         """The rule, behind pre-aggregators."""
 
         def combine(columns: Columns) -> Vector:
-            kept = ascending(columns)[:, byzantine : len(columns) - byzantine]
-            return kept.mean(axis=1, dtype=np.float32)
+            kept = ascending(columns)[byzantine : len(columns) - byzantine]
+            return kept.mean(axis=0, dtype=np.float64).astype(np.float32)
 
         def reduce(cohort: Cohort) -> Vector:
             return cohort.rows.each_column(combine)
