@@ -66,6 +66,7 @@ bench: $(STAMP) ## benchmarks that need no peer, in under 10 minutes
 $(PEERS)/.installed: benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install --quiet -r $<
+	$(PEERS)/bin/pip install --quiet --no-deps byzfl==0.0.11 # what it would bring is for its experiments
 	touch $@
 
 bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds beside Flower and NVFlare, in about 15 minutes

@@ -41,7 +41,7 @@ from fedplat.aggregate.robust import (
 )
 from fedplat.model import ModelFile, Parameters
 
-PEERS = Path('/work/main/.venv-peers/bin/python')
+PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 THEIRS = Path(__file__).with_name("peers") / "robust_times.py"
 NUM_FILES = 8
 WINDOW_BYTES = 1 << 20

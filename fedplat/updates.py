@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -28,7 +29,7 @@ import numpy.typing as npt
 
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, blocks
+from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, Vector, blocks
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
@@ -119,6 +120,9 @@ class Format:
         Raises `ModelError` when the file is no encoded update of this job and base version, `CodecError` when its
         payload is too long, and, while the blocks are drawn, when anything else is wrong with the payload.
         """
+        return self._decoded(content)
+
+    def _decoded(self, content: codecs.Payload) -> _Decoded:
         view = memoryview(content.data if isinstance(content, np.ndarray) else content)
         start, end = len(self.prefix), len(view) - self._carried_bytes
         if bytes(view[:start]) != self.prefix:
@@ -129,8 +133,16 @@ class Format:
         return _Decoded(self.schema, values, self._carried, view[end:])
 
     def open(self, path: str | os.PathLike[str]) -> Values:
-        """The update in a file, which is mapped into memory; raises what `decode` does, or `OSError`."""
-        return self.decode(np.memmap(path, np.uint8, mode="r") if os.stat(path).st_size else b"")
+        """The update in a file, which is mapped into memory; raises what `decode` does, or `OSError`.
+
+        What was read of it does not stay in the process's memory: a hundred updates may be open at once.
+        """
+        if not os.stat(path).st_size:
+            return self.decode(b"")
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        decoded = self._decoded(memoryview(mapped))
+        return dataclasses.replace(decoded, values=_Released(decoded.values, mapped))
 
     def _misfit(self, beginning: bytes) -> str:
         """Why a file does not begin with the prefix."""
@@ -160,3 +172,25 @@ class _Decoded:
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         entries = np.frombuffer(self.rest, DTYPES[run.dtype], run.count, self.starts[run])
         return (entries[block] for block in blocks(run.count))
+
+
+_RELEASED_AFTER = 16
+"""Blocks of a mapped file that count as the process's memory at a time."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Released:
+    """Blocks in a mapped file, whose pages are given back once they were read; they stay in the page cache."""
+
+    values: Blocks
+    mapped: mmap.mmap
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+    def __iter__(self) -> Iterator[Vector]:
+        for number, block in enumerate(self.values, 1):
+            yield block
+            if number % _RELEASED_AFTER == 0 and hasattr(self.mapped, "madvise"):
+                self.mapped.madvise(mmap.MADV_DONTNEED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import Parameters
+from fedplat.model import BLOCK, Parameters
 from fedplat.model.schema import Carry
 from fedplat.updates import Format, options_from_text, options_to_text
 
@@ -102,3 +104,18 @@ def test_options_are_text_and_back(options: codecs.Options) -> None:
 def test_options_that_nobody_knows(text: str) -> None:
     with pytest.raises(CodecError, match=r"known codecs: .*bf16"):
         options_from_text(text)
+
+
+def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path: Path) -> None:
+    def file_pages() -> int:
+        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:")]
+        return int(line.split()[1]) * 1024
+
+    update = Parameters.from_arrays({"w": np.ones(200 * BLOCK, np.float32)})
+    format = Format(codecs.Bf16(), update.schema)
+    (tmp_path / "update").write_bytes(b"".join(format.encode(update, np.random.default_rng(1))))
+    opened = format.open(tmp_path / "update")
+    before = file_pages()
+    for _ in range(2):
+        assert sum(float(block.sum()) for block in opened.to_blocks()) == 200 * BLOCK
+    assert file_pages() - before < 8 * 2**20 < (tmp_path / "update").stat().st_size

@@ -239,6 +239,17 @@ async def test_killed_in_the_middle_of_a_round_of_encoded_updates(zygote: Nurser
     await check(world)
 
 
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize("rule", ['{name = "krum"}', '{name = "centered-clipping", radius = 1}'])
+async def test_killed_in_the_middle_of_a_round_with_a_robust_rule(zygote: Nursery, folder: Path, rule: str) -> None:
+    """All updates are gathered from the spool; what the rule remembers and what it draws is the same as ever."""
+    world, before = in_sqlite(zygote, folder), '[{name = "bucketing", size = 1}, {name = "nearest"}]'
+    text = scenario.job_text(more=f"{DOWNLINK}[robust]\nbyzantine = 0\nrule = {rule}\nbefore = {before}\n")
+    await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+
+
 # --- the list itself -----------------------------------------------------------------------------------------
 
 
