@@ -38,6 +38,8 @@ def round_s(deadlines: Deadlines, durations: Sequence[float]) -> float:
 
 def after_rest(window: RetryWindow, rest_s: float) -> RetryWindow:
     """The window of a client that cannot be drawn for about `rest_s` seconds; too early is better than too late."""
+    if not rest_s:
+        return window
     rest_s = min(rest_s, LONGEST_WAIT_S)
     return RetryWindow(max(window.min_s, rest_s / 2), max(window.max_s, rest_s))
 

@@ -1,0 +1,67 @@
+"""The daemon's runner and store decide what the simulator decided, when the same happens at the same moments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.test_replay import record
+from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
+from fedplat.rounds.commands import Command, SetTimer
+from fedplat.simulation.driver import Tokens, coordinator_rng
+from fedplat.simulation.simulate import Simulation
+from fedplat_server import runner as module
+from fedplat_server.runner import Runner
+from fedplat_server.testing import MemoryStore
+
+SEED = 9
+
+
+class Notes:
+    """An actor that does nothing but remember."""
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.changes: list[Change] = []
+
+    def act(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def stored(self, changes: Sequence[Change]) -> None:
+        self.changes += changes
+
+
+def ignore(_: SetTimer) -> None:
+    """A timer that never fires."""
+
+
+async def test_the_daemon_stores_what_the_simulator_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = job(rounds=4)
+    batches = record(Simulation(spec=spec, fleet=make_fleet(40, **BAD), seed=SEED, model_bytes=4.0))
+    state = JobState(spec.name, spec, ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=4))
+    store, notes, now = MemoryStore(), Notes(), 0.0
+    await store.create_job(state, "", "key")
+    runner = Runner(Coordinator([state]), store)
+    monkeypatch.setattr(runner, "_clock", lambda: now)
+    monkeypatch.setattr(runner, "_rng", coordinator_rng(SEED))
+    monkeypatch.setattr(runner, "_set_timer", ignore)  # the simulator's timers are among the events
+    monkeypatch.setattr(module, "new_token", Tokens())
+    running = asyncio.create_task(runner.run(notes))
+    try:
+        for events, moment, proposal in batches:
+            now = moment
+            notes.commands, notes.changes = [], []
+            verdicts = await asyncio.gather(*(runner.submit(event) for event in events))
+            while runner.has_events:
+                await asyncio.sleep(0)
+            assert verdicts == proposal.verdicts
+            assert notes.changes == proposal.changes
+            assert notes.commands == [each for each in proposal.commands if not isinstance(each, SetTimer)]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    (found,) = await store.load_jobs()
+    assert found.state.status == "COMPLETED"
