@@ -24,6 +24,7 @@ from fedplat_client.errors import (
     ServerError,
     UnknownClientError,
 )
+from fedplat_client.memories import Memories
 from fedplat_client.options import Backoff, ClientOptions, draw_s
 from fedplat_client.residuals import Residuals
 from fedplat_client.session import Door, Profile, Session
@@ -190,6 +191,7 @@ class Client:
                 connection=calls,
                 cache=cache,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
+                memories=Memories(self._directory.memories, self._options.cache_limit_bytes),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,

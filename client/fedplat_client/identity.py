@@ -7,6 +7,7 @@
                                  tls.key         its key for TLS, if it shows certificates (fedplat_client.certificates)
                                  models/         the model cache (fedplat_client.cache)
                                  residuals/      what codecs have left out (fedplat_client.residuals)
+                                 memories/       what trainers remember (fedplat_client.memories)
 ```
 Files are readable by their owner only.
 """
@@ -64,6 +65,7 @@ class DataDirectory:
         self.path = data_dir / _folder_name(server) / _folder_name(population)
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
+        self.memories = self.path / "memories"
         self._server = server
         self._population = population
         self._identity = self.path / "identity.json"

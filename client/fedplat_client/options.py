@@ -34,7 +34,8 @@ class ClientOptions:
     inline_limit_bytes: int = wire.INLINE_BYTES
     """Largest update that travels with its report, without an upload of its own."""
     cache_limit_bytes: int = 2 * 2**30
-    """Size of the model cache; the model in use may exceed it. What codecs have left out may take as much again."""
+    """Size of the model cache; the model in use may exceed it. What codecs have left out may take as much
+    again, and so may what trainers remember."""
     mtls: bool = False
     """Show the server a short-lived certificate instead of signing each call."""
     rng: random.Random = field(default_factory=random.SystemRandom)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
+from fedplat.memory import Memory
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.options import ClientOptions
@@ -78,6 +79,8 @@ class Task:
     job_name: str = ""
     round: int = 1
     attempt: int = 1
+    memory: Memory = field(default_factory=Memory, repr=False)
+    """What the client remembers of the job: kept until its next training if the update of this one is merged."""
     control: Control = field(default_factory=Control, repr=False, compare=False)
     """The SDK's side of the task; trainers have no business here."""
 

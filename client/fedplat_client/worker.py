@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
+from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
@@ -27,8 +28,10 @@ from fedplat_client.errors import (
     TransferError,
 )
 from fedplat_client.heartbeat import Heartbeat
+from fedplat_client.memories import Memories
 from fedplat_client.models import Models
 from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.provisional import Sent, WasMerged, asking
 from fedplat_client.residuals import Residuals
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
@@ -69,6 +72,7 @@ class Worker:
     connection: Connection
     cache: ModelCache
     residuals: Residuals
+    memories: Memories
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
@@ -109,13 +113,17 @@ class Worker:
         heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
         with self._stoppable(control), heartbeat:
             base = self._model(assignment, control)
-            result = run(_task(assignment, base, control))
+            merged = asking(self.connection, self.options, control)
+            training = assignment.task != fleet_pb2.TASK_EVALUATE
+            memory = self.memories.open(assignment.job_id, merged, training=training)
+            result = run(_task(assignment, base, memory, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
-            content = self._content(assignment, result, base, control) if isinstance(result, TrainResult) else None
+            content = self._content(assignment, result, base, merged) if isinstance(result, TrainResult) else None
             if content is not None:
                 control.trained = True
+                self._remember(assignment, content, memory)
                 self._attach(request, content, control)
         control.signal.check()
         return request, content
@@ -142,19 +150,31 @@ class Worker:
             ) from exc
 
     def _content(
-        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, control: Control
+        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
     ) -> Content:
         """What is sent of a result: the update, encoded if the job says so."""
         update, codec = _update(result, base), _codec(assignment)
         if codec is None:
             return Content.of(update)
-        encoder = Encoder(self.connection, self.residuals, self.options)
+        encoder = Encoder(self.residuals, self.options.rng)
         try:
-            return encoder.encode(assignment, update, Format(codec, base.schema), control)
+            return encoder.encode(assignment, update, Format(codec, base.schema), merged)
         except CodecError as exc:
             raise _AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
+
+    def _remember(self, assignment: fleet_pb2.Assignment, content: Content, memory: Memory) -> None:
+        """Keeps what the trainer remembers, for the case that the update is merged."""
+        said = "there is no room for it (cache_limit_bytes)"
+        try:
+            if self.memories.keep(assignment.job_id, Sent(assignment.token, content.digest), memory):
+                return
+        except (OSError, ModelError) as exc:
+            said = str(exc)
+        raise _AssignmentFailedError(
+            model_pb2.REASON_TRAINER_ERROR, f"what the trainer remembers of the job cannot be kept: {said}"
+        )
 
     def _attach(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
         """Uploads the update, or puts a small one into the report."""
@@ -268,7 +288,7 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
     return result
 
 
-def _task(assignment: fleet_pb2.Assignment, base: Parameters, control: Control) -> Task:
+def _task(assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
     return Task(
         name=assignment.trainer,
         parameters=base.copy(),
@@ -277,6 +297,7 @@ def _task(assignment: fleet_pb2.Assignment, base: Parameters, control: Control) 
         job_name=assignment.job_name,
         round=assignment.round,
         attempt=assignment.attempt,
+        memory=memory,
         control=control,
     )
 

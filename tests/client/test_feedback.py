@@ -15,7 +15,8 @@ from fedplat.model import Parameters
 from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
-from fedplat_client.residuals import Residuals, Sent
+from fedplat_client.provisional import Sent
+from fedplat_client.residuals import Residuals
 
 MakeClient = Callable[..., Client]
 TOPK = codecs.TopK(fraction=0.1, values="fp32")

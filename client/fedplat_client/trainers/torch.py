@@ -49,6 +49,8 @@ class TorchTrainer:
     """A dataset with a length, or a function that makes one for a task."""
     loss: local.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
+    personal: tuple[str, ...] = ()
+    """Names of tensors that stay with the client, see `fedplat.backends.local.Learner`; the job's model lacks them."""
     optimizer: MakeOptimizer | None = None
     """Makes another optimizer than SGD, from the parameters and the job's configuration."""
     device: str = "auto"
@@ -65,6 +67,7 @@ class TorchTrainer:
             options=options,
             seed=int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0]),
             round_number=task.round,
+            memory=task.memory,
             after_step=_Clock(task, options.partial_work).after_step,
             make_optimizer=make_optimizer,
         )
@@ -78,7 +81,9 @@ class TorchTrainer:
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
-        metrics = local.evaluate(trainee, task.parameters, examples, size, after_batch=task.progress)
+        metrics = local.evaluate(
+            trainee, task.parameters, examples, size, memory=task.memory, after_batch=task.progress
+        )
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 
     def _options(self, task: Task) -> tuple[local.LocalOptions, local.MakeOptimizer | None]:
@@ -93,7 +98,7 @@ class TorchTrainer:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        return local.Trainee(local.Learner(model=self.model, loss=self.loss), device, self.seed)
+        return local.Trainee(local.Learner(model=self.model, loss=self.loss, personal=self.personal), device, self.seed)
 
     def _examples(self, task: Task, device: torch.device) -> local.Examples:
         dataset = self.data if isinstance(self.data, Dataset) else self.data(task)

@@ -1,0 +1,160 @@
+"""SCAFFOLD and personal layers with a real daemon and clients that are stopped and started again in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from client.trainers import at_work
+from e2e import processes
+from fedplat.aggregate.scaffold import without_control
+from fedplat.backends.local import Learner
+from fedplat.cli import submission
+from fedplat.cli.admin import AdminClient
+from fedplat.errors import FedplatError
+from fedplat.model import Parameters
+from fedplat.wire.v1 import admin_pb2
+from fedplat_client import Client
+from fedplat_client.trainers.torch import TorchTrainer
+
+NUM_CLIENTS = 3
+RNG = np.random.default_rng(4)
+INPUTS = [(RNG.normal(size=(12, 3)) * scale).astype("f4") for scale in (0.4, 0.9, 1.5)]
+TARGETS = [(x @ RNG.normal(size=(3, 1))).astype("f4") for x in INPUTS]
+JOB = """
+name = "{name}"
+population = "fleet"
+trainer = "{name}"
+rounds = {rounds}
+[model]
+initial = "{name}.safetensors"
+[selection]
+goal = 3
+over_selection = 1.0
+min_fraction = 1.0
+[updates]
+weighting = "uniform"
+[config]
+epochs = 8
+batch_size = 0
+learning_rate = 0.1
+{more}
+"""
+SCAFFOLD = 'algorithm = "scaffold"\n[aggregation]\nrule = "scaffold"\nnum_clients = 3'
+PERSONAL = '[evaluation]\nevery = 100\n[evaluation.clients]\nevaluator = "personal"\ngoal = 3\nmin_fraction = 1.0'
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def with_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
+    with processes.server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def fleet(server: processes.Server, folder: Path, trainer: str, make: Callable[[int], TorchTrainer]) -> Generator[None]:
+    """Clients at work, with the data folders that they have had before."""
+    ticket = server.ticket("fleet", NUM_CLIENTS)
+    clients = [Client.from_ticket(ticket, data_dir=folder / str(number)) for number in range(NUM_CLIENTS)]
+    for number, client in enumerate(clients):
+        client.add_trainer(trainer, made := make(number))
+        client.add_evaluator(trainer, made.evaluate)
+    with at_work(clients):
+        yield
+
+
+def submit(admin: AdminClient, folder: Path, name: str, model: Parameters, rounds: int, more: str) -> str:
+    (folder / f"{name}.safetensors").write_bytes(model.to_bytes())
+    (folder / "job.toml").write_text(JOB.format(name=name, rounds=rounds, more=more))
+    return submission.submit(admin, submission.load(folder / "job.toml")).job_id
+
+
+def until_round(admin: AdminClient, job: str, number: int) -> None:
+    for event in admin.watch_job(job):
+        if event.entity == "version" and event.round >= number:
+            return
+
+
+def completed(admin: AdminClient, job: str) -> None:
+    for _ in admin.watch_job(job):
+        pass
+    assert admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
+
+
+def test_scaffold_finds_the_optimum_of_all_data_though_its_clients_are_restarted(
+    server: processes.Server, tmp_path: Path
+) -> None:
+    optimum = np.linalg.lstsq(np.concatenate(INPUTS), np.concatenate(TARGETS), rcond=None)[0].T
+
+    def trainer(number: int) -> TorchTrainer:
+        return TorchTrainer(
+            model=lambda: nn.Linear(3, 1, bias=False),
+            loss=nn.functional.mse_loss,
+            data=TensorDataset(torch.from_numpy(INPUTS[number]), torch.from_numpy(TARGETS[number])),
+        )
+
+    zeros = Parameters.from_arrays({"weight": np.zeros((1, 3), "f4")})
+    with server.admin() as admin:
+        with fleet(server, tmp_path, "scaffold", trainer):
+            job = submit(admin, tmp_path, "scaffold", zeros, 40, SCAFFOLD)
+            until_round(admin, job, 15)
+        with fleet(server, tmp_path, "scaffold", trainer):
+            completed(admin, job)
+        admin.export_model(job, None, tmp_path / "model")
+    model = Parameters.open(tmp_path / "model")
+    assert model.keys() == {"weight", "control/weight"}
+    np.testing.assert_allclose(without_control(model)["weight"], optimum, atol=0.02)
+    # The server's variate is the mean of the clients', which are their gradients; they add up to nothing there.
+    np.testing.assert_allclose(model["control/weight"], np.zeros((1, 3)), atol=0.02)
+
+
+def test_personal_layers_never_travel_and_outlive_a_restart(server: processes.Server, tmp_path: Path) -> None:
+    """Clients whose targets have opposite signs share a layer, and each has a head of its own."""
+    signs = (1.0, -1.0, 1.0)
+    direction = np.array([[1.0], [-2.0], [0.5]], "f4")
+    learner = Learner(model=with_head, loss=nn.functional.mse_loss, personal=("1.*",))
+
+    def trainer(number: int) -> TorchTrainer:
+        inputs = torch.from_numpy(INPUTS[2])
+        targets = torch.from_numpy(signs[number] * INPUTS[2] @ direction)
+        return TorchTrainer(
+            model=with_head, loss=nn.functional.mse_loss, personal=("1.*",), data=TensorDataset(inputs, targets)
+        )
+
+    with server.admin() as admin:
+        with fleet(server, tmp_path, "personal", trainer):
+            job = submit(admin, tmp_path, "personal", learner.initial(), 12, PERSONAL)
+            until_round(admin, job, 11)
+        with fleet(server, tmp_path, "personal", trainer):
+            completed(admin, job)
+        admin.export_model(job, None, tmp_path / "model")
+        (last,) = (version for version in admin.list_versions(job) if version.round == 12)
+    assert Parameters.open(tmp_path / "model").keys() == {"0.weight", "0.bias"}
+    assert last.metrics["loss"] < 0.1  # no common head does better than the mean of the squared targets
+    assert np.mean((INPUTS[2] @ direction) ** 2) > 1.0
+
+
+def test_a_model_that_does_not_fit_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+    wide = Parameters.from_arrays({"weight": np.zeros((1, 3), "f8")})
+    (tmp_path / "scaffold.safetensors").write_bytes(wide.to_bytes())
+    (tmp_path / "job.toml").write_text(JOB.format(name="scaffold", rounds=1, more=SCAFFOLD))
+    with pytest.raises(FedplatError, match=r"scaffold.safetensors': tensor 'weight' is F64; SCAFFOLD needs F32"):
+        submission.load(tmp_path / "job.toml")
