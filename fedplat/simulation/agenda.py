@@ -59,19 +59,21 @@ class Alarms:
         clients: list[Clients] = []
         times: list[Floats] = []
         while self.first() <= now:
-            end = int(np.searchsorted(self._times, now, side="right"))
-            taken = slice(self._next, max(end, self._next))
-            self._next = taken.stop
-            soon: dict[int, float] = {}
+            taken = slice(self._next, int(np.searchsorted(self._times, now, side="right")))
+            self._next = max(taken.start, taken.stop)
+            # Once an alarm has rung it is cleared, so that a second entry of the same moment is passed over.
+            known = self._at[self._clients[taken]] == self._times[taken]
+            clients.append(self._clients[taken][known])
+            times.append(self._times[taken][known])
+            self._at[clients[-1]] = np.inf
+            soon: list[tuple[float, int]] = []
             while self._soon and self._soon[0][0] <= now:
                 at, client = heapq.heappop(self._soon)
-                soon[client] = at
-            found = np.concatenate((self._clients[taken], np.fromiter(soon, np.int64, len(soon))))
-            moments = np.concatenate((self._times[taken], np.fromiter(soon.values(), np.float64, len(soon))))
-            known = self._at[found] == moments
-            clients.append(found[known])
-            times.append(moments[known])
-            self._at[clients[-1]] = np.inf
+                if self._at[client] == at:
+                    soon.append((at, client))
+                    self._at[client] = np.inf
+            clients.append(np.array([client for _, client in soon], np.int64))
+            times.append(np.array([at for at, _ in soon]))
         if not clients:
             return np.empty(0, np.int64), np.empty(0)
         found, moments = np.concatenate(clients), np.concatenate(times)
