@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date, time
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -81,7 +81,7 @@ def _mistakes_of_values(raw: Mapping[str, Any], known: Mapping[str, FieldInfo], 
 def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
     options = get_args(annotation) or (annotation,)  # of a union, its members
     records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
-    is_mapping = get_origin(annotation) is dict
+    is_mapping, tables = get_origin(annotation) is dict, _tables_in(annotation)
     if (records or is_mapping) and not isinstance(value, dict):
         yield f"{path} = {shown(value)}: expected a table, [{path}]"
     elif records:
@@ -90,11 +90,24 @@ def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
     elif is_mapping:
         for key, item in cast(dict[str, Any], value).items():
             yield from _mistakes_of_value(item, get_args(annotation)[1], f"{path}.{shown_key(key)}")
+    elif tables is not None and isinstance(value, list):
+        for number, item in enumerate(cast(list[Any], value)):
+            yield from _mistakes_of_value(item, tables, f"{path}[{number}]")
     else:
         try:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError as exc:
             yield f"{path} = {shown(value)}: {_expectation(str(exc), value, annotation)}"
+
+
+def _tables_in(annotation: Any) -> Any:
+    """The records that a list holds as tables; None for any other type."""
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(plain) not in (list, tuple):
+        return None
+    items = get_args(plain)[0]
+    options = get_args(items) or (items,)
+    return items if all(isinstance(option, type) and issubclass(option, Struct) for option in options) else None
 
 
 def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], prefix: str) -> Iterator[str]:

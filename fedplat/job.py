@@ -232,13 +232,17 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
             name = self.aggregation.__struct_config__.tag
             raise ValueError(f"robust: goes with aggregation.rule = {known}; {name} has a mean of its own")
-        if self.selection.goal > aggregate.MAX_GATHERED:
+        selection = self.selection
+        name, most = ("goal", selection.goal)
+        if selection.close == "deadline":  # whoever was assigned may report
+            name, most = ("over_selection x goal", selection.target)
+        if most > aggregate.MAX_GATHERED:
             raise ValueError(
-                f"selection.goal = {self.selection.goal}: expected at most {aggregate.MAX_GATHERED} with [robust], "
-                "which reads the updates of an attempt side by side"
+                f"selection.{name} = {most}: expected at most {aggregate.MAX_GATHERED} with [robust], which reads the "
+                "updates of an attempt side by side"
             )
         try:
-            robust.check(self.selection.minimum)
+            robust.check(selection.minimum)
         except ValueError as exc:
             raise ValueError(
                 f"robust: {exc}: so many may close an attempt, ceil(min_fraction x goal); raise selection.goal or "

@@ -100,7 +100,15 @@ def test_it_replaces_the_mean_of_server_optimizers_only(name: str) -> None:
         (table("name = 'centered-clipping'"), "robust.rule.radius: this key is required and missing"),
         (table("name = 'centered-clipping', radius = 0"), "robust.rule.radius = 0: expected a number > 0"),
         (table("name = 'fltrust', trusted = []"), "robust.rule.trusted = […]: expected array of length >= 1"),
-        (table("name = 'krum'", more="before = [{name = 'buckets'}]"), "robust.before = […]: invalid value 'buckets'"),
+        (
+            table("name = 'krum'", more="before = [{name = 'buckets'}]"),
+            "robust.before[0].name = 'buckets': expected one of",
+        ),
+        (
+            table("name = 'krum'", more="before = [{name = 'nearest'}, {name = 'bucketing', size = 0}]"),
+            "robust.before[1].size = 0: expected a whole number >= 1",
+        ),
+        (table("name = 'krum'", more="before = ['nearest']"), "robust.before[0] = 'nearest': expected a table"),
         (
             table("name = 'krum'", 1, "before = [{name = 'bucketing', size = 2}]"),
             "robust: krum with byzantine = 1 needs at least 5, not 8 updates, of which pre-aggregation makes 4: ",
@@ -121,3 +129,7 @@ def test_so_many_updates_cannot_be_read_side_by_side() -> None:
     assert parse_job(job(table("name = 'median'"), goal=MAX_GATHERED)).robust is not None
     with pytest.raises(JobFileError, match=r"selection.goal = 1001: expected at most 1000 with \[robust\]"):
         parse_job(job(table("name = 'median'"), goal=MAX_GATHERED + 1))
+    late = "over_selection = 1.5\nclose = 'deadline'\n"  # then all who were assigned may report
+    assert parse_job(job(late + table("name = 'median'"), goal=600)).robust is not None
+    with pytest.raises(JobFileError, match=r"selection.over_selection x goal = 1050: expected at most 1000"):
+        parse_job(job(late + table("name = 'median'"), goal=700))

@@ -61,7 +61,9 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("before = [...]: expected none with fltrust, which must know whose update is whose")
 
     def check(self, num_updates: int) -> None:
-        """Raises `ValueError` when so few updates cannot hold out against the byzantine ones."""
+        """Raises `ValueError` when so few updates cannot hold out against the byzantine ones, or for too many."""
+        if num_updates > MAX_GATHERED:
+            raise ValueError(f"{num_updates} updates cannot be read side by side; expected at most {MAX_GATHERED}")
         rows, text = num_updates, f"{num_updates} updates"
         for mixing in self.before:
             rows = mixing.rows_of(rows)
@@ -75,7 +77,7 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def build(self, seed: int) -> Wrapper:
         """Makes a rule that ends with a mean robust; `seed` decides what is random.
 
-        Its `gather` raises `ValueError` when there are too few updates.
+        Its `gather` raises `ValueError` when there are too few updates, or too many.
         """
         mixings = [mixing.build(self.byzantine, seed) for mixing in self.before]
 

@@ -271,6 +271,9 @@ def test_the_papers_bounds() -> None:
         "fltrust": 4,
     }
     assert MultiKrum(keep=10).fewest(3) == 13
+    Robust(Median(), 2).check(1000)
+    with pytest.raises(ValueError, match="1001 updates cannot be read side by side; expected at most 1000"):
+        Robust(Median(), 2).check(1001)
     Robust(Median(), 2, (Bucketing(size=3),)).check(13)
     with pytest.raises(ValueError, match="not 12 updates, of which pre-aggregation makes 4"):
         Robust(Median(), 2, (Bucketing(size=3),)).check(12)
