@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from core.simulation.cases import BAD, job, make_fleet
-from core.simulation.least_squares import LeastSquares, initial
+from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
+from fedplat.model import Parameters
+from fedplat.simulation.ports import Trained, Work
 from fedplat.simulation.result import AttemptRecord, Result
 from fedplat.simulation.simulate import Hooks, Simulation, run
 
@@ -159,3 +162,24 @@ def test_reports_that_lack_what_the_rule_needs_are_rejected() -> None:
     result = learn(LeastSquares(40), aggregation={"rule": "fednova"}, retry={"max_attempts": 1})
     assert result.status == "FAILED"
     assert result.totals.counts["REJECTED"] > 0
+
+
+class Poisoned(LeastSquares):
+    """Two of forty clients send garbage."""
+
+    def result(self, work: Work) -> Trained:
+        trained = super().result(work)
+        if work.client not in (3, 17):
+            return trained
+        return dataclasses.replace(
+            trained, update=Parameters.from_arrays({"weight": np.full(NUM_WEIGHTS, 1e6, np.float32)})
+        )
+
+
+def test_a_robust_rule_holds_out_against_garbage() -> None:
+    robust = {"byzantine": 1, "rule": {"name": "centered-clipping", "radius": 1.0}, "before": [{"name": "nearest"}]}
+    models = [learn(LeastSquares(40)).model, learn(Poisoned(40), robust=robust).model, learn(Poisoned(40)).model]
+    honest, robustly, mean = (np.linalg.norm(model["weight"]) for model in models if model is not None)
+    assert mean > 1e3
+    assert robustly < 2 * honest
+    assert robustly > 0.1
