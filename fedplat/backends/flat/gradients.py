@@ -99,7 +99,7 @@ def prepare() -> None:
 
 def recorded(computation: Computation, tensors: Tensors) -> fx.GraphModule | None:
     """A computation's operations for tensors of these shapes; None if they depend on values, or on more than these."""
-    copies = [tensor.clone() for tensor in tensors]
+    copies = [_copied(tensor) for tensor in tensors]
     try:
         graph_module = make_fx(computation)(*copies)
     except RuntimeError:  # PyTorch's answer to a value that is asked for while it records
@@ -122,8 +122,13 @@ def draws(recording: fx.GraphModule) -> bool:
 def _agree(one: Computation, other: Computation, tensors: Tensors) -> bool:
     results: list[list[torch.Tensor]] = []
     for computation in (one, other):
-        copies = [tensor.clone() for tensor in tensors]
+        copies = [_copied(tensor) for tensor in tensors]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             results.append([*computation(*copies), *copies])
     return all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, which decide what a recording does."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -13,7 +13,10 @@ import torch
 from fedplat.aggregate.local import CONTROL
 from fedplat.backends import torch as backend
 from fedplat.backends.local.learner import Trainee
+from fedplat.memory import Memory
 from fedplat.model import FLOATING, Bytes, Parameters, Schema
+
+_NOTE = "personal"
 
 
 class UnsuitableError(Exception):
@@ -85,9 +88,22 @@ class Layout:
             control = torch.cat([tensors[CONTROL + name].reshape(-1) for name in self.shared_names])
         return Base(parameters, weights, control, state)
 
-    def personal_values(self, note: Parameters | None) -> Mapping[str, torch.Tensor]:
-        """What the client has for itself: what it noted, at first the module's initial values."""
-        return self._first if note is None else backend.to_torch(note)
+    def load_personal(self, weights: torch.Tensor, memory: Memory) -> dict[str, torch.Tensor]:
+        """Gives a client's weights its personal values, and returns all of them: at first the module's initial ones."""
+        if not self.personal:
+            return {}
+        note = memory.get(_NOTE)
+        own = self._first if note is None else backend.to_torch(note)
+        for name, view in self.named(weights).items():
+            if name in own:
+                view.copy_(own[name])
+        return own
+
+    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: Memory) -> None:
+        """Notes a client's personal values, which are among its weights and its state."""
+        if self.personal:
+            values = {**self.named(weights), **state}
+            memory.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
 
     def update(
         self, base: Base, weights: torch.Tensor, state: Mapping[str, torch.Tensor], buffer: Bytes | None = None

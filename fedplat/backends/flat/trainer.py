@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 
-from fedplat.backends import torch as backend
 from fedplat.backends.flat import lists
 from fedplat.backends.flat.descent import Descent
 from fedplat.backends.flat.gradients import Gradients
@@ -21,8 +19,6 @@ from fedplat.backends.local.options import LocalOptions
 from fedplat.backends.local.train import Training, evaluate
 from fedplat.memory import Memory
 from fedplat.model import Bytes, Parameters
-
-_NOTE = "personal"
 
 
 class FlatTrainer:
@@ -59,25 +55,14 @@ class FlatTrainer:
         scores, num_steps = self._run(descent, list(state.values()), work)
         update = self.layout.update(base, self._weights, state, buffer)
         metrics |= start.end(self._weights, num_steps, work, update)
-        self._save(state, work.memory)
+        self.layout.save(self._weights, state, work.memory)
         return update, {**scores.means(), **metrics}
 
     def _load(self, base: Base, memory: Memory) -> dict[str, torch.Tensor]:
         """Gives the weights the values that training begins with; returns the module's other values."""
         self._weights[: self.layout.num_shared].copy_(base.weights)
-        state = {name: base.state[name].clone() for name in self.layout.state_names if name in base.state}
-        if self.layout.personal:
-            own = self.layout.personal_values(memory.get(_NOTE))
-            for name, view in zip(self.layout.names, self._views, strict=True):
-                if name in own:
-                    view.copy_(own[name])
-            state |= {name: own[name].clone() for name in self.layout.state_names if name in own}
-        return {name: state[name] for name in self.layout.state_names}
-
-    def _save(self, state: Mapping[str, torch.Tensor], memory: Memory) -> None:
-        if self.layout.personal:
-            values = {**dict(zip(self.layout.names, self._views, strict=True)), **state}
-            memory.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.layout.personal)}))
+        state = {**base.state, **self.layout.load_personal(self._weights, memory)}
+        return {name: state[name].clone() for name in self.layout.state_names}
 
     def _run(self, descent: Descent, state: Tensors, work: Training) -> tuple[LateScores, int]:
         plan = Plan(

@@ -41,26 +41,26 @@ class Task(NamedTuple):
 
 
 class Resident:
-    """Trains clients of a task one after the other, on the CPU."""
+    """Trains clients of a task one after the other."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, device: str = "cpu") -> None:
         federation = task.federation
         self._parts, self._options = federation.parts, task.options
-        self._inputs, self._targets = tensor_of(federation.inputs), tensor_of(federation.targets)
+        self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
         self._test = PartExamples(
-            tensor_of(federation.test_inputs),
-            tensor_of(federation.test_targets),
+            tensor_of(federation.test_inputs, device),
+            tensor_of(federation.test_targets, device),
             np.arange(len(federation.test_targets)),
         )
-        self._trainee = Trainee(task.learner, seed=task.seed)
-        self._flat = _flat_trainer(self._trainee, task.options)
+        self.trainee = Trainee(task.learner, device, seed=task.seed)
+        self._flat = _flat_trainer(self.trainee, task.options)
         self._bases: dict[int, Base] = {}
         self._schema: Schema | None = None
 
     def check(self, model: Parameters) -> None:
         """Raises `ModelError` when a model does not fit the module."""
         if model.schema is not self._schema:
-            self._trainee.load(model, Memory())
+            self.trainee.load(model, Memory())
             self._schema = model.schema
 
     def publish(self, version: int, model: Parameters) -> None:
@@ -77,27 +77,27 @@ class Resident:
 
     def train(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
         """One client's training; its update lies in `buffer` if there is one."""
-        base, memory = self._bases[work.version], Memory(contents)
-        training = Training(
-            examples=self._examples(work.client),
-            options=self._options,
-            seed=work.seed,
-            round_number=work.version + 1,
-            fraction=work.fraction,
-            memory=memory,
-        )
+        memory = Memory(contents)
         with one_thread():
-            update, metrics = self._train(base, training, buffer)
+            update, metrics = self._train(self._bases[work.version], self.training(work, memory), buffer)
         return Outcome(update, metrics, memory.contents if memory.changed else None)
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
         """Scores a model on the held-out examples [start, stop); empty if there are none."""
         examples = PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop])
         with one_thread():
-            return evaluate(self._trainee, model, examples) if len(examples) else {}
+            return evaluate(self.trainee, model, examples) if len(examples) else {}
 
-    def _examples(self, client: int) -> PartExamples:
-        return PartExamples(self._inputs, self._targets, self._parts[client])
+    def training(self, work: Work, memory: Memory) -> Training:
+        """What a work means for its client."""
+        return Training(
+            examples=PartExamples(self._inputs, self._targets, self._parts[work.client]),
+            options=self._options,
+            seed=work.seed,
+            round_number=work.version + 1,
+            fraction=work.fraction,
+            memory=memory,
+        )
 
     def _train(self, base: Base, work: Training, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:
         if self._flat is not None:
@@ -106,14 +106,14 @@ class Resident:
             except UnsuitableError:  # known only once it is tried
                 self._flat = None
         parameters = base.parameters.copy()
-        metrics = train(self._trainee, parameters, work)
+        metrics = train(self.trainee, parameters, work)
         update = parameters.minus(base.parameters)
         if buffer is not None:
             buffer[:] = update.buffer
         return update, metrics
 
 
-def tensor_of(array: Array) -> torch.Tensor:
+def tensor_of(array: Array, device: str = "cpu") -> torch.Tensor:
     """Data as modules and losses want it: float32 or int64 but for types that somebody chose on purpose."""
     if array.dtype == np.float64:
         array = array.astype(np.float32)
@@ -121,7 +121,7 @@ def tensor_of(array: Array) -> torch.Tensor:
         array = array.astype(np.int64, copy=False)
     elif not array.flags.writeable:
         array = array.copy()  # torch warns of what it must not write to, such as a mapped file
-    return torch.from_numpy(array)
+    return torch.from_numpy(array).to(device)
 
 
 @contextmanager
@@ -139,6 +139,8 @@ def one_thread() -> Generator[None]:
 
 
 def _flat_trainer(trainee: Trainee, options: LocalOptions) -> FlatTrainer | None:
+    if trainee.device.type != "cpu":
+        return None
     try:
         return FlatTrainer(trainee, options)
     except UnsuitableError:

@@ -11,7 +11,7 @@ from fedplat.simulation.ports import Work
 class Versions:
     """Counts the works under way of each version; a retired one is forgotten when its last work ends."""
 
-    def __init__(self, forget: Callable[[int], None]) -> None:
+    def __init__(self, forget: Callable[[int], object]) -> None:
         self._forget = forget
         self._under_way: Counter[int] = Counter()
         self._retired: set[int] = set()

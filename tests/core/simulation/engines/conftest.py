@@ -9,10 +9,15 @@ import pytest
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.resident import Task, one_thread
+from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.ports import Engine
 
 MakeEngine = Callable[[Task], Engine]
-ENGINES: dict[str, MakeEngine] = {"loop": LoopEngine, "processes": lambda task: ProcessEngine(task, 2)}
+ENGINES: dict[str, MakeEngine] = {
+    "loop": LoopEngine,
+    "processes": lambda task: ProcessEngine(task, 2),
+    "vmap": lambda task: VmapEngine(task, "cpu"),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,56 @@
+"""What is trained in the comparison of simulators: written for all of them, so imports nothing but torch and NumPy."""
+
+import json
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def mlp():
+    """McMahan's 2NN."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)
+    )
+
+
+def logistic():
+    """Logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def lenet():
+    """LeNet-5."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+MODELS = {"LR": logistic, "2NN": mlp, "LeNet": lenet}
+BATCH_SIZE, LEARNING_RATE = 10, 0.01
+
+
+def data(clients, samples):
+    """Random images of MNIST's size and their labels: [clients * samples, 1, 28, 28] and [clients * samples]."""
+    rng = np.random.default_rng(0)
+    count = clients * samples
+    return rng.standard_normal((count, 1, 28, 28), dtype=np.float32), rng.integers(0, 10, count)
+
+
+def train(module, inputs, targets):
+    """One epoch of plain PyTorch."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    order = torch.randperm(len(targets))
+    for start in range(0, len(order), BATCH_SIZE):
+        batch = order[start : start + BATCH_SIZE]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(inputs[batch]), targets[batch]).backward()
+        optimizer.step()
+
+
+def tell(event):
+    """Says the moment of an event to who measures."""
+    print(json.dumps({"event": event, "time": time.time()}), flush=True)

@@ -1,0 +1,74 @@
+"""Federated averaging by fedplat's simulation, for `simulation_peers.py`: the driver, the coordinator and an engine.
+
+python simulated_fedplat.py ENGINE MODEL CLIENTS COHORT SAMPLES ROUNDS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedplat.backends import models
+from fedplat.backends.local import Learner, LocalOptions
+from fedplat.job import JobSpec
+from fedplat.simulation.data.federation import Federation
+from fedplat.simulation.engines import allocation
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.resident import Task
+from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.fleet import FleetOptions, build_fleet
+from fedplat.simulation.simulate import Hooks, Simulation, run
+
+ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "vmap": VmapEngine}
+MODELS = {"LR": models.logistic_regression, "2NN": models.mcmahan_2nn, "LeNet": models.lenet5}
+CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
+
+
+def tell(event: str) -> None:
+    """Says the moment of an event to who measures, as the peers' programs do."""
+    print(json.dumps({"event": event, "time": time.time()}), flush=True)
+
+
+def federation(clients: int, samples: int) -> Federation:
+    """The same random images and labels as the peers have."""
+    rng = np.random.default_rng(0)
+    count = clients * samples
+    inputs, targets = rng.standard_normal((count, 1, 28, 28), dtype=np.float32), rng.integers(0, 10, count)
+    return Federation(inputs, targets, np.split(np.arange(count), clients), inputs[:0], targets[:0])
+
+
+def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
+    """Simulates a job to its end."""
+    tell("start")
+    allocation.keep()
+    job: dict[str, Any] = {
+        "name": "bench",
+        "population": "bench",
+        "trainer": "bench",
+        "rounds": rounds,
+        "model": {"initial": "model.safetensors"},
+        "selection": {"goal": cohort, "over_selection": 1.0},
+        "config": CONFIG,
+    }
+    learner = Learner(model=MODELS[model])
+    trained = ENGINES[engine](Task(federation(clients, samples), learner, LocalOptions.from_config(CONFIG)))
+    simulation = Simulation(
+        spec=msgspec.convert(job, JobSpec),
+        fleet=build_fleet(FleetOptions(num_clients=clients), 0),
+        engine=trained,
+        initial=learner.initial(),
+    )
+    try:
+        run(simulation, Hooks(observe=lambda attempt: tell("round") if attempt.committed else None))
+    finally:
+        trained.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,162 @@
+"""How fast are simulated clients trained, beside Flower's simulation, pfl-research and a plain PyTorch loop?
+
+    python benchmarks/simulation_peers.py [--only 2NN] [--seconds 20] [--turns 3] [--save]
+
+Every system does the same work: random images of MNIST's size, SGD in batches of 10, federated averaging without
+evaluation. Each measurement is a process of its own, and systems are measured in turns. Nobody uses more than one
+thread for arithmetic in a process, and all keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions much
+faster.
+The first round is left out, but for the time that it took to come to it. Peers come from `make bench-peers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deployment import ENVIRONMENT, HERE
+from processes import FailedError, NotInstalledError, Processes
+from report import Cell, Report, finish
+from systems import PEERS
+
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+START_S = 120.0
+"""Until the first round is over."""
+MANY = 100_000
+"""Rounds that are asked for; each measurement is ended when its time is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A population, and who is measured."""
+
+    name: str
+    model: str
+    clients: int
+    cohort: int
+    samples: int
+    systems: tuple[str, ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """What all programs are told."""
+        return [self.model, *map(str, (self.clients, self.cohort, self.samples, MANY))]
+
+
+FLEET = ("fedplat processes", "fedplat loop", "Flower", "plain PyTorch")
+COHORT = ("fedplat vmap", "fedplat loop", "pfl-research", "plain PyTorch")
+CASES = (
+    Case("2NN, 10 of 100 clients, 600 examples", "2NN", 100, 10, 600, FLEET),
+    Case("2NN, 10 of 100 clients, 10 examples", "2NN", 100, 10, 10, FLEET),
+    Case("LR, 50 of 100 clients, 50 examples", "LR", 100, 50, 50, COHORT),
+    Case("2NN, 50 of 100 clients, 50 examples", "2NN", 100, 50, 50, COHORT),
+    Case("LeNet, 50 of 100 clients, 50 examples", "LeNet", 100, 50, 50, COHORT),
+)
+PROGRAMS = {
+    "Flower": "flower_simulation.py",
+    "pfl-research": "pfl_simulation.py",
+    "plain PyTorch": "plain_simulation.py",
+}
+COLUMNS = ("work", "system", "updates/s", "fedplat's best / it", "first round, s", "rounds")
+NOTES = (
+    "Flower and fedplat's processes use all cores, all others one.",
+    "First round: from the end of the imports to the end of the round, with all that has to be started.",
+)
+_console = Console(stderr=True, soft_wrap=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Seconds until the first round was over, and of each later one."""
+
+    first: float
+    later: tuple[float, ...]
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of each measurement, after its first round.")] = 15.0,
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each system.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
+    save: Annotated[bool, typer.Option(help="Keep the result for docs/performance.md.")] = False,
+) -> None:
+    """Measure simulated training."""
+    rows: list[tuple[Cell, ...]] = []
+    failures: list[str] = []
+    for case in CASES:
+        if only.lower() in case.name.lower():
+            rows += measured(case, seconds, turns, failures)
+    notes = (*NOTES, *(f"Not measured: {failure}" for failure in dict.fromkeys(failures)))
+    title = "Simulated training"
+    finish(Report(name="simulation-peers", title=title, columns=COLUMNS, rows=tuple(rows), notes=notes), as_json, save)
+
+
+def measured(case: Case, seconds: float, turns: int, failures: list[str]) -> list[tuple[Cell, ...]]:
+    """A row for each system, measured in turns."""
+    samples: dict[str, list[Sample]] = {}
+    for _ in range(turns):
+        for system in case.systems:
+            try:
+                sample = measure(case, system, seconds)
+            except (FailedError, NotInstalledError) as exc:
+                failures.append(f"{case.name}, {system}: {exc}")
+                continue
+            samples.setdefault(system, []).append(sample)
+            rate = case.cohort / statistics.median(sample.later)
+            _console.print(f"{case.name}, {system}: {rate:.1f} updates/s", markup=False)
+    rates = {name: case.cohort / statistics.median(_later(found)) for name, found in samples.items()}
+    best = max((rate for name, rate in rates.items() if name.startswith("fedplat")), default=0.0)
+    firsts = {name: statistics.median(sample.first for sample in found) for name, found in samples.items()}
+    return [
+        (case.name, name, rate, best / rate, firsts[name], len(_later(samples[name]))) for name, rate in rates.items()
+    ]
+
+
+def measure(case: Case, system: str, seconds: float) -> Sample:
+    """Runs a system for that long. Raises `FailedError` or `NotInstalledError`."""
+    with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
+        environment = {**os.environ, **ENVIRONMENT, **KEEP, "FLWR_TELEMETRY_ENABLED": "0", "HOME": folder}
+        with Processes(Path(folder), environment) as processes:
+            processes.start("simulation", command(case, system))
+            log = Path(folder) / "simulation.log"
+            processes.wait("the first round", lambda: len(moments(log)) > 2, START_S)
+            end = time.monotonic() + seconds
+            processes.wait("rounds", lambda: time.monotonic() > end, seconds + START_S)
+            start, *rounds = moments(log)
+    later = tuple(after - before for before, after in itertools.pairwise(rounds))
+    return Sample(rounds[0] - start, later)
+
+
+def command(case: Case, system: str) -> list[str | Path]:
+    """The program that does a case's work by a system."""
+    if system.startswith("fedplat"):
+        return [sys.executable, HERE / "simulated_fedplat.py", system.split()[1], *case.arguments]
+    python = PEERS / "bin" / "python"
+    if not python.exists():
+        raise NotInstalledError("the peers are not installed; run `make bench-peers` (it makes .venv-peers)")
+    return [python, HERE / "peers" / PROGRAMS[system], *case.arguments]
+
+
+def moments(log: Path) -> list[float]:
+    """When the program began and when its rounds were over."""
+    lines = log.read_text(errors="replace").splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line)["time"] for line in lines if line.startswith('{"event"') and line.endswith("}\n")]
+
+
+def _later(samples: list[Sample]) -> list[float]:
+    return [second for sample in samples for second in sample.later]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,28 @@
+"""Engines by the names that a simulation file has for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from fedplat.simulation.engines.auto import AutoEngine
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.resident import Task
+from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.ports import Engine
+
+ENGINES: Mapping[str, Callable[[Task, int], Engine]] = {
+    "auto": AutoEngine,
+    "loop": lambda task, num_workers: LoopEngine(task),
+    "processes": ProcessEngine,
+    "vmap": lambda task, num_workers: VmapEngine(task),
+}
+
+
+def open_engine(name: str, task: Task, num_workers: int = 0) -> Engine:
+    """An engine that somebody has to close; with so many processes if it has them (0: one for each core).
+
+    Raises `EngineError` for a task that it cannot do.
+    """
+    return ENGINES[name](task, num_workers or len(os.sched_getaffinity(0)))

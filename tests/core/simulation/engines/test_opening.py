@@ -1,0 +1,19 @@
+"""Engines by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.simulation.engines.tasks import task
+from fedplat.simulation.engines.opening import ENGINES, open_engine
+from fedplat.simulation.ports import Work
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_can_be_opened_by_its_name(name: str) -> None:
+    given = task()
+    engine = open_engine(name, given, 1)
+    engine.publish(0, given.learner.initial())
+    engine.begin([Work(1, 0, 0)])
+    assert engine.result(Work(1, 0, 0)).num_examples == engine.num_examples(1)
+    engine.close()

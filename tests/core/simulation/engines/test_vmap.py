@@ -1,0 +1,78 @@
+"""What the engine `vmap` refuses, and what only it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from core.simulation.engines.tasks import SIDE, lenet, rounds, task
+from fedplat.backends.flat import stacked
+from fedplat.errors import EngineError
+from fedplat.simulation.engines.loop import LoopEngine
+from fedplat.simulation.engines.resident import Task
+from fedplat.simulation.engines.vmap import VmapEngine
+from fedplat.simulation.ports import Work
+
+WORKS = [[Work(client, version, client) for client in range(6)] for version in range(2)]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(200, 4))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(SIDE * SIDE, 4))
+
+
+def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs[:1], targets[:1])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (task(normed), "BatchNorm keeps means"),
+        (task(dropping), "random"),
+        (task(precision="bf16"), "precision"),
+        (task()._replace(learner=task().learner.__class__(model=lenet, loss=first_only)), "no mean over examples"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_words(given: Task, words: str) -> None:
+    with pytest.raises(EngineError, match=f'engine = "vmap": .*{words}.*; use "loop" or "processes"'):
+        rounds(VmapEngine(given, "cpu"), given.learner.initial(), WORKS)
+
+
+@pytest.mark.parametrize("unfold", [False, True])
+def test_both_ways_to_compute_convolutions_are_right(unfold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(computation: Callable[..., Any], tensors: object) -> float:
+        times.append(0)
+        return float((len(times) % 2 == 0) != unfold)
+
+    times: list[int] = []
+    monkeypatch.setattr(stacked, "_seconds", seconds)
+    given = task(lenet)
+    model = given.learner.initial()
+    found = rounds(VmapEngine(given, "cpu"), model, WORKS)
+    expected = rounds(LoopEngine(given), model, WORKS)
+    for one, other in zip(found[-1], expected[-1], strict=True):
+        assert np.abs(one.update.to_vector() - other.update.to_vector()).max() < 1e-6
+    assert times
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_weights() -> None:
+    given = task(lenet, momentum=0.5)
+    model = given.learner.initial()
+    works = [[Work(client, version, client) for client in range(6)] for version in range(20)]
+    found = rounds(VmapEngine(given, "cuda"), model, works)
+    expected = rounds(LoopEngine(given), model, works)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert np.abs(one.update.to_vector() - other.update.to_vector()).max() < 1e-4
+    for one, other in zip(found[-1], expected[-1], strict=True):  # as CUDA graphs by then
+        assert np.abs(one.update.to_vector() - other.update.to_vector()).max() < 1e-2
