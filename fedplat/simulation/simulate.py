@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat.errors import ModelError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.simulation.driver import Driver, Trace
@@ -27,7 +28,8 @@ YEAR_S = 365 * 86_400.0
 class Simulation:
     """A job, its fleet, and how it is trained; equal simulations give equal results, bit for bit.
 
-    With an `engine` the job begins with the model `initial` and clients really train; the engine's clients are those of
+    With an `engine` the job begins with the model `initial`, to which what the job's rule keeps in it is added, and
+    clients really train; the engine's clients are those of
     the fleet, and its numbers of examples replace the fleet's. Without one only the schedule is simulated, for a model
     of `model_bytes`. The run ends with the job, or after `until_s` virtual seconds.
     """
@@ -72,7 +74,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = Learning(spec, engine, simulation.initial, seed)
+            training = learning = Learning(spec, engine, _extended(spec, simulation.initial), seed)
             if hooks.journal is not None:
                 journal = Journal(learning, hooks.journal, identity_of(simulation, fleet), hooks.checkpoint_every)
                 training = stack.enter_context(contextlib.closing(journal))
@@ -105,6 +107,16 @@ def identity_of(simulation: Simulation, fleet: Fleet) -> str:
     return digest.hexdigest()
 
 
+def _extended(spec: JobSpec, initial: Parameters) -> Parameters:
+    """The model that a submitted job would begin with."""
+    try:
+        return spec.rule().counterpart.extend(initial)
+    except ModelError as exc:
+        raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
+
+
 def _model_bytes(simulation: Simulation) -> float:
     initial = simulation.initial
-    return simulation.model_bytes if initial is None else float(initial.schema.file_size_bytes)
+    if initial is None:
+        return simulation.model_bytes
+    return float(_extended(simulation.spec, initial).schema.file_size_bytes)
