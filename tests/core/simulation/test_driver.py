@@ -169,7 +169,7 @@ class Poisoned(LeastSquares):
 
     def result(self, work: Work) -> Trained:
         trained = super().result(work)
-        if work.client not in (3, 17):
+        if work.client not in (5, 27):  # who take part four times each
             return trained
         return dataclasses.replace(
             trained, update=Parameters.from_arrays({"weight": np.full(NUM_WEIGHTS, 1e6, np.float32)})
@@ -177,7 +177,7 @@ class Poisoned(LeastSquares):
 
 
 def test_a_robust_rule_holds_out_against_garbage() -> None:
-    robust = {"byzantine": 1, "rule": {"name": "centered-clipping", "radius": 1.0}, "before": [{"name": "nearest"}]}
+    robust = {"byzantine": 1, "rule": {"name": "centered-clipping", "radius": 1.0}}
     models = [learn(LeastSquares(40)).model, learn(Poisoned(40), robust=robust).model, learn(Poisoned(40)).model]
     honest, robustly, mean = (np.linalg.norm(model["weight"]) for model in models if model is not None)
     assert mean > 1e3
