@@ -23,7 +23,7 @@ from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.resident import Task
 from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.fleet import FleetOptions, build_fleet
-from fedplat.simulation.simulate import Hooks, Simulation, run
+from fedplat.simulation.play import Hooks, Simulation, run
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "vmap": VmapEngine}
 MODELS = {"LR": models.logistic_regression, "2NN": models.mcmahan_2nn, "LeNet": models.lenet5}

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedplat.errors import JobFileError
+from fedplat.errors import FedplatError, JobFileError
 
 
 def call(name: str, folder: Path, arguments: Mapping[str, object] | None = None) -> object:
@@ -79,7 +79,7 @@ def blamed(what: str) -> Generator[None]:
     """Turns whatever the job's own code raises into a `JobFileError` that names the line."""
     try:
         yield
-    except JobFileError:
+    except FedplatError:
         raise
     except (Exception, SystemExit) as exc:  # foreign code may raise anything, and the operator needs one line
         frames = traceback.extract_tb(exc.__traceback__)

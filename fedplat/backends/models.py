@@ -6,6 +6,7 @@ initial values from PyTorch's global generator; `Learner` gives it a seed.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -82,6 +83,34 @@ def cifar_cnn(num_classes: int = 10) -> nn.Module:
         nn.ReLU(),
         nn.Linear(64, num_classes),
     )
+
+
+def digits_2nn() -> nn.Module:
+    """Two hidden layers of 50 units for scikit-learn's digits of 8 x 8 pixels: 6,310 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10))
+
+
+class NextCharacter(nn.Module):
+    """Scores of the character to come after codes [batch, length]: an embedding of 8, and two LSTM layers."""
+
+    def __init__(self, num_characters: int, num_units: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_characters, 8)
+        self.lstm = nn.LSTM(8, num_units, num_layers=2, batch_first=True)
+        self.output = nn.Linear(num_units, num_characters)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Scores [batch, characters]."""
+        states, _ = self.lstm(self.embedding(codes))
+        return self.output(states[:, -1])
+
+
+def mcmahan_lstm(num_characters: int = 85, num_units: int = 256) -> nn.Module:
+    """The stacked character LSTM for Shakespeare's plays: 821,245 parameters with the characters of our loader.
+
+    Source: McMahan et al. 2017, arXiv 1602.05629, Section 3.
+    """
+    return NextCharacter(num_characters, num_units)
 
 
 def _convolution(inputs: int, outputs: int, padding: int = 0) -> tuple[nn.Module, ...]:

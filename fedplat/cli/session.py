@@ -18,7 +18,7 @@ import typer
 from fedplat.cli import profile
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output
-from fedplat.errors import FedplatError, JobFileError, ProfileError
+from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -81,7 +81,9 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
-        raise typer.Exit(WRONG_USAGE if isinstance(exc, JobFileError | ProfileError) else FAILED) from exc
+        raise typer.Exit(
+            WRONG_USAGE if isinstance(exc, JobFileError | ProfileError | DataError | JournalError) else FAILED
+        ) from exc
 
 
 @contextlib.contextmanager

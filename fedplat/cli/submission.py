@@ -10,8 +10,9 @@ from pathlib import Path
 from fedplat import initial, wire
 from fedplat.cli.admin import AdminClient, Progress
 from fedplat.errors import FedplatError, JobFileError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec
 from fedplat.model import Parameters
+from fedplat.simulation import file as simulation_file
 from fedplat.wire.v1 import admin_pb2
 
 
@@ -25,14 +26,18 @@ class Submission:
 
 
 def load(path: Path) -> Submission:
-    """Reads a job file and makes its initial model. Raises `JobFileError`."""
+    """Reads a job file, or the job of a simulation file, and makes its initial model. Raises `JobFileError`.
+
+    The table `[simulation]` is checked, and left out: no server ever sees it.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         raise JobFileError(f"the file cannot be read: {reason}") from exc
-    spec = parse_job(text)
-    return Submission(text, spec, initial.of_job(spec, path.absolute().parent))
+    folder = path.absolute().parent
+    spec = simulation_file.parse(text, folder).job
+    return Submission(simulation_file.job_text(text), spec, initial.of_job(spec, folder))
 
 
 def submit(

@@ -1,6 +1,14 @@
 """Simulation: whole fleets in virtual time, on the coordinator that runs in production.
 
-Read `ports` first: what the parts are. `simulate` has the record of a simulation and the call that runs it, `driver`
-the loop, `idle` the clients without work and `tasks` those at work, `agenda` what will happen when, `learning` what
-becomes of models (`training` where there are none), `tally` and `result` the numbers, `fleet` what clients are like.
+`simulate` is the call of one line. `ports` says what the parts are: an engine trains clients, and the driver asks it
+for updates when virtual time has come to their reports.
 """
+
+from __future__ import annotations
+
+from fedplat.simulation.call import Run, simulate
+from fedplat.simulation.data import Dataset, Federation
+from fedplat.simulation.file import SimulationFile
+from fedplat.simulation.keep import Keep
+
+__all__ = ["Dataset", "Federation", "Keep", "Run", "SimulationFile", "simulate"]

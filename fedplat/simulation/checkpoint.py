@@ -41,6 +41,11 @@ class Checkpoint(Struct, frozen=True):
     folder: Path
     num_bytes: int
 
+    @property
+    def version(self) -> int:
+        """The latest version in it."""
+        return int(self.folder.name.partition("-")[2])
+
 
 def find(folder: Path) -> Checkpoint | None:
     """The last checkpoint of a folder. Raises `JournalError` when it cannot be read."""

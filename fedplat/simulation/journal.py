@@ -11,7 +11,7 @@ complete, with `checkpoint.json` and safetensors files. Lines after the checkpoi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,20 @@ class Journal:
     """Training whose answers are written to a folder; where the folder has some already, they are taken from there.
 
     `identity` is a text that equal simulations share: a folder of another one is refused with a `JournalError`. A
-    checkpoint is made with every `every`-th version.
+    checkpoint is made with every `every`-th version, if `due` says that it is time for one.
     """
 
     one_at_a_time = True
 
-    def __init__(self, learning: Learning, folder: Path, identity: str, every: int = 1) -> None:
-        self._learning, self._folder, self._every = learning, folder, every
+    def __init__(
+        self,
+        learning: Learning,
+        folder: Path,
+        identity: str,
+        every: int = 1,
+        due: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._learning, self._folder, self._every, self._due = learning, folder, every, due
         self._expected: dict[tuple[int, int], Task] = {}
         self._sizes = learning.sizes
         self._found = checkpoint.find(folder)
@@ -133,7 +140,7 @@ class Journal:
         if not self.is_replaying:
             scores = self._learning.settle(key, version)
             self._write({"settled": list(key[1:]), "scores": dict(scores), "step": self._learning.sizes.step})
-            if version is not None and version % self._every == 0:
+            if version is not None and version % self._every == 0 and self._due():
                 self._keep()
             return scores
         answer = self._take("settled", list(key[1:]))

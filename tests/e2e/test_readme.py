@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,8 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+from typer.testing import CliRunner
 
 from e2e import processes
+from fedplat.cli.app import app
 from fedplat.model import Parameters
 
 README = (processes.ROOT / "README.md").read_text()
@@ -52,7 +56,7 @@ def test_two_machines(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr + done.stdout
             return done.stdout
 
-        first, *others = [command for command in commands if command.startswith("fedplat ")]
+        first, *others = [command for command in commands if re.match("fedplat (?!simulate)", command)]
         ticket = run(first).strip()
         trainers = [
             [
@@ -73,6 +77,27 @@ def test_two_machines(tmp_path: Path) -> None:
     np.testing.assert_allclose(final, [1.0, -2.0, 0.5], atol=0.05)
 
 
+def test_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's simulations, but with fewer rounds, and a smaller fleet instead of the million."""
+    commands = [command.partition("fedplat ")[2] for command in commands_of(README) if "fedplat simulate" in command]
+    assert [command.split("/")[-1] for command in commands] == [
+        "digits-dirichlet.toml",
+        "million.toml",
+        "mnist-noniid.toml",
+    ]
+    monkeypatch.chdir(processes.ROOT)
+    data = Path(os.environ.get("FEDPLAT_DATA", processes.ROOT / "../shared/data"))
+    for command in commands:
+        if "mnist" in command and not (data / "mnist.npz").exists():
+            continue
+        small = ["--rounds", "1", "--no-plots", "--json", "--output", str(tmp_path / command.split("/")[-1])]
+        if "million" in command:
+            small += ["--set", "simulation.fleet.num_clients=20000"]
+        done = CliRunner().invoke(app, [*command.split(), *small], env={"FEDPLAT_DATA": str(data)})
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["status"] == "COMPLETED"
+
+
 def test_commands_exist() -> None:
     """Each fedplat command of the README and of docs/ is one that the program knows."""
     texts = [README, *(path.read_text() for path in (processes.ROOT / "docs").glob("*.md"))]
@@ -82,15 +107,16 @@ def test_commands_exist() -> None:
         for match in re.findall(r"^fedplat(?:-server|-client)? [^\n#|]*", text, flags=re.MULTILINE)
     }
     assert called
-    for text in texts:
-        for line in commands_of(text):
-            program, *words = line.split()
-            if program in ("fedplat", "fedplat-server", "fedplat-client"):
-                names = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word) and not word.endswith("toml")]
-                done = subprocess.run(
-                    [str(processes.BIN / program), *names, "--help"], capture_output=True, text=True, check=False
-                )
-                assert done.returncode == 0, f"{line}: {done.stderr}"
+    commands: dict[tuple[str, ...], str] = {}
+    for line in (line for text in texts for line in commands_of(text)):
+        program, *words = line.split()
+        if program in ("fedplat", "fedplat-server", "fedplat-client"):
+            commands[program, *(word for word in words[:2] if re.fullmatch(r"[a-z]+", word))] = line
+    for (program, *names), line in commands.items():
+        done = subprocess.run(
+            [str(processes.BIN / program), *names, "--help"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
 def test_links_lead_somewhere() -> None:

@@ -12,7 +12,7 @@ from core.simulation.test_replay import record
 from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command, SetTimer
 from fedplat.simulation.driver import Tokens, coordinator_rng
-from fedplat.simulation.simulate import Simulation
+from fedplat.simulation.play import Simulation
 from fedplat_server import runner as module
 from fedplat_server.runner import Runner
 from fedplat_server.testing import MemoryStore

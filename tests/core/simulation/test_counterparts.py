@@ -14,7 +14,7 @@ from fedplat.model import Parameters
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.simulate import Simulation, run
+from fedplat.simulation.play import Simulation, run
 
 NUM_CLIENTS, EACH = 12, 8
 RNG = np.random.default_rng(6)

@@ -11,9 +11,9 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
+from fedplat.simulation.play import Hooks, Simulation, run
 from fedplat.simulation.ports import Trained, Work
 from fedplat.simulation.result import AttemptRecord, Result
-from fedplat.simulation.simulate import Hooks, Simulation, run
 
 
 def schedule(seed: int = 1, until_s: float = 1e6, **fleet: Any) -> Result:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from core.simulation.cases import job, make_fleet
+from fedplat.simulation.play import Simulation, run
 from fedplat.simulation.result import Result
-from fedplat.simulation.simulate import Simulation, run
 
 PHONES: dict[str, Any] = {
     "speed": {"kind": "lognormal", "median": 10.0, "sigma": 0.8},

@@ -14,6 +14,7 @@ from fedplat.simulation.data.federation import Dataset, Part
 
 Clients = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Examples = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+SomeExamples = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 MAX_DRAWS = 10_000
 """How often a random split that leaves a client with too little is drawn again before that is an error."""
 

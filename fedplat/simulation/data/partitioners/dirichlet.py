@@ -18,7 +18,7 @@ from fedplat.simulation.data.federation import Dataset, Part
 from fedplat.simulation.data.partitioners.dealing import (
     MAX_DRAWS,
     Clients,
-    Examples,
+    SomeExamples,
     class_labels,
     cut,
     members,
@@ -31,7 +31,7 @@ class Dirichlet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     clients: Clients
     alpha: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 0.5
-    min_examples: Annotated[Examples, msgspec.Meta(ge=1)] = 10
+    min_examples: SomeExamples = 10
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:

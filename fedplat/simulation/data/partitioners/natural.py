@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Examples
+from fedplat.simulation.data.partitioners.dealing import SomeExamples
 
 
 class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
@@ -19,7 +19,7 @@ class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """
 
     clients: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
-    min_examples: Annotated[Examples, msgspec.Meta(ge=1)] = 1
+    min_examples: SomeExamples = 1
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, Examples, cut, require, whole_sizes
+from fedplat.simulation.data.partitioners.dealing import Clients, SomeExamples, cut, require, whole_sizes
 
 
 class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="quantity"):
@@ -21,7 +21,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     clients: Clients
     distribution: Literal["lognormal", "powerlaw", "dirichlet"] = "lognormal"
     spread: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 1.0
-    min_examples: Annotated[Examples, msgspec.Meta(ge=1)] = 1
+    min_examples: SomeExamples = 1
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,13 +50,15 @@ class Hooks:
 
     `observe` hears of each attempt when it has ended, `trace` of each batch of events. With `journal`, a folder, a run
     that is stopped goes on from its last checkpoint when it is run again (with an engine only), one of which is made
-    with every `checkpoint_every`-th version; attempts that are replayed are observed again.
+    with every `checkpoint_every`-th version for which `checkpoint_due` says that it is time; attempts that are replayed
+    are observed again.
     """
 
     observe: Observer | None = None
     trace: Trace | None = None
     journal: Path | None = None
     checkpoint_every: int = 1
+    checkpoint_due: Callable[[], bool] = lambda: True
 
 
 def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
@@ -76,7 +79,13 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
             training = learning = Learning(spec, engine, _extended(spec, simulation.initial), seed)
             if hooks.journal is not None:
-                journal = Journal(learning, hooks.journal, identity_of(simulation, fleet), hooks.checkpoint_every)
+                journal = Journal(
+                    learning,
+                    hooks.journal,
+                    identity_of(simulation, fleet),
+                    hooks.checkpoint_every,
+                    hooks.checkpoint_due,
+                )
                 training = stack.enter_context(contextlib.closing(journal))
         tally = Tally(fleet, hooks.observe)
         driver = Driver(spec, fleet, training, tally, seed, hooks.trace)

@@ -1,0 +1,48 @@
+"""The table `[simulation]` of a simulation file: what is simulated around a job."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from fedplat.simulation.data import Partition, Source
+from fedplat.simulation.fleet import FleetOptions
+
+FunctionName = Annotated[str, Meta(pattern=r"^$|^[\w.]+:[\w.]+$")]
+
+
+class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The table `[simulation.model]`: what clients train.
+
+    `module` is a function that makes the PyTorch module; "" is that of the job's `model.initial`. `loss` is the name of
+    a mean loss of outputs and targets, or a function. `personal` are tensors that clients keep to themselves, by name.
+    """
+
+    module: FunctionName = ""
+    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")] = (
+        "cross_entropy"
+    )
+    personal: list[str] = []
+
+
+class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is simulated: the data and who has it, the fleet, and how training is computed.
+
+    `training` = false studies scheduling alone: no model is trained, and `model_bytes` is what clients download and
+    send (0: what the job's model has). `until_s` ends the simulation after so much virtual time. `target` is the value
+    of the metric `target_metric` on held-out data that the summary counts the rounds to (0: none).
+    """
+
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    engine: Literal["auto", "loop", "processes", "vmap"] = "auto"
+    workers: Annotated[int, Meta(ge=0, le=4096)] = 0
+    training: bool = True
+    model_bytes: Annotated[int, Meta(ge=0, le=10**15)] = 0
+    until_s: Annotated[float, Meta(gt=0.0, le=1e12)] = 1e12
+    target: float = 0.0
+    target_metric: str = "accuracy"
+    data: Source | None = None
+    partition: Partition | None = None
+    fleet: FleetOptions = FleetOptions()
+    model: ModelOptions = ModelOptions()

@@ -1,0 +1,248 @@
+"""Pictures of a run (extra "plots"): accuracy, time, participation, staleness, and who has which data.
+
+Each function draws one figure. Nothing is shown on a screen, and pyplot's global state is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import MissingExtraError
+from fedplat.simulation.data import Federation
+from fedplat.simulation.report.data import label_table
+from fedplat.simulation.report.summary import Summary, series
+from fedplat.simulation.result import Group, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAIN, SECOND, QUIET, BAD = "#1f5f8b", "#d9822b", "#888888", "#a8324a"
+MAX_ROWS = 200
+"""Clients in the picture of the data; of more, so many are shown, evenly spaced."""
+_MAX_GROUPS = 24
+
+
+def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
+    """Draws what there is to be seen as PNG files. Raises `MissingExtraError` without matplotlib."""
+    pictures: dict[str, Callable[[Figure], object]] = {}
+    if len(series(result.attempts, summary.metric).values):
+        pictures["accuracy"] = lambda figure: accuracy(figure, result, summary)
+    if result.rounds:
+        pictures["time"] = lambda figure: time(figure, result)
+    if result.participation.merged.any():
+        pictures["participation"] = lambda figure: participation(figure, result)
+    if any(result.staleness):
+        pictures["staleness"] = lambda figure: staleness(figure, result)
+    if federation is not None:
+        pictures["data"] = lambda figure: data(figure, federation)
+    return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
+
+
+def save(path: Path, picture: Callable[[Figure], object]) -> Path:
+    """Draws one picture into a PNG file."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as exc:
+        raise MissingExtraError(
+            "pictures need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
+        ) from exc
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    picture(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
+    """The metric on held-out data, over rounds and over virtual time."""
+    found = series(result.attempts, summary.metric)
+    seconds, unit = _time_unit(float(found.at_s.max(initial=0.0)))
+    figure.set_size_inches(10, 4)
+    axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
+    for axis, steps, label in ((axes[0], found.rounds, "round"), (axes[1], found.at_s / seconds, f"virtual {unit}")):
+        axis.plot(
+            steps, found.values, color=MAIN, marker="o" if len(steps) <= 40 else None, markersize=3, linewidth=1.5
+        )
+        if summary.target:
+            axis.axhline(summary.target, linestyle="--", linewidth=1, color=QUIET)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"{summary.metric} on held-out data")
+    if summary.target:
+        label = f"target {summary.target:g}"
+        axes[0].annotate(
+            label,
+            (0, summary.target),
+            (4, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            color=QUIET,
+            fontsize="small",
+        )
+    if summary.best is not None:
+        figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
+
+
+def time(figure: Figure, result: Result) -> None:
+    """How long each round took in virtual time, with its abandoned attempts, and what became of its assignments."""
+    rounds = result.rounds
+    numbers = np.array([record.round for record in rounds])
+    ends = np.array([record.ended_at for record in rounds])
+    seconds, unit = _time_unit(float(np.diff(ends, prepend=0.0).max(initial=0.0)))
+    figure.set_size_inches(10, 5)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    took, collecting = (
+        np.diff(ends, prepend=0.0),
+        np.array([record.ended_at - record.collecting_at for record in rounds]),
+    )
+    top.plot(numbers, took / seconds, color=MAIN, linewidth=1.2, label="since the round before")
+    if not np.allclose(took, collecting, rtol=0.01):  # else one line would hide the other
+        top.plot(numbers, collecting / seconds, color=SECOND, linewidth=1.2, label="from the first assignment on")
+    top.set_ylabel(f"virtual {unit}")
+    top.set_ylim(bottom=0.0)
+    figure.suptitle(f"{result.job}: {_duration(result.totals.duration_s)} for {result.totals.rounds} rounds")
+    _legend_above(top, 2)
+    shown = {"MERGED": MAIN, "LATE": SECOND, "FAILED": BAD, "other": QUIET}
+    counts = {name: np.array([record.counts.get(name, 0) for record in rounds]) for name in list(shown)[:3]}
+    counts["other"] = np.array([sum(record.counts.values()) for record in rounds]) - sum(counts.values())
+    used = [name for name in shown if counts[name].any()]
+    if used:
+        bottom.stackplot(
+            numbers,
+            *(counts[name] for name in used),
+            colors=[shown[name] for name in used],
+            labels=[name.lower() for name in used],
+            step="mid",
+        )
+        _legend_above(bottom, len(used))
+    bottom.set_ylabel("assignments")
+    bottom.set_xlabel("round")
+    bottom.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+
+
+def participation(figure: Figure, result: Result) -> None:
+    """How evenly merged updates are spread over clients, and which groups have more than their share."""
+    groups = [group for group in result.groups if group.num_clients][:_MAX_GROUPS]
+    figure.set_size_inches(10 if groups else 5.5, max(4.5, 0.26 * len(groups)))
+    lorenz = figure.add_subplot(1, 2 if groups else 1, 1)
+    merged = result.participation.merged
+    shares = np.concatenate(([0.0], np.cumsum(np.sort(merged)))) / merged.sum()
+    clients = np.linspace(0.0, 1.0, len(shares))
+    lorenz.fill_between(clients, shares, clients, color=MAIN, alpha=0.15, linewidth=0)
+    lorenz.plot(clients, shares, color=MAIN, linewidth=1.5)
+    lorenz.plot([0, 1], [0, 1], color=QUIET, linestyle="--", linewidth=1)
+    lorenz.set_xlabel("share of clients, those with the fewest first")
+    lorenz.set_ylabel("share of merged updates")
+    taken_part = int(np.count_nonzero(merged))
+    lorenz.set_title(f"{taken_part:,} of {len(merged):,} clients took part, Gini {gini(merged):.2f}", fontsize="medium")
+    lorenz.grid(alpha=0.3)
+    if groups:
+        _bars(figure.add_subplot(1, 2, 2), groups)
+    figure.suptitle(result.job)
+
+
+def _bars(axis: Axes, groups: Sequence[Group]) -> None:
+    over = np.array([group.over for group in groups])
+    colors = [MAIN if value >= 1.0 else SECOND for value in over]
+    # Bars begin at 1: what is to be seen is who has more than its share, and who less.
+    axis.barh(np.arange(len(groups)), over - 1.0, left=1.0, color=colors)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_yticks(np.arange(len(groups)), [_group_name(group.name) for group in groups], fontsize="small")
+    axis.invert_yaxis()
+    axis.set_xlabel("share of merged updates / share of the fleet")
+    axis.set_title("over- and under-represented", fontsize="medium")
+    axis.set_axisbelow(True)
+    axis.grid(alpha=0.3, axis="x")
+
+
+def _group_name(name: str) -> str:
+    return {"speed 1/10": "slowest tenth", "speed 10/10": "fastest tenth"}.get(name, name)
+
+
+def staleness(figure: Figure, result: Result) -> None:
+    """How many versions were committed between an update's base and its merging."""
+    figure.set_size_inches(6, 4)
+    axis = figure.subplots()
+    ages, counts = np.array(list(result.staleness)), np.array(list(result.staleness.values()))
+    axis.bar(ages, counts, width=0.9, color=MAIN)
+    mean = float((ages * counts).sum() / counts.sum())
+    axis.axvline(mean, color=SECOND, linestyle="--", linewidth=1.2, label=f"mean {mean:.2f}")
+    _whole_numbers(axis)
+    axis.set_xlabel("staleness (versions)")
+    axis.set_ylabel("merged updates")
+    axis.set_title(result.job)
+    axis.legend()
+    axis.set_axisbelow(True)
+    axis.grid(alpha=0.3, axis="y")
+
+
+def data(figure: Figure, federation: Federation) -> None:
+    """Who has which data: clients by labels where there are labels, and how many examples clients have."""
+    sizes = federation.sizes()
+    table = label_table(federation)
+    has_labels = table.shape[1] > 1
+    figure.set_size_inches(10 if has_labels else 5.5, 5)
+    histogram = figure.add_subplot(1, 2 if has_labels else 1, 1)
+    histogram.bar(np.arange(len(sizes)), np.sort(sizes)[::-1], width=1.0, color=MAIN)
+    histogram.set_xlabel("clients, the largest first")
+    histogram.set_ylabel("examples")
+    histogram.set_title(
+        f"{len(sizes):,} clients, {sizes.min():,} to {sizes.max():,} examples, median {np.median(sizes):,.0f}",
+        fontsize="medium",
+    )
+    histogram.grid(alpha=0.3, axis="y")
+    if not has_labels:
+        return
+    axis = figure.add_subplot(1, 2, 2)
+    rows = np.unique(np.linspace(0, len(table) - 1, min(len(table), MAX_ROWS)).astype(np.int64))
+    shares = table[rows] / table[rows].sum(axis=1, keepdims=True)
+    image = axis.imshow(shares, aspect="auto", cmap="Blues", vmin=0.0, interpolation="nearest")
+    figure.colorbar(image, ax=axis, label="share of the client's examples")
+    axis.set_xlabel("label")
+    axis.set_ylabel("client" if len(rows) == len(table) else f"{len(rows)} of {len(table):,} clients, evenly spaced")
+    ticks = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), 11)).astype(np.int64))
+    axis.set_yticks(ticks, [f"{rows[tick]}" for tick in ticks])
+    _whole_numbers(axis)
+    axis.set_title("labels", fontsize="medium")
+
+
+def gini(counts: npt.NDArray[np.int64]) -> float:
+    """How uneven counts are: 0 if all are equal, towards 1 if one has everything."""
+    ordered, total = np.sort(counts).astype(np.float64), float(counts.sum())
+    if not total:
+        return 0.0
+    ranks = np.arange(1, len(ordered) + 1)
+    return float((2 * ranks - len(ordered) - 1) @ ordered / (len(ordered) * total))
+
+
+def _whole_numbers(axis: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend_above(axis: Axes, num_columns: int) -> None:
+    """A legend that hides nothing: lines and bars may be anywhere."""
+    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=num_columns, frameon=False, fontsize="small")
+
+
+def _time_unit(longest_s: float) -> tuple[float, str]:
+    for seconds, unit in ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
+        if longest_s >= 2 * seconds:
+            return seconds, unit
+    return 1.0, "seconds"
+
+
+def _duration(seconds: float) -> str:
+    size, unit = _time_unit(seconds)
+    return f"{seconds / size:.3g} virtual {unit}"

@@ -1,0 +1,97 @@
+"""The few numbers that a run is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.simulation.result import AttemptRecord, Result
+
+Floats = npt.NDArray[np.float64]
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric's value, and the round and the virtual second that it was reached in."""
+
+    value: float
+    round: int
+    at_s: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The last and the best value of `metric` on held-out data, and where it first reached `target`.
+
+    `rounds_to_target` is interpolated between scored rounds, along the running best, as McMahan et al. 2017 (section 3)
+    read it off their curves; None where the target was not reached, or where there is none. `of_clients` is the metric
+    that clients reported in the last round, weighted by their examples.
+    """
+
+    metric: str
+    last: Score | None = None
+    best: Score | None = None
+    target: float = 0.0
+    rounds_to_target: float | None = None
+    seconds_to_target: float | None = None
+    of_clients: float | None = None
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric of the scored rounds, as arrays of equal length."""
+
+    rounds: Floats
+    at_s: Floats
+    values: Floats
+
+
+def series(attempts: Sequence[AttemptRecord], metric: str) -> Series:
+    """A metric on held-out data, in the order of the rounds."""
+    scored = [record for record in attempts if record.committed and metric in record.evaluation]
+    return Series(
+        rounds=np.array([record.round for record in scored], np.float64),
+        at_s=np.array([record.ended_at for record in scored]),
+        values=np.array([record.evaluation[metric] for record in scored]),
+    )
+
+
+def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> Summary:
+    """The numbers that a run is judged by. Of a metric named loss, or ending in it, small values are good."""
+    found = series(result.attempts, metric)
+    trained = [record for record in result.attempts if record.kind == "TRAIN" and metric in record.metrics]
+    of_clients = trained[-1].metrics[metric] if trained else None
+    if not len(found.values):
+        return Summary(metric=metric, target=target, of_clients=of_clients)
+    sign = -1.0 if metric.endswith("loss") else 1.0
+    best = int(np.nanargmax(sign * found.values)) if np.isfinite(found.values).any() else len(found.values) - 1
+    reached = _crossing(found, sign, target) if target else None
+    return Summary(
+        metric=metric,
+        last=_score(found, -1),
+        best=_score(found, best),
+        target=target,
+        rounds_to_target=None if reached is None else reached[0],
+        seconds_to_target=None if reached is None else reached[1],
+        of_clients=of_clients,
+    )
+
+
+def _score(found: Series, index: int) -> Score:
+    return Score(value=float(found.values[index]), round=int(found.rounds[index]), at_s=float(found.at_s[index]))
+
+
+def _crossing(found: Series, sign: float, target: float) -> tuple[float, float] | None:
+    """Round and moment at which the running best reaches the target, on the line between two scored rounds."""
+    best = np.fmax.accumulate(sign * found.values)
+    above = np.flatnonzero(best >= sign * target)
+    if not len(above):
+        return None
+    index = int(above[0])
+    if index == 0:
+        return float(found.rounds[0]), float(found.at_s[0])
+    before, after = best[index - 1], best[index]
+    part = (sign * target - before) / (after - before) if np.isfinite(before) else 1.0
+    return tuple(  # pyright: ignore[reportReturnType] - two numbers
+        float(line[index - 1] + part * (line[index] - line[index - 1])) for line in (found.rounds, found.at_s)
+    )

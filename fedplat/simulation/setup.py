@@ -1,0 +1,107 @@
+"""From a simulation file to the parts of a simulation: data, fleet, model, engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from fedplat import initial
+from fedplat.errors import JobFileError, MissingExtraError, ModelError
+from fedplat.model import Parameters
+from fedplat.simulation.data import Federation, federation
+from fedplat.simulation.file import SimulationFile
+from fedplat.simulation.fleet import build_fleet
+from fedplat.simulation.play import Simulation
+from fedplat.simulation.ports import Engine
+
+if TYPE_CHECKING:
+    from fedplat.backends.local import Learner
+
+Tell = Callable[[str], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A simulation that may be run; `federation` is None where there is no data, `engine` says what trains."""
+
+    simulation: Simulation
+    federation: Federation | None
+    engine: str
+    workers: int
+
+    @property
+    def choice(self) -> str:
+        """The engine's name, and what it chose if it chooses among others."""
+        choice = getattr(self.simulation.engine, "choice", "")
+        return f"{self.engine}: {choice}" if choice else self.engine
+
+
+@contextlib.contextmanager
+def prepared(
+    file: SimulationFile, data: Federation | None = None, learner: Learner | None = None, tell: Tell = lambda text: None
+) -> Generator[Setup]:
+    """Makes all parts; processes that train are ended with the block. `tell` hears what takes its time.
+
+    `data` and `learner` replace what the file says of them. Raises `JobFileError`, `DataError`, `MissingExtraError`.
+    """
+    options = file.simulation
+    dealt = data if data is not None else load_data(file, tell)
+    num_clients = dealt.num_clients if dealt is not None else 0
+    fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
+    if dealt is not None:
+        fleet = fleet.with_examples(dealt.sizes())
+    simulation = Simulation(spec=file.job, fleet=fleet, seed=options.seed, until_s=options.until_s)
+    if not options.training:
+        size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
+        yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), dealt, "none", 0)
+        return
+    if dealt is None:
+        raise JobFileError(
+            "simulation.data: training needs data; add a table [simulation.data] with a source, or simulate scheduling "
+            "alone (training = false, --no-training)"
+        )
+    engine, start = _training(file, dealt, learner)
+    workers = options.workers or len(os.sched_getaffinity(0))
+    with contextlib.closing(engine):
+        yield Setup(dataclasses.replace(simulation, engine=engine, initial=start), dealt, options.engine, workers)
+
+
+def load_data(file: SimulationFile, tell: Tell = lambda text: None) -> Federation | None:
+    """The data that the file describes, dealt out to clients; None if it has none."""
+    options = file.simulation
+    if options.data is None:
+        if options.partition is not None:
+            raise JobFileError("simulation.partition: there is no data to deal out; add a table [simulation.data]")
+        return None
+    tell("reading the data")
+    return federation(options.data, options.partition, seed=options.seed, folder=file.folder)
+
+
+def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
+    """What trains, and the model of round 0."""
+    try:
+        import torch
+    except ModuleNotFoundError as exc:
+        raise MissingExtraError(
+            "training needs PyTorch; install it with: pip install 'fedplat[torch]', or use --no-training"
+        ) from exc
+    del torch
+    from fedplat.backends.local import LocalOptions
+    from fedplat.simulation.engines.opening import open_engine
+    from fedplat.simulation.engines.resident import Task
+    from fedplat.simulation.learner import learner_of
+
+    options = LocalOptions.from_config(file.job.config)
+    if learner is None:
+        learner, start = learner_of(file)
+    else:
+        start = learner.initial(file.simulation.seed)
+    try:
+        start = file.job.rule().counterpart.extend(start)
+    except ModelError as exc:
+        raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
+    task = Task(dealt, learner, options, file.simulation.seed)
+    return open_engine(file.simulation.engine, task, file.simulation.workers), start

@@ -1,0 +1,199 @@
+"""One call: a file, or records, to all the numbers of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.simulation.runs import DIGITS, write_digits
+from fedplat.errors import DataError, JobFileError
+from fedplat.model import Parameters
+from fedplat.simulation import call
+from fedplat.simulation.call import Run, simulate
+from fedplat.simulation.data import Dataset, deal, partitioners
+from fedplat.simulation.file import parse
+from fedplat.simulation.keep import Every, Keep
+from fedplat.simulation.result import AttemptRecord
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    return simulate(write_digits(folder), keep=Keep(folder / "kept", tensorboard=True))
+
+
+def test_the_docstrings_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    results = doctest.testmod(call)
+    assert results.attempted == 2
+    assert not results.failed
+
+
+def test_all_numbers_of_a_run(run: Run) -> None:
+    assert run.result.status == "COMPLETED"
+    assert run.summary.last is not None
+    assert run.summary.last.round == 4
+    assert run.summary.rounds_to_target is not None
+    accuracy = run.series("accuracy")
+    assert accuracy.rounds.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert (np.diff(accuracy.at_s) > 0.0).all()
+    assert accuracy.values[-1] == run.summary.last.value
+    assert run.model is not None
+    assert run.computed.engine == "loop"
+    assert run.computed.updates == run.result.participation.merged.sum() > 0
+    assert run.federation is not None
+    assert run.federation.num_clients == run.result.num_clients == 20
+
+
+def test_the_schema_of_the_results_is_stable(run: Run) -> None:
+    """Whoever reads results.json relies on these; another format has another number."""
+    found = json.loads(run.to_json())
+    assert found["format"] == 1
+    assert set(found) == {
+        *("format", "summary", "simulation", "job", "seed", "num_clients", "status", "reason", "totals", "staleness"),
+        *("groups", "attempts", "computed"),
+    }
+    assert set(found["summary"]) == {
+        *("metric", "last", "best", "target", "rounds_to_target", "seconds_to_target", "of_clients"),
+    }
+    assert set(found["summary"]["best"]) == {"value", "round", "at_s"}
+    assert set(found["computed"]) == {"engine", "workers", "wall_s", "updates", "updates_per_s", "versions"}
+    assert found["simulation"]["simulation"]["partition"]["alpha"] == 0.5
+
+
+def test_what_is_kept(run: Run) -> None:
+    folder = Path(str(run.file.folder)) / "kept"
+    assert json.loads((folder / "results.json").read_text()) == json.loads(run.to_json())
+    assert Parameters.open(folder / "model.safetensors") == run.model
+    counts = Parameters.open(folder / "participation.safetensors")
+    np.testing.assert_array_equal(counts["merged"], run.result.participation.merged)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert lines == json.loads(run.to_json())["attempts"]
+    assert list((folder / "tensorboard").iterdir())
+    assert {path.name for path in run.plot(folder)} >= {"accuracy.png", "time.png", "participation.png", "data.png"}
+    with pytest.raises(DataError, match="has a run already"):
+        simulate(run.file, keep=Keep(folder))
+
+
+def test_equal_files_give_equal_runs(run: Run) -> None:
+    again = simulate(run.file)
+    assert again.model == run.model
+    numbers, expected = again.to_dict(), run.to_dict()
+    for each in (numbers, expected):
+        del each["computed"]
+    assert numbers == expected
+    other = simulate(dataclasses.replace(run.file, simulation=parse(DIGITS, Path(), ["simulation.seed=1"]).simulation))
+    assert other.model != run.model
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_a_run_that_was_stopped_goes_on(run: Run, stop_at: int, tmp_path: Path) -> None:
+    def observe(record: AttemptRecord) -> None:
+        if record.round == stop_at:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        simulate(run.file, observe=observe, keep=Keep(tmp_path / "kept", checkpoint_s=0.0))
+    heard: list[int] = []
+    keep = Keep(tmp_path / "kept", resume=True)
+    resumed = simulate(run.file, observe=lambda record: heard.append(record.round), keep=keep)
+    assert resumed.model == run.model
+    assert resumed.to_dict() | {"computed": 0} == run.to_dict() | {"computed": 0}
+    assert heard == [record.round for record in run.result.attempts]  # those of the first process too
+    merged = [record.counts["MERGED"] for record in run.result.attempts if record.version > stop_at]
+    assert resumed.computed.updates == sum(merged)
+
+
+def test_scheduling_alone_takes_no_torch_and_no_data(tmp_path: Path) -> None:
+    text = "\n".join(line for line in DIGITS.splitlines() if "engine" not in line)
+    text = text.replace('[simulation.data]\nsource = "digits"', "").partition("[simulation.partition]")[0]
+    read = parse(
+        text + "[simulation.fleet]\nnum_clients = 500\n",
+        tmp_path,
+        ["simulation.training=false", "simulation.model_bytes=1000"],
+    )
+    found = simulate(read)
+    assert found.computed.engine == "none"
+    assert found.model is None
+    assert found.result.totals.rounds == 4
+    assert found.summary.best is None
+    assert found.result.totals.bytes_up == 1000 * found.result.totals.counts["MERGED"]
+
+
+def test_own_data_and_an_own_model(tmp_path: Path) -> None:
+    """Regression y = x w: a module, a loss and data that exist in Python only."""
+    from torch import nn
+
+    from fedplat.backends.local import Learner
+
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(400, 3)).astype(np.float32)
+    targets = inputs @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+    data = deal(
+        Dataset.from_arrays(inputs[:300], targets[:300], (inputs[300:], targets[300:])), partitioners.Iid(10), 0
+    )
+    learner = Learner(model=lambda: nn.Linear(3, 1), loss=nn.functional.mse_loss)
+    text = DIGITS.partition("[simulation.data]")[0].replace("rounds = 4", "rounds = 10")
+    found = simulate(parse(text, tmp_path, ["simulation.target_metric=loss"]), data=data, learner=learner)
+    assert found.summary.best is not None
+    assert found.summary.best.value < 0.1
+    assert found.model is not None
+    np.testing.assert_allclose(found.model["weight"], [[1.0, -2.0, 0.5]], atol=0.3)
+
+
+def test_modules_and_losses_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "ownmodel.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def module(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+        "def tensors(): return module().state_dict()\n"
+        "def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets) * 2\n"
+        "def broken(outputs, targets): raise RuntimeError('no loss')\n"
+    )
+    named = ['model.initial="ownmodel:tensors"', 'simulation.model.loss="ownmodel:loss"', "rounds=1"]
+    own = 'simulation.model.module="ownmodel:module"'
+    found = simulate(parse(DIGITS, tmp_path, [*named, own]))
+    assert found.model is not None
+    assert set(found.model) == {"1.weight", "1.bias"}
+    with pytest.raises(JobFileError, match=r"ownmodel:tensors returned a OrderedDict; expected a PyTorch module"):
+        simulate(parse(DIGITS, tmp_path, named))
+    other = 'simulation.model.module="fedplat.backends.models:digits_2nn"'
+    with pytest.raises(JobFileError, match=r"does not fit fedplat.backends.models:digits_2nn"):
+        simulate(parse(DIGITS, tmp_path, [*named, other]))
+    with pytest.raises(JobFileError, match="has tensors and no module"):
+        simulate(parse(DIGITS, tmp_path, ['model.initial="x.safetensors"']))
+
+
+@pytest.mark.parametrize(
+    ("remove", "words"),
+    [
+        ('[simulation.data]\nsource = "digits"\n', r"there is no data to deal out; add a table \[simulation.data\]"),
+        ("epochs = 1\n", "config.epochs: this key is required"),
+    ],
+)
+def test_what_is_missing_is_said(remove: str, words: str, tmp_path: Path) -> None:
+    assert remove in DIGITS
+    with pytest.raises(JobFileError, match=words):
+        simulate(parse(DIGITS.replace(remove, ""), tmp_path))
+
+
+def test_training_needs_data(tmp_path: Path) -> None:
+    text = DIGITS.partition("[simulation.data]")[0] + "[simulation.fleet]\nnum_clients = 9\n"
+    with pytest.raises(JobFileError, match="training needs data"):
+        simulate(parse(text, tmp_path))
+
+
+def test_checkpoints_are_seconds_apart() -> None:
+    moments = iter([0.0, 1.0, 5.0, 5.0, 6.0, 10.0, 10.0])
+    due = Every(5.0, lambda: next(moments))
+    assert [due() for _ in range(4)] == [False, True, False, True]
