@@ -33,23 +33,12 @@ def from_state_dict(state: Mapping[str, torch.Tensor], carry: Carry = "keep") ->
     return Parameters.from_arrays(to_arrays(state), carry)
 
 
-def copy_from_state_dict(parameters: Parameters, state: Mapping[str, torch.Tensor]) -> None:
-    """Copies a `state_dict` of the same schema into `parameters`; raises `ModelError` when it is another."""
-    parameters.assign(to_arrays(state))
-
-
 def load_into(module: torch.nn.Module, parameters: Parameters) -> None:
     """Copies `parameters` into a module, on whatever device it is. Raises `ModelError` when names or shapes differ."""
     try:
         module.load_state_dict(to_torch(parameters), strict=True)
     except RuntimeError as exc:
         raise ModelError(f"the model does not fit the module {type(module).__name__}: {exc}") from exc
-
-
-def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":  # torch.from_numpy does not know ml_dtypes
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
@@ -63,6 +52,12 @@ def to_arrays(state: Mapping[str, object]) -> dict[str, npt.NDArray[Any]]:
         except (TypeError, RuntimeError) as exc:
             raise ModelError(f"tensor {name!r} ({value.dtype}) has no dense values in NumPy: {exc}") from exc
     return arrays
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":  # torch.from_numpy does not know ml_dtypes
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -81,19 +81,6 @@ def test_a_state_dict_is_copied():
     assert parameters["w"].tolist() == [0, 0]
 
 
-def test_copy_from_state_dict():
-    module = nn.Linear(2, 2)
-    parameters = backend.from_state_dict(module.state_dict())
-    with torch.no_grad():
-        module.weight.fill_(3)
-    backend.copy_from_state_dict(parameters, module.state_dict())
-    assert (parameters["weight"] == 3).all()
-    with pytest.raises(ModelError, match="'bias' is missing"):
-        backend.copy_from_state_dict(parameters, {"weight": module.weight})
-    with pytest.raises(ModelError, match=r"expected float32 \[2, 2\]"):
-        backend.copy_from_state_dict(parameters, nn.Linear(3, 2).state_dict())
-
-
 def test_tensors_that_are_no_plain_memory():
     grid = torch.arange(6.0).reshape(2, 3)
     state = {
