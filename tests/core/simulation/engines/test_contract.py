@@ -12,6 +12,8 @@ from torch import nn
 
 from core.simulation.engines.conftest import MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
+from fedplat import aggregate
+from fedplat.aggregate.local import CONTROL
 from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, train
 from fedplat.errors import ModelError
 from fedplat.memory import Memory
@@ -35,6 +37,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "decayed": {"learning_rate_decay": 0.5},
     "one batch": {"batch_size": 0},
     "fedprox": {"algorithm": "fedprox", "mu": 0.5},
+    "scaffold": {"algorithm": "scaffold"},
+    "feddyn": {"algorithm": "feddyn", "alpha": 0.1},
     "before": {"measure_before": True},
 }
 
@@ -89,10 +93,21 @@ def test_engine_trains_as_clients_in_the_field_do(
 ) -> None:
     given = task(make, **config)
     model = given.learner.initial()
+    if config.get("algorithm") == "scaffold":
+        model = _with_control(model)
     found = rounds(make_engine(given), model, WORKS)
     updates, metrics = differences(found, Reference(given).rounds(model))
     assert updates < 1e-6
     assert metrics < 1e-5
+
+
+def _with_control(model: Parameters) -> Parameters:
+    """With control variates that are not zero."""
+    extended = aggregate.Scaffold(num_clients=len(SIZES)).build().counterpart.extend(model)
+    for name, values in extended.items():
+        if name.startswith(CONTROL):
+            values += np.float32(0.01)
+    return extended
 
 
 def personal() -> Task:
