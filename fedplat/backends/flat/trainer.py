@@ -75,7 +75,8 @@ class FlatTrainer:
         steps = [plan.batches_of(step) for step in plan.steps()]
         batches = work.examples.batches(batch for step in steps for batch in step)
         tensors = [*self._views, *state]
-        self._trainee.module.train()
+        if not self._trainee.module.training:  # an evaluation came between; asking all parts each time takes long
+            self._trainee.module.train()
         scores = LateScores()
         randomness = seeded(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
         with randomness, torch.no_grad():
