@@ -14,7 +14,7 @@ BENCHMARKS := \
 	update_codecs.py \
 	both_ways.py
 
-.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers references bench-page clean
+.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -75,6 +75,14 @@ bench-peers: $(STAMP) $(PEERS)/.installed ## whole rounds beside Flower and NVFl
 references: $(STAMP) $(PEERS)/.installed ## server rules beside Flower's strategies, which are run again on the same updates
 	$(PEERS)/bin/python benchmarks/peers/server_references.py > tests/core/aggregate/server_references.json
 	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
+
+papers: $(STAMP) ## tables of papers beside what we get: runs what has no log yet, for hours; wants FEDPLAT_DATA
+	for paper in mcmahan fedprox_stragglers niid_bench robust_rules; do \
+		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
+	$(BIN)/python benchmarks/papers/reproductions_page.py
+
+papers-page: $(STAMP) ## put the kept logs into docs/reproductions.md
+	$(BIN)/python benchmarks/papers/reproductions_page.py
 
 bench-page: $(STAMP) ## put the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py

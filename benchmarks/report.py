@@ -65,6 +65,11 @@ def finish(report: Report, as_json: bool, save: bool) -> None:
     if as_json:
         print(json.dumps(json.loads(content)))
         return
+    show(report)
+
+
+def show(report: Report) -> None:
+    """Prints a report's table for people."""
     table = Table(title=report.title)
     for index, column in enumerate(report.columns):
         table.add_column(column, justify="right" if index else "left")

@@ -1,0 +1,38 @@
+"""Puts the tables of the kept logs into docs/reproductions.md.
+
+    python benchmarks/papers/reproductions_page.py
+
+A table stands between `<!-- paper: NAME -->` and `<!-- end -->`; what is between is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+from reproduction import HERE, RESULTS, Paper, read_logs, table
+
+import report
+
+PAGE = HERE.parents[1] / "docs" / "reproductions.md"
+PAPERS = ("mcmahan", "fedprox_stragglers", "niid_bench", "robust_rules")
+_PLACE = re.compile(r"(<!-- paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """The page with its tables as the logs say."""
+
+    def tabled(place: re.Match[str]) -> str:
+        paper: Paper = importlib.import_module(place[2]).PAPER
+        logs = read_logs(paper, results)
+        shown = report.markdown(table(paper, logs))
+        if not logs:
+            shown = shown.replace(", ; .", ": nothing was run yet.")
+        return f"{place[1]}\n{shown}\n\n{place[3]}"
+
+    return _PLACE.sub(tabled, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")
