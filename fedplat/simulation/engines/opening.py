@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from fedplat.simulation.engines import allocation
 from fedplat.simulation.engines.auto import AutoEngine
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
@@ -23,6 +24,8 @@ ENGINES: Mapping[str, Callable[[Task, int], Engine]] = {
 def open_engine(name: str, task: Task, num_workers: int = 0) -> Engine:
     """An engine that somebody has to close; with so many processes if it has them (0: one for each core).
 
-    Raises `EngineError` for a task that it cannot do.
+    From then on this process keeps freed memory for its next tensors, rather than to give it back. Raises `EngineError`
+    for a task that the engine cannot do.
     """
+    allocation.keep()
     return ENGINES[name](task, num_workers or len(os.sched_getaffinity(0)))
