@@ -13,12 +13,15 @@ import pytest
 import reproduction
 import reproductions_page
 import workers
-from reproduction import Log, Paper, read_log, rounds_to, run_cell
+from reproduction import Log, Observe, Paper, read_log, rounds_to, run_cell
 from workers import Workers
 
+from fedplat.simulation import Keep
 from fedplat.simulation.data import sources
 from fedplat.simulation.data.sources import Place
+from fedplat.simulation.file import SimulationFile
 from fedplat.simulation.ports import Work
+from fedplat.simulation.result import AttemptRecord
 
 PAPERS: list[Paper] = [importlib.import_module(name).PAPER for name in reproductions_page.PAPERS]
 every_paper = pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
@@ -138,3 +141,28 @@ def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeyp
         each.publish(1, engine.initial)
     second = [each.result(Work(0, 1, 0)).update.to_vector() for each in (engine, other)]
     assert second[0].tobytes() == second[1].tobytes() != good[0].tobytes()
+
+
+def test_a_cell_that_was_stopped_goes_on(mnist: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reproduction, "CHECKPOINT_S", 0.0)
+    paper, resumed = PAPERS[0], list[bool]()
+    cell = dataclasses.replace(paper.cells[0], quick=("rounds=3", "selection.goal=2"))
+    whole, log = mnist / "whole.jsonl", mnist / "log.jsonl"
+
+    def stopped_after_two(file: SimulationFile, observe: Observe, keep: Keep) -> None:
+        def stop(record: AttemptRecord) -> None:
+            observe(record)
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+        resumed.append(keep.resume)
+        reproduction.play(file, observe if keep.resume else stop, keep)
+
+    run_cell(paper, cell, 0, whole, True)
+    stopping = dataclasses.replace(paper, play=stopped_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        run_cell(stopping, cell, 0, log, True)
+    assert not read_log(log).done
+    assert run_cell(stopping, cell, 0, log, True) == ""
+    assert resumed == [False, True]
+    assert log.read_bytes() == whole.read_bytes()
