@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, labels
+from fedplat import aggregate, codecs, labels, modes
 from fedplat.configuration import read_record, read_toml, shown, shown_key
 from fedplat.errors import LabelError
 from fedplat.sampling import Policy, Uniform
@@ -194,6 +194,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     rounds: Count
     model: Model
     selection: Selection
+    mode: modes.Sync | modes.Buffered = modes.Sync()
     config: dict[str, Scalar] = {}
     durability: Literal["spool", "memory"] = "spool"
     deadlines: Deadlines = Deadlines()
@@ -226,6 +227,19 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.robust is not None:
             self._check_robust(self.robust)
+        if self.buffered is not None:
+            self._check_buffered()
+
+    def _check_buffered(self) -> None:
+        if self.selection.sampling.is_trial:
+            name = self.selection.sampling.__struct_config__.tag
+            raise ValueError(
+                f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"'
+            )
+        if self.selection.close != "goal":
+            raise ValueError(
+                f'selection.close = "{self.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
+            )
 
     def _check_robust(self, robust: aggregate.Robust) -> None:
         if type(self.aggregation) not in aggregate.SERVER_OPTIMIZERS:
@@ -259,11 +273,20 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             rule = self.robust.build(seed)(rule)
         return self.updates.clip(rule)
 
-    def weight(self, num_examples: float) -> float:
-        """The weight of an update that was trained on `num_examples` examples."""
-        if self.updates.weighting == "uniform":
-            return 1.0
-        return min(num_examples, self.updates.max_examples)
+    @property
+    def buffered(self) -> modes.Buffered | None:
+        """How the job's updates are buffered; None if it has synchronous rounds."""
+        return self.mode if isinstance(self.mode, modes.Buffered) else None
+
+    @property
+    def num_wanted(self) -> int:
+        """How many clients the job wants at work at the same time."""
+        return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
+
+    def weight(self, num_examples: float, staleness: int = 0) -> float:
+        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind."""
+        weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, self.updates.max_examples)
+        return self.mode.weight(staleness) * weight
 
 
 def parse_job(text: str) -> JobSpec:

@@ -12,7 +12,6 @@ _OPEN = frozenset(
 )
 _ENDED_JOB = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 _COUNTED = {
-    "reported": ("REPORTED", "MERGED"),
     "late": ("LATE",),
     "failed": ("FAILED",),
     "rejected": ("REJECTED",),
@@ -25,6 +24,8 @@ class Board:
     """The attempts of a job, oldest first, as the server's ListRounds would tell them.
 
     The server's moments count only among themselves: the seconds of an open attempt are those until its last event.
+    In a job with a buffer an update may be merged by a later attempt than that of its assignment; so what an attempt
+    has received is known when it is committed, by what was merged then.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Board:
         self.job_status = ""
         self._states: list[Counter[str]] = []
         self._positions: dict[tuple[int, int], int] = {}
+        self._merged: list[admin_pb2.JobEvent] = []
 
     @property
     def has_ended(self) -> bool:
@@ -82,11 +84,13 @@ class Board:
         else:
             attempt.assigned += 1
         states[event.to_state] += 1
-        if event.to_state == "REPORTED":
-            attempt.update_bytes += event.update_bytes
         for field, names in _COUNTED.items():
             setattr(attempt, field, max(0, sum(states[name] for name in names)))
+        if event.to_state == "MERGED":
+            self._merged.append(event)
         if attempt.phase in _OPEN:
+            attempt.reported = max(0, states["REPORTED"] + states["MERGED"])
+            attempt.update_bytes += event.update_bytes if event.to_state == "REPORTED" else 0
             attempt.seconds = event.unix_s - attempt.opened_unix_s
 
     def _add_attempt(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:
@@ -97,6 +101,10 @@ class Board:
         attempt.seconds = event.unix_s - attempt.opened_unix_s
         attempt.kind = event.kind or attempt.kind
         attempt.client_metrics.update(event.metrics)
+        if attempt.phase == admin_pb2.ATTEMPT_PHASE_COMMITTED and self._merged:
+            attempt.reported = len(self._merged)
+            attempt.update_bytes = sum(merged.update_bytes for merged in self._merged)
+            self._merged.clear()
         return None if attempt.phase in _OPEN else attempt
 
     def _add_version(self, event: admin_pb2.JobEvent) -> admin_pb2.Round | None:

@@ -250,4 +250,6 @@ def _sentence(attempt: admin_pb2.Round) -> str:
     if attempt.update_bytes and attempt.reported:
         mean = attempt.update_bytes / attempt.reported
         text += f", {formats.size(attempt.update_bytes)} received ({formats.size(mean)} for each update)"
+    if attempt.max_staleness:
+        text += f", {attempt.mean_staleness:.2g} versions behind on average and {attempt.max_staleness} at most"
     return text + (f" ({attempt.reason})" if attempt.reason else "")

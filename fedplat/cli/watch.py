@@ -33,6 +33,7 @@ ROUND_COLUMNS = (
     "#FAILED",
     "#REJECTED",
     "#RECEIVED",
+    "#STALE",
     "#TIME",
     "METRICS",
 )
@@ -165,6 +166,7 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.failed),
         str(attempt.rejected),
         _received(attempt),
+        _staleness(attempt),
         _time(attempt),
         _outcome(attempt),
     )
@@ -187,6 +189,13 @@ def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
 def _received(attempt: admin_pb2.Round) -> str:
     """The size of all updates, as they were sent."""
     return formats.size(attempt.update_bytes) if attempt.update_bytes else formats.NOTHING
+
+
+def _staleness(attempt: admin_pb2.Round) -> str:
+    """How many versions behind the updates were: on average, and at most."""
+    if not attempt.max_staleness:
+        return formats.NOTHING
+    return f"{attempt.mean_staleness:.2g} (max {attempt.max_staleness})"
 
 
 def _time(attempt: admin_pb2.Round) -> str:

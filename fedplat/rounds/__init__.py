@@ -1,15 +1,16 @@
 """The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
 
 Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
-comes in and goes out), `sync` (the rules of a synchronous round), `closing` (how its attempts end), `restart`
-(how they go on after a crash), `selection`, `pool` and `memory` (who is drawn), `coordinator` (several jobs, one
-fleet).
+comes in and goes out), `sync` (the rules of a round), `closing` (how its attempts end), `buffered` (what is different
+when versions are made of a buffer), `restart` (how attempts go on after a crash), `selection`, `pool` and `memory` (who
+is drawn), `coordinator` (several jobs, one fleet).
 """
 
+from fedplat.rounds.buffered import restored
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
 from fedplat.rounds.memory import Memory, Participation, participations_of, rounds_to_recall
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds.records import Assignment, Attempt, AttemptKey, Crew, JobState, ModelVersion
 from fedplat.rounds.sync import verdict_on_report
 from fedplat.rounds.transition import Context, Verdict
 
@@ -20,6 +21,7 @@ __all__ = [
     "Change",
     "Context",
     "Coordinator",
+    "Crew",
     "HistoryRow",
     "JobState",
     "Memory",
@@ -29,6 +31,7 @@ __all__ = [
     "Verdict",
     "difference",
     "participations_of",
+    "restored",
     "rounds_to_recall",
     "verdict_on_report",
 ]

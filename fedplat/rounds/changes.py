@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fedplat.rounds.cohort import cohort_of
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState, ModelVersion
+from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +44,7 @@ def difference(before: JobState, after: JobState) -> Change:
     """The change that leads from one state to another; `after.revision` must be one more."""
     assert after.revision == before.revision + 1
     attempt = after.attempt if after.attempt is not before.attempt else None
-    old: Mapping[str, Assignment] = {}
-    if before.attempt is not None and attempt is not None and before.attempt.key == attempt.key:
-        old = before.attempt.assignments
-    changed: tuple[Assignment, ...] = ()
-    if attempt is not None and attempt.assignments is not old:
-        changed = cohort_of(attempt.assignments).changed_since(old)
+    changed = tuple(_changed(before, after))
     version = after.latest if after.latest is not before.latest else None
     return Change(
         job=after,
@@ -57,25 +52,31 @@ def difference(before: JobState, after: JobState) -> Change:
         attempt=attempt,
         assignments=changed,
         version=version,
-        history=_history(before, after, attempt, changed, old),
+        history=_history(before, after, attempt, changed),
     )
 
 
+def _changed(before: JobState, after: JobState) -> Iterator[Assignment]:
+    """The assignments that are new or other ones; not those that merely went from one crew to the other."""
+    same_attempt = before.attempt is not None and after.attempt is not None and before.attempt.key == after.attempt.key
+    for was, crew in ((before.attempt if same_attempt else None, after.attempt), (before.carried, after.carried)):
+        if crew is None or (was is not None and crew.assignments is was.assignments):
+            continue
+        for each in cohort_of(crew.assignments).changed_since(was.assignments if was is not None else {}):
+            if before.find(each.key, each.client_id) is not each:
+                yield each
+
+
 def _history(
-    before: JobState,
-    after: JobState,
-    attempt: Attempt | None,
-    changed: tuple[Assignment, ...],
-    old: Mapping[str, Assignment],
+    before: JobState, after: JobState, attempt: Attempt | None, changed: tuple[Assignment, ...]
 ) -> tuple[HistoryRow, ...]:
     rows: list[HistoryRow] = []
+    for assignment in changed:
+        earlier = before.find(assignment.key, assignment.client_id)
+        if earlier is None or earlier.state is not assignment.state:  # else: a new token, not a new state
+            rows.append(_assignment_row(earlier, assignment))
     if attempt is not None:
-        key = attempt.key
-        for assignment in changed:
-            earlier = old.get(assignment.client_id)
-            if earlier is None or earlier.state is not assignment.state:  # else: a new token, not a new state
-                rows.append(_assignment_row(key, earlier, assignment))
-        same = before.attempt is not None and before.attempt.key == key
+        same = before.attempt is not None and before.attempt.key == attempt.key
         phase = before.attempt.phase if same and before.attempt is not None else ""
         if phase != attempt.phase:
             rows.append(_attempt_row(phase, attempt))
@@ -100,13 +101,13 @@ def _attempt_row(phase: str, attempt: Attempt) -> HistoryRow:
     )
 
 
-def _assignment_row(key: AttemptKey, earlier: Assignment | None, assignment: Assignment) -> HistoryRow:
+def _assignment_row(earlier: Assignment | None, assignment: Assignment) -> HistoryRow:
     return HistoryRow(
         entity="assignment",
         from_state=earlier.state if earlier is not None else "",
         to_state=assignment.state,
-        round=key.round,
-        attempt=key.number,
+        round=assignment.key.round,
+        attempt=assignment.key.number,
         client_id=assignment.client_id,
         reason=assignment.text or (assignment.reason or ""),
         metrics=assignment.metrics,

@@ -6,11 +6,12 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterable
+from typing import TypeVar
 
-from fedplat.rounds import pacing
+from fedplat.rounds import assignments, buffered, pacing
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit
 from fedplat.rounds.copies import changed
-from fedplat.rounds.records import Assignment, Attempt, JobState
+from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -25,6 +26,8 @@ from fedplat.rounds.states import (
 )
 from fedplat.rounds.transition import Context, Transition
 
+_Crew = TypeVar("_Crew", bound=Crew)
+
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed.
@@ -34,22 +37,30 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     attempt = job.open_attempt
     assert attempt is not None
     reported, busy = attempt.num_reported, attempt.num_busy
-    if reported + busy < attempt.minimum:
-        text = f"{reported} of at least {attempt.minimum} needed clients reported ({_outcome(attempt)})"
-        failed = fail_attempt(job, text, context)
-        return dataclasses.replace(failed, commands=commands + failed.commands)
-    if busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
+    if buffered.fills(job, attempt):
+        if reported < attempt.goal:
+            return Transition(job if busy else buffered.await_clients(job, context), commands)
+    elif reported + busy < attempt.minimum:
+        return _failed_for_few(job, commands, context)
+    elif busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
         return Transition(job, commands)
-    surplus = [
-        ended(assignment, AssignmentState.SURPLUS, Reason.SURPLUS)
-        for assignment in attempt.assignments.values()
-        if assignment.is_busy
-    ]
-    commands += tuple(Abort(attempt.key, assignment.client_id, Reason.SURPLUS) for assignment in surplus)
-    attempt = attempt.with_assignments(surplus)
+    return close(job, commands)
+
+
+def close(job: JobState, commands: tuple[Command, ...] = ()) -> Transition:
+    """Closes the attempt with what was reported. Who still works is surplus, or is carried into the next attempt."""
+    attempt = job.open_attempt
+    assert attempt is not None
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
+    if buffered.fills(job, attempt) and attempt.key.round < job.spec.rounds:
+        job, attempt = buffered.carry(job, attempt)
+    else:
+        job, more = dismiss(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
+        surplus = [assignments.ended(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
+        commands += more + assignments.aborts(surplus)
+        attempt = attempt.with_assignments(surplus)
     if attempt.kind is AttemptKind.TRAIN:
-        commands += (Commit(attempt.key, attempt.base_version, reported),)
+        commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return Transition(changed(job, attempt=changed(attempt, phase=phase)), commands)
 
 
@@ -57,25 +68,48 @@ def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
     return attempt.kind is AttemptKind.TRAIN and job.spec.selection.close == "deadline"
 
 
-def drop_late(job: JobState, context: Context) -> Transition:
-    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for."""
+def nobody_came(job: JobState, context: Context) -> Transition:
+    """Closes or fails the attempt: nobody works for it, and nobody came to do so in time."""
     attempt = job.open_attempt
     assert attempt is not None
-    commands: list[Command] = []
+    enough = attempt.num_reported >= attempt.minimum
+    return close(job) if enough else _failed_for_few(job, (), context)
+
+
+def _failed_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+    attempt = job.open_attempt
+    assert attempt is not None
+    found, needed, outcome = attempt.num_reported, attempt.minimum, _outcome(attempt) or "nobody came"
+    failed = fail_attempt(job, f"{found} of at least {needed} needed clients reported ({outcome})", context)
+    return dataclasses.replace(failed, commands=commands + failed.commands)
+
+
+def drop_late(job: JobState, context: Context) -> Transition:
+    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for."""
+    carried, commands = _without_late(job.carried, context.now)
+    job = dataclasses.replace(job, carried=carried) if carried is not job.carried else job
+    attempt = job.open_attempt
+    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING or not attempt.num_busy:
+        return Transition(job, commands)
+    after, more = _without_late(attempt, context.now)
+    if after is attempt:
+        return Transition(job, commands)
+    return close_if_due(dataclasses.replace(job, attempt=after), commands + more, context)
+
+
+def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
+    if crew.wakeup_at is None or crew.wakeup_at > now:
+        return crew, ()  # nobody's deadline can have passed
     late: list[Assignment] = []
     wakeup_at: float | None = None
-    for assignment in attempt.assignments.values():
-        if not assignment.is_busy:
-            continue
-        if assignment.deadline_at <= context.now:
+    for assignment in crew.busy:
+        if assignment.deadline_at <= now:
             training = assignment.state is AssignmentState.TRAINING
             reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
-            late.append(ended(assignment, AssignmentState.LATE, reason))
-            commands.append(Abort(attempt.key, assignment.client_id, reason))
+            late.append(assignments.ended(assignment, AssignmentState.LATE, reason))
         elif wakeup_at is None or assignment.deadline_at < wakeup_at:
             wakeup_at = assignment.deadline_at
-    attempt = dataclasses.replace(attempt.with_assignments(late), wakeup_at=wakeup_at)
-    return close_if_due(dataclasses.replace(job, attempt=attempt), tuple(commands), context)
+    return dataclasses.replace(crew.with_assignments(late), wakeup_at=wakeup_at), assignments.aborts(late)
 
 
 def committed(job: JobState, attempt: Attempt, context: Context) -> JobState:
@@ -92,10 +126,10 @@ def committed(job: JobState, attempt: Attempt, context: Context) -> JobState:
     return dataclasses.replace(job, attempt=closed)
 
 
-def mean_metrics(assignments: Iterable[Assignment]) -> dict[str, float]:
+def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
     """Means of what clients reported, each metric weighted over the clients that have it."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for assignment in assignments:
+    for assignment in merged:
         for name, value in assignment.metrics.items():
             found.setdefault(name, []).append((assignment.weight, value))
     means: dict[str, float] = {}
@@ -114,9 +148,9 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
     """Abandons the attempt and backs off; a federated evaluation is not tried again."""
     attempt = job.open_attempt
     assert attempt is not None
-    after, commands = abandon(job, Reason.ATTEMPT_ABANDONED, text, context)
     if attempt.kind is AttemptKind.EVALUATE:
-        return Transition(after, commands)
+        return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
+    after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
     after = dataclasses.replace(after, failures=failures)
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was made durable
@@ -129,32 +163,34 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
     return Transition(dataclasses.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
+def abandon_all(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
+    """Abandons the attempt with everybody: also those whom the job carries."""
+    after, commands = dismiss(job, reason)
+    after, more = abandon(after, reason, text, context)
+    return after, commands + more
+
+
 def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
     """Ends the attempt without a result: who works is told to stop, what was received is thrown away."""
     attempt = job.open_attempt
     assert attempt is not None
-    dropped: list[Assignment] = []
-    commands: list[Command] = []
-    for client_id, assignment in attempt.assignments.items():
-        if assignment.is_busy:
-            commands.append(Abort(attempt.key, client_id, reason))
-        if assignment.is_busy or assignment.state is AssignmentState.REPORTED:
-            dropped.append(ended(assignment, AssignmentState.DROPPED, reason))
+    dropped, commands = _dropped(attempt, reason)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.ABANDONED)
     closed = dataclasses.replace(attempt.with_assignments(dropped), phase=phase, reason=text, ended_at=context.now)
     return dataclasses.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 
 
-def put(job: JobState, assignment: Assignment) -> JobState:
-    """The job with one assignment replaced."""
-    assert job.attempt is not None
-    return changed(job, attempt=job.attempt.with_assignments([assignment]))
+def dismiss(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
+    """Ends the assignments that the job carries."""
+    dropped, commands = _dropped(job.carried, reason)
+    after = dataclasses.replace(job, carried=job.carried.with_assignments(dropped)) if dropped else job
+    return after, commands
 
 
-def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
-    """The assignment, ended for a reason."""
-    wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return dataclasses.replace(assignment, state=wanted, reason=reason, text=text)
+def _dropped(crew: Crew, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
+    still = [each for each in crew.assignments.values() if each.is_open]
+    dropped = [assignments.ended(each, AssignmentState.DROPPED, reason) for each in still]
+    return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still if each.is_busy)
 
 
 def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:

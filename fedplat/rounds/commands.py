@@ -50,12 +50,17 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """Add an accepted update to the attempt's partial result, as what it contributes."""
+    """Add an accepted update to the attempt's partial result, as what it contributes.
+
+    `origin` is the attempt that the client's assignment was made in, `base_version` the version that it began with.
+    """
 
     key: AttemptKey
     client_id: str
     digest: str
     contribution: Contribution
+    origin: AttemptKey
+    base_version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

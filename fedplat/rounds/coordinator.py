@@ -30,9 +30,9 @@ from fedplat.rounds.events import (
     TimerFired,
 )
 from fedplat.rounds.memory import Memory, Participation, participations_of
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, JobState
+from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.selection import WaitingRoom
-from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus, Reason
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
 
@@ -84,10 +84,8 @@ class Coordinator:
         memory = Memory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
         if memory is not None:
             self.memories[job.job_id] = memory
-        if job.open_attempt is not None:
-            for assignment in job.open_attempt.assignments.values():
-                if assignment.is_busy:
-                    self._busy[assignment.client_id] = job.open_attempt.key
+        for crew in job.crews:
+            self._busy |= {assignment.client_id: assignment.key for assignment in crew.busy}
         self.room.follow(job, memory)
 
     @property
@@ -99,13 +97,14 @@ class Coordinator:
         """The attempt that a client works for now."""
         return self._busy.get(client_id)
 
-    def find(self, key: AttemptKey, client_id: str) -> tuple[Attempt, Assignment] | None:
-        """An assignment of a job's last attempt; None for older ones, which only the store knows."""
+    def find(self, key: AttemptKey, client_id: str) -> tuple[AttemptKind, Assignment] | None:
+        """A client's assignment that was made in an attempt, with what it is asked to do.
+
+        None for those that no attempt of today has to do with: only the store knows them.
+        """
         job = self.jobs.get(key.job_id)
-        if job is None or job.attempt is None or job.attempt.key != key:
-            return None
-        assignment = job.attempt.assignments.get(client_id)
-        return (job.attempt, assignment) if assignment is not None else None
+        assignment = job.find(key, client_id) if job is not None else None
+        return (job.kind_of(assignment), assignment) if job is not None and assignment is not None else None
 
     def propose(self, events: Sequence[Event], context: Context) -> Proposal:
         """Works out what the events do. The waiting room moves at once; jobs move on `accept`."""
@@ -134,17 +133,16 @@ class Coordinator:
                 self._timers[command.job_id] = command.at
         for change in proposal.changes:
             for assignment in change.assignments:
-                assert change.attempt is not None
                 if assignment.is_busy:
-                    self._busy[assignment.client_id] = change.attempt.key
-                elif self._busy.get(assignment.client_id) == change.attempt.key:
+                    self._busy[assignment.client_id] = assignment.key
+                elif self._busy.get(assignment.client_id) == assignment.key:
                     del self._busy[assignment.client_id]
             self._remember(change)
 
     def reject(self, proposal: Proposal) -> None:
         """The changes were not stored: the waiting room is as before, and jobs want what they wanted before."""
         for job_id in proposal.jobs:
-            self.room.follow(self.jobs[job_id], self.memories.get(job_id))
+            self.room.undo(self.jobs[job_id], self.memories.get(job_id))
         for client_id, before in proposal.moved.items():
             if before is None:
                 self.room.leave(client_id)
@@ -169,11 +167,10 @@ class Coordinator:
         """Looked up once between two changes of jobs: thousands of clients are refused meanwhile."""
         jobs = (job for job in self.jobs.values() if job.spec.population == population)
         running = tuple(job for job in jobs if job.status is JobStatus.RUNNING)
-        attempts = (job.open_attempt for job in running)
         outlook = self._outlooks[population] = _Outlook(
             running,
-            num_busy=sum(attempt.num_busy for attempt in attempts if attempt is not None),
-            num_needed=sum(job.spec.selection.target for job in running),
+            num_busy=sum(job.num_busy for job in running),
+            num_needed=sum(job.spec.num_wanted for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
         )
         return outlook
@@ -250,12 +247,10 @@ class Coordinator:
         self.room.follow(before, self.memories.get(before.job_id))
 
     def _end_selection(self, proposal: Proposal, job_id: str, context: Context) -> None:
-        """Ends a selection whose time is over, with whoever waits."""
+        """Ends the waiting for clients, when its time is over, with whoever is there."""
         job = proposal.jobs.get(job_id) or self.jobs.get(job_id)
         attempt = job.open_attempt if job is not None else None
-        if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
-            return
-        if attempt.selection_ends_at <= context.now:
+        if attempt is not None and attempt.awaits_clients and attempt.selection_ends_at <= context.now:
             self._draw(proposal, job_id, context, final=True)
 
     def _fill(self, proposal: Proposal, context: Context) -> None:
@@ -285,16 +280,15 @@ class Coordinator:
 
     def _remember(self, change: Change) -> None:
         """Notes what a stored change tells of clients."""
-        job_id, attempt = change.job.job_id, change.attempt
+        job, job_id = change.job, change.job.job_id
         memory = self.memories.get(job_id)
         if memory is None:
             return
         if change.job.status in ENDED_JOBS:
             del self.memories[job_id]
             return
-        if attempt is None or attempt.kind is not AttemptKind.TRAIN:
-            return
-        for participation in participations_of(attempt.key, change.assignments):
+        trained = [each for each in change.assignments if job.kind_of(each) is AttemptKind.TRAIN]
+        for participation in participations_of(trained):
             is_new, waiting = memory.note(participation), self.room.clients.get(participation.client_id)
             if is_new and waiting is not None:
                 # It was given work, lost it and came back, all in one batch: now it is known whether it has to rest.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from fedplat.job import JobSpec
-from fedplat.rounds.records import Assignment, AttemptKey, JobState
+from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.sampling import Past
 
@@ -28,11 +28,11 @@ class Participation:
     metrics: Mapping[str, float]
 
 
-def participations_of(key: AttemptKey, assignments: Iterable[Assignment]) -> list[Participation]:
-    """The assignments of an attempt in the order of their reports, and after them those without one."""
+def participations_of(assignments: Iterable[Assignment]) -> list[Participation]:
+    """Assignments in the order of their reports, and after them those without one."""
     ordered = sorted(assignments, key=lambda each: (each.report_number is None, each.report_number or 0))
     return [
-        Participation(each.client_id, key.round, key.number, each.num_examples, each.took_s, each.metrics)
+        Participation(each.client_id, each.key.round, each.key.number, each.num_examples, each.took_s, each.metrics)
         for each in ordered
     ]
 

@@ -7,7 +7,7 @@ client is looked at again, unless its rest has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.memory import Memory
@@ -34,6 +34,10 @@ class Pool:
         self._resting: dict[int, dict[str, ClientCheckedIn]] = {}
         self._until: dict[str, int] = {}
         self._again: dict[str, None] = {}
+        # Who takes part in the attempt already, and those of them that wait.
+        self._attempt: AttemptKey | None = None
+        self._barred: Mapping[str, object] = {}
+        self._aside: dict[str, ClientCheckedIn] = {}
 
     @property
     def round(self) -> int:
@@ -87,6 +91,8 @@ class Pool:
             self._again.pop(client_id, None)
         elif (until := self._until.pop(client_id, None)) is not None:
             del self._resting[until][client_id]
+        else:
+            self._aside.pop(client_id, None)
 
     def turn(self, key: AttemptKey) -> None:
         """A later attempt begins: for whoever has rested, or whose attempt at the same round came to nothing."""
@@ -104,14 +110,27 @@ class Pool:
             self._put(client)
         self._resting = {until: clients for until, clients in self._resting.items() if clients}
 
+    def bar(self, attempt: AttemptKey | None, barred: Mapping[str, object]) -> None:
+        """Nobody of these may be drawn for an attempt. As long as it lasts, only those who were drawn come to them."""
+        self._barred = barred
+        if attempt == self._attempt:
+            return
+        self._attempt = attempt
+        moved = [*self._aside.values(), *(self._clients[self._places[name]] for name in barred if name in self._places)]
+        for client in moved:
+            self.leave(client.client_id)
+            self._put(client)
+
     def _put(self, client: ClientCheckedIn) -> None:
         client_id, memory = client.client_id, self._memory
-        if memory is not None:
-            if rest := memory.rounds_to_rest(client_id, self.round, self.key.number):
-                self._until[client_id] = until = self.round + rest
-                self._resting.setdefault(until, {})[client_id] = client
-                return
-            if memory.rounds_to_rest(client_id, self.round + 1):
-                self._again[client_id] = None
+        if memory is not None and (rest := memory.rounds_to_rest(client_id, self.round, self.key.number)):
+            self._until[client_id] = until = self.round + rest
+            self._resting.setdefault(until, {})[client_id] = client
+            return
+        if client_id in self._barred:
+            self._aside[client_id] = client
+            return
+        if memory is not None and memory.rounds_to_rest(client_id, self.round + 1):
+            self._again[client_id] = None
         self._places[client_id] = len(self._clients)
         self._clients.append(client)

@@ -1,5 +1,8 @@
 """What the coordinator knows about a job, as frozen records; a store keeps one row for each.
 
+An assignment is named by the attempt that it was made in, for good: so are its row and its upload. In a job with a
+buffer it may outlive that attempt; then the job carries it, and the next attempt takes it over.
+
 Moments (`…_at`) are seconds on the clock of whoever drives the coordinator: monotonic in the daemon, virtual in
 a simulation. After a restart that clock is another one: a store gives back those of assignments, translated to the
 new clock, and no others.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
@@ -19,6 +22,7 @@ from fedplat.rounds.copies import changed
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
+    OPEN_STATES,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -40,16 +44,19 @@ class AttemptKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assignment:
-    """One client's participation in one attempt.
+    """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `took_s` is the time from the assignment to the report; `weight` what the update counts for; `report_number` (1,
-    2, ...) the place of the report in its attempt, which is the order in which updates are folded; `update_bytes` the
-    size of the update as it was received.
+    `took_s` is the time from the assignment to the report; `report_number` (1, 2, ...) the place of the report, which
+    is the order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
+    attempt that the update is folded in, `staleness` the number of versions that were committed meanwhile, and `weight`
+    what it counts for there; a report that waits for the next attempt has no buffer yet.
     """
 
+    key: AttemptKey
     client_id: str
     token_hash: bytes
     state: AssignmentState
+    base_version: int
     assigned_at: float
     deadline_at: float
     reason: Reason | None = None
@@ -61,6 +68,8 @@ class Assignment:
     took_s: float | None = None
     report_number: int | None = None
     update_bytes: int = 0
+    buffer: AttemptKey | None = None
+    staleness: int = 0
 
     @property
     def is_busy(self) -> bool:
@@ -68,18 +77,78 @@ class Assignment:
         return self.state in BUSY_STATES
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has not ended: the client works, or its update is to be merged."""
+        return self.state in OPEN_STATES
+
+    @property
     def contribution(self) -> Contribution:
         """What the reported update is for the job's rule; the same whenever it is folded again."""
-        return Contribution(self.weight, self.num_examples, self.metrics, client_id=self.client_id)
+        return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
-@dataclasses.dataclass(frozen=True)
-class Attempt:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Crew:
+    """Clients that were given work, and what became of it.
+
+    `counts` holds the number of assignments by state; no deadline strikes before `wakeup_at`. Both are kept up to
+    date by `with_assignments`, so that a report costs no walk over all of them.
+    """
+
+    assignments: Mapping[str, Assignment] = dataclasses.field(default_factory=Cohort[Assignment])
+    counts: Mapping[AssignmentState, int] = dataclasses.field(default_factory=dict[AssignmentState, int])
+    wakeup_at: float | None = None
+
+    @property
+    def reported(self) -> list[Assignment]:
+        """The assignments whose report was accepted and is not merged yet, in the order of acceptance."""
+        found = [each for each in self.assignments.values() if each.state is AssignmentState.REPORTED]
+        return sorted(found, key=lambda each: each.report_number or 0)
+
+    @property
+    def busy(self) -> list[Assignment]:
+        """The assignments of clients that still work."""
+        return [each for each in self.assignments.values() if each.is_busy] if self.num_busy else []
+
+    @property
+    def num_busy(self) -> int:
+        """Number of clients that still work for it."""
+        return sum(self.counts.get(state, 0) for state in BUSY_STATES)
+
+    @property
+    def num_reported(self) -> int:
+        """Number of clients whose report was accepted and is not merged yet."""
+        return self.counts.get(AssignmentState.REPORTED, 0)
+
+    def with_assignments(self, moved: Iterable[Assignment]) -> Self:
+        """This crew with some assignments added or replaced."""
+        latest = {assignment.client_id: assignment for assignment in moved}
+        counts, wakeup_at = Counter(self.counts), self.wakeup_at
+        for assignment in latest.values():
+            if (before := self.assignments.get(assignment.client_id)) is not None:
+                counts[before.state] -= 1
+            counts[assignment.state] += 1
+            if assignment.is_busy:
+                wakeup_at = min(assignment.deadline_at, assignment.deadline_at if wakeup_at is None else wakeup_at)
+        assignments = cohort_of(self.assignments).updated(latest)
+        return changed(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
+
+    def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
+        """The client's assignment of an attempt."""
+        found = self.assignments.get(client_id)
+        return found if found is not None and found.key == key else None
+
+
+NOBODY = Crew()
+"""A crew without anybody."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt(Crew):
     """One try at one round, or the federated evaluation of a committed version.
 
-    `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are assigned.
-    `counts` holds the number of assignments by state; no deadline strikes before `wakeup_at`. Both are kept up to
-    date by `with_assignments`, so that a report costs no walk over the cohort.
+    `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
+    While it waits for clients to come, it does so until `selection_ends_at`.
     """
 
     key: AttemptKey
@@ -92,12 +161,8 @@ class Attempt:
     opened_at: float
     selection_ends_at: float
     reason: str = ""
-    assignments: Mapping[str, Assignment] = dataclasses.field(default_factory=Cohort[Assignment])
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     ended_at: float | None = None
-
-    counts: Mapping[AssignmentState, int] = dataclasses.field(default_factory=dict[AssignmentState, int])
-    wakeup_at: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -105,33 +170,9 @@ class Attempt:
         return self.phase in OPEN_PHASES
 
     @property
-    def reported(self) -> list[Assignment]:
-        """The assignments whose report was accepted and is not merged yet, in the order of acceptance."""
-        found = [each for each in self.assignments.values() if each.state is AssignmentState.REPORTED]
-        return sorted(found, key=lambda each: each.report_number or 0)
-
-    @property
-    def num_busy(self) -> int:
-        """Number of clients that still work for it."""
-        return sum(self.counts.get(state, 0) for state in BUSY_STATES)
-
-    @property
-    def num_reported(self) -> int:
-        """Number of clients whose report was accepted and is not merged yet."""
-        return self.counts.get(AssignmentState.REPORTED, 0)
-
-    def with_assignments(self, moved: Iterable[Assignment]) -> Attempt:
-        """This attempt with some assignments added or replaced."""
-        latest = {assignment.client_id: assignment for assignment in moved}
-        counts, wakeup_at = Counter(self.counts), self.wakeup_at
-        for assignment in latest.values():
-            if (before := self.assignments.get(assignment.client_id)) is not None:
-                counts[before.state] -= 1
-            counts[assignment.state] += 1
-            if assignment.is_busy:
-                wakeup_at = min(assignment.deadline_at, assignment.deadline_at if wakeup_at is None else wakeup_at)
-        assignments = cohort_of(self.assignments).updated(latest)
-        return changed(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
+    def awaits_clients(self) -> bool:
+        """Whether nobody works for it, and only clients that come can change that."""
+        return self.phase is AttemptPhase.SELECTING or (self.phase is AttemptPhase.COLLECTING and not self.num_busy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +202,8 @@ class JobState:
 
     `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts
     abandoned in a row, `durations` holds what the latest reported assignments took, in seconds. `revision` grows
-    with each stored change; the store refuses a change to another revision than it has.
+    with each stored change; the store refuses a change to another revision than it has. `carried` are assignments to
+    train that have outlived their attempt, while no other attempt to train collects.
     """
 
     job_id: str
@@ -175,19 +217,49 @@ class JobState:
     resume_at: float | None = None
     durations: tuple[float, ...] = ()
     revision: int = 0
+    carried: Crew = NOBODY
 
     @property
     def open_attempt(self) -> Attempt | None:
         """The attempt that has not ended, if there is one."""
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
 
+    @property
+    def crews(self) -> tuple[Crew, ...]:
+        """Everybody that the job knows of: the last attempt's crew, and those whom the job carries."""
+        return (self.carried,) if self.attempt is None else (self.attempt, self.carried)
+
+    @property
+    def num_busy(self) -> int:
+        """Number of clients that work for the job."""
+        return sum(crew.num_busy for crew in self.crews)
+
+    @property
+    def origins(self) -> frozenset[AttemptKey]:
+        """The attempts that assignments were made in which have not ended: what was received for them is needed."""
+        return frozenset(each.key for crew in self.crews for each in crew.assignments.values() if each.is_open)
+
+    def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
+        """The client's assignment that was made in an attempt; None if it belongs to the past."""
+        for crew in self.crews:
+            if (found := crew.find(key, client_id)) is not None:
+                return found
+        return None
+
+    def kind_of(self, assignment: Assignment) -> AttemptKind:
+        """What one of the job's clients is asked to do."""
+        attempt = self.attempt
+        return attempt.kind if attempt is not None and attempt.key == assignment.key else AttemptKind.TRAIN
+
     def next_wakeup(self) -> float | None:
         """The moment at which time alone changes this job, if there is one."""
-        attempt = self.open_attempt
+        attempt, moments = self.open_attempt, list[float | None]()
         if attempt is None:
-            return self.resume_at if self.status is JobStatus.RUNNING else None
-        if attempt.phase is AttemptPhase.SELECTING:
-            return attempt.selection_ends_at
-        if attempt.phase is AttemptPhase.COLLECTING:
-            return attempt.wakeup_at
-        return None
+            moments.append(self.resume_at if self.status is JobStatus.RUNNING else None)
+        elif attempt.awaits_clients:
+            moments.append(attempt.selection_ends_at)
+        elif attempt.phase is AttemptPhase.COLLECTING:
+            moments.append(attempt.wakeup_at)
+        if self.carried.num_busy:
+            moments.append(self.carried.wakeup_at)
+        return min((moment for moment in moments if moment is not None), default=None)

@@ -3,15 +3,16 @@
 The store has given the attempt back as it was when it was last saved, with its deadlines on the new clock. The
 updates that were accepted lie in the spool (`durability = "spool"`): they are folded again from the first one on, in
 the order in which they were accepted, so that the result is the same bit for bit. With `durability = "memory"` they
-are gone, and the attempt with them.
+are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from fedplat.rounds import closing
-from fedplat.rounds.commands import Command, Commit, Fold
+from fedplat.rounds import buffered, closing
+from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Reason
@@ -27,39 +28,47 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
+    fresh = _in_bounds(fresh, context.now)
     if job.spec.durability == "memory":
-        return Transition(*closing.abandon(fresh, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
-    if attempt.phase is AttemptPhase.SELECTING:
-        selecting = dataclasses.replace(attempt, selection_ends_at=context.now + job.spec.deadlines.selection_s)
-        return Transition(dataclasses.replace(fresh, attempt=selecting))
-    commands = _folds(attempt)
-    if attempt.phase is AttemptPhase.COMMITTING:
-        if attempt.kind is AttemptKind.TRAIN:
-            commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
-        return Transition(fresh, commands)
-    return _collect(fresh, attempt, commands, context)
+        return _without_updates(fresh, attempt, context)
+    commands = buffered.folds(attempt, attempt.reported)
+    if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
+        commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
+    return _go_on(fresh, commands, context)
 
 
-def _folds(attempt: Attempt) -> tuple[Command, ...]:
-    if attempt.kind is not AttemptKind.TRAIN:
-        return ()
-    return tuple(Fold(attempt.key, each.client_id, each.digest, each.contribution) for each in attempt.reported)
+def _without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
+    """Clients at work for a buffer, or carried, go on; all else that the attempt has is lost."""
+    left = buffered.forget_updates(job) if job.spec.buffered is not None else job
+    if buffered.fills(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
+        return _go_on(left, (), context)
+    return Transition(*closing.abandon(left, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
 
 
-def _collect(job: JobState, attempt: Attempt, folds: tuple[Command, ...], context: Context) -> Transition:
-    """Waits for the others in the time that is left; whose time is over has had it."""
-    busy = [each for each in attempt.assignments.values() if each.is_busy]
-    moved = [after for each in busy if (after := _in_bounds(job, attempt, each, context.now)) != each]
-    late = closing.drop_late(dataclasses.replace(job, attempt=attempt.with_assignments(moved)), context)
-    return dataclasses.replace(late, commands=folds + late.commands)
+def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+    """Waits for the others in the time that is left, or for clients anew; whose time is over has had it."""
+    attempt = job.open_attempt
+    assert attempt is not None
+    late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)
+    return dataclasses.replace(late, commands=commands + late.commands)
 
 
-def _in_bounds(job: JobState, attempt: Attempt, assignment: Assignment, now: float) -> Assignment:
-    """The assignment with moments that can be true: a wall clock that was set back meanwhile gives nobody more time."""
+def _in_bounds(job: JobState, now: float) -> JobState:
+    """The job with deadlines that can be true: a wall clock that was set back meanwhile gives nobody more time."""
+    crews: dict[str, Any] = {}
+    for name, crew in (("attempt", job.attempt), ("carried", job.carried)):
+        busy = crew.busy if crew is not None else []
+        moved = [after for each in busy if (after := _bounded(job, each, now)) != each]
+        if crew is not None and moved:
+            crews[name] = crew.with_assignments(moved)
+    return dataclasses.replace(job, **crews) if crews else job
+
+
+def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
     evaluation = job.spec.evaluation.clients
     if assignment.state is AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s
-    elif attempt.kind is AttemptKind.EVALUATE and evaluation is not None:
+    elif job.kind_of(assignment) is AttemptKind.EVALUATE and evaluation is not None:
         longest = evaluation.timeout_s
     else:  # an adaptive deadline gave less
         longest = min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
 from fedplat import labels
+from fedplat.rounds import buffered
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.memory import Memory
 from fedplat.rounds.pool import Pool
-from fedplat.rounds.records import AttemptKey, JobState
+from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 from fedplat.sampling import Policy, Uniform
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt in selection wants: `target` clients, drawn by `sampling` once `pool` eligible ones wait.
+    """What an attempt wants: `target` clients, drawn by `sampling` once `pool` eligible ones wait.
 
     With no `pool` they are drawn when the time for selection is over. `codecs` are those that a client's software has
-    to know.
+    to know. Nobody in `barred` is drawn: they take part already.
     """
 
     key: AttemptKey
@@ -33,6 +35,7 @@ class Demand:
     pool: int | None
     codecs: frozenset[str]
     sampling: Policy
+    barred: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Whether the client may take part."""
@@ -46,20 +49,53 @@ class Demand:
 
 
 def demand_of(job: JobState) -> Demand | None:
-    """What the job wants of the waiting room now; None when it does not select."""
+    """What the job wants of the waiting room now; None when it wants nobody.
+
+    An attempt that fills a buffer wants clients as long as it collects, whoever comes first.
+    """
     attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
+    if attempt is None:
         return None
-    spec, selection = job.spec, job.spec.selection
-    if attempt.kind is AttemptKind.EVALUATE:
-        assert spec.evaluation.clients is not None
-        handler, pool, codecs, sampling = spec.evaluation.clients.evaluator, attempt.target, frozenset[str](), Uniform()
-    else:
-        handler, codecs, sampling = spec.trainer, spec.compression.names, selection.sampling
+    if buffered.fills(job, attempt):
+        free = attempt.target - attempt.num_busy
+        if not buffered.wants_clients(job, attempt) or free <= 0:
+            return None
+        return _training_demand(job, attempt, free, 1)
+    if attempt.phase is not AttemptPhase.SELECTING:
+        return None
+    if attempt.kind is AttemptKind.TRAIN:
+        selection = job.spec.selection
         # Trials of each client have no target that is worth waiting for: only `wait_for` says when enough are there.
-        pool = (selection.wait_for or None) if sampling.is_trial else max(selection.wait_for, attempt.target)
+        enough = selection.wait_for or None if selection.sampling.is_trial else max(selection.wait_for, attempt.target)
+        return _training_demand(job, attempt, attempt.target, enough)
+    clients = job.spec.evaluation.clients
+    assert clients is not None
     return Demand(
-        attempt.key, attempt.kind, spec.population, selection.where, handler, attempt.target, pool, codecs, sampling
+        attempt.key,
+        attempt.kind,
+        job.spec.population,
+        job.spec.selection.where,
+        clients.evaluator,
+        attempt.target,
+        attempt.target,
+        frozenset[str](),
+        Uniform(),
+    )
+
+
+def _training_demand(job: JobState, attempt: Attempt, target: int, pool: int | None) -> Demand:
+    spec = job.spec
+    return Demand(
+        attempt.key,
+        attempt.kind,
+        spec.population,
+        spec.selection.where,
+        spec.trainer,
+        target,
+        pool,
+        spec.compression.names,
+        spec.selection.sampling,
+        attempt.assignments,
     )
 
 
@@ -117,11 +153,21 @@ class WaitingRoom:
         if job.status is not JobStatus.RUNNING:
             for kind in AttemptKind:
                 self._pools.pop((job_id, kind), None)
-        if self.demands.get(job_id) == demand:
+        before = self.demands.get(job_id)
+        if before == demand and (before is None or demand is None or before.barred is demand.barred):
             return
-        self.demands.pop(job_id, None)
+        if before is None or demand is None or before.key != demand.key:  # else it keeps its turn
+            self.demands.pop(job_id, None)
         if demand is not None:
             self.demands[job_id] = demand
+            self._gather(demand, memory)
+
+    def undo(self, job: JobState, memory: Memory | None) -> None:
+        """Learns what a job wants after a batch was lost: who was drawn in it takes part no more."""
+        if (pool := self._pools.get((job.job_id, AttemptKind.TRAIN))) is not None:
+            pool.bar(None, {})
+        self.follow(job, memory)
+        if (demand := self.demands.get(job.job_id)) is not None:
             self._gather(demand, memory)
 
     def is_ready(self, job_id: str) -> bool:
@@ -152,10 +198,10 @@ class WaitingRoom:
         """Has the pool for a demand; made anew if there is none, or if a batch that was lost had turned it too far."""
         name = (demand.key.job_id, demand.kind)
         pool = self._pools.get(name)
-        if pool is not None and pool.key <= demand.key:
-            pool.turn(demand.key)
-            return
-        pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
-        for client in self.clients.values():
-            pool.enter(client)
-        self._pools[name] = pool
+        if pool is None or pool.key > demand.key:
+            pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
+            for client in self.clients.values():
+                pool.enter(client)
+            self._pools[name] = pool
+        pool.turn(demand.key)
+        pool.bar(demand.key, demand.barred)

@@ -39,7 +39,11 @@ class AttemptPhase(StrEnum):
 
 
 class AssignmentState(StrEnum):
-    """How far an assignment has come. DROPPED: the attempt ended for another reason than this client."""
+    """How far an assignment has come.
+
+    LATE: its deadline passed, or its base version became too old. DROPPED: its attempt, or what was received for it,
+    came to an end for another reason than this client.
+    """
 
     TRAINING = "TRAINING"
     UPLOADING = "UPLOADING"
@@ -67,6 +71,7 @@ class Reason(StrEnum):
     JOB_PAUSED = "JOB_PAUSED"
     JOB_CANCELLED = "JOB_CANCELLED"
     STALE = "STALE"
+    TOO_STALE = "TOO_STALE"
     TRAINER_ERROR = "TRAINER_ERROR"
     UNKNOWN_TRAINER = "UNKNOWN_TRAINER"
     CLIENT_STOPPED = "CLIENT_STOPPED"
@@ -94,6 +99,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.JOB_PAUSED: "the job was paused",
     Reason.JOB_CANCELLED: "the job was cancelled",
     Reason.STALE: "the token names no open assignment",
+    Reason.TOO_STALE: "more versions were committed since the client began than the job's max_staleness",
     Reason.TRAINER_ERROR: "the trainer raised an error",
     Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
@@ -156,6 +162,9 @@ OPEN_PHASES = frozenset({AttemptPhase.SELECTING, AttemptPhase.COLLECTING, Attemp
 
 BUSY_STATES = frozenset({_S.TRAINING, _S.UPLOADING})
 """States in which the client still works for the attempt."""
+
+OPEN_STATES = BUSY_STATES | {_S.REPORTED}
+"""States that an assignment leaves again."""
 
 ENDED_JOBS = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
 """States that a job never leaves."""

@@ -1,20 +1,20 @@
-"""Synchronous rounds, as a pure function: (state, event, context) to (state', commands, verdict).
+"""Rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
 Read `HANDLERS` first: one function for each kind of event. `advance` is what a job does when nothing happens to
 it: it opens the next attempt, commits an evaluation, or ends. How attempts end is in `closing`, how they go on after a
-crash in `restart`, and what may follow what in `states`.
+crash in `restart`, what a job with a buffer does otherwise in `buffered`, and what may follow what in `states`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import closing, pacing, restart
-from fedplat.rounds.commands import Assign, Command, Fold
+from fedplat.rounds import assignments, buffered, closing, pacing, restart
+from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     Action,
@@ -61,6 +61,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
     if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
         # Nothing to aggregate. It is a step of its own, because each change of a state has its row in the history.
         return Transition(closing.committed(job, attempt, context))
+    if attempt is not None and buffered.fills(job, attempt):
+        return _advance_buffer(job, attempt, context)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
@@ -70,6 +72,14 @@ def advance(job: JobState, context: Context) -> Transition | None:
     if job.round >= job.spec.rounds:
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
     return Transition(_open(job, AttemptKind.TRAIN, context))
+
+
+def _advance_buffer(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
+    if attempt.phase is AttemptPhase.SELECTING and buffered.carries(job):
+        return buffered.take_over(job, context)
+    if attempt.phase is AttemptPhase.COLLECTING and attempt.num_reported >= attempt.goal:
+        return closing.close(job)  # enough reports had waited
+    return None
 
 
 def _evaluation_is_due(job: JobState) -> bool:
@@ -85,7 +95,7 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
     number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
     selection = job.spec.selection
-    goal, minimum, target = selection.goal, selection.minimum, selection.target
+    goal, minimum, target = selection.goal, selection.minimum, job.spec.num_wanted
     if kind is AttemptKind.EVALUATE:
         clients = job.spec.evaluation.clients
         assert clients is not None
@@ -122,8 +132,9 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     attempt = job.open_attempt
     # A pause lets bytes that are being made durable become a version; a cancellation does not.
     if attempt is None or (wanted is JobStatus.PAUSED and attempt.phase is AttemptPhase.COMMITTING):
-        return Transition(closing.set_status(job, wanted, REASON_TEXTS[reason]))
-    ended, commands = closing.abandon(job, reason, REASON_TEXTS[reason], context)
+        ended, commands = closing.dismiss(job, reason)
+    else:
+        ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
     return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)
 
 
@@ -141,10 +152,13 @@ _WRONG_WORD = frozenset({(Action.START, JobStatus.PAUSED), (Action.RESUME, JobSt
 
 def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
     attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.SELECTING:
+    if attempt is None or not buffered.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found = len(event.client_ids)
-    if found < (attempt.minimum if event.final else 1):
+    if buffered.fills(job, attempt):
+        if not found:
+            return closing.nobody_came(job, context)
+    elif found < (attempt.minimum if event.final else 1):
         text = f"{found} of at least {attempt.minimum} needed clients were there to be selected"
         if event.num_resting:
             selection = job.spec.selection
@@ -153,16 +167,22 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
                 f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
             )
         return closing.fail_attempt(job, text, context)
-    training_s, upload_s = _timeouts(job, attempt)
-    assignments: list[Assignment] = []
+    return _assign(job, attempt, event.client_ids, context)
+
+
+def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context: Context) -> Transition:
+    training_s, upload_s = _timeouts(job, attempt.kind)
+    given: list[Assignment] = []
     commands: list[Command] = []
-    for client_id in event.client_ids:
+    for client_id in client_ids:
         secret, token_hash = context.new_token()
-        assignments.append(
+        given.append(
             Assignment(
+                key=attempt.key,
                 client_id=client_id,
                 token_hash=token_hash,
                 state=AssignmentState.TRAINING,
+                base_version=attempt.base_version,
                 assigned_at=context.now,
                 deadline_at=context.now + training_s,
             )
@@ -170,14 +190,16 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         commands.append(
             Assign(attempt.key, client_id, attempt.kind, attempt.base_version, secret, training_s, upload_s)
         )
-    phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-    attempt = dataclasses.replace(attempt, phase=phase).with_assignments(assignments)
-    return Transition(dataclasses.replace(job, attempt=attempt, reason=""), tuple(commands))
+    if attempt.phase is AttemptPhase.SELECTING:
+        phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
+        attempt = dataclasses.replace(attempt, phase=phase)
+    after = dataclasses.replace(job, attempt=attempt.with_assignments(given), reason="")
+    return Transition(after, tuple(commands))
 
 
-def _timeouts(job: JobState, attempt: Attempt) -> tuple[float, float]:
+def _timeouts(job: JobState, kind: AttemptKind) -> tuple[float, float]:
     clients = job.spec.evaluation.clients
-    if attempt.kind is AttemptKind.EVALUATE and clients is not None:
+    if kind is AttemptKind.EVALUATE and clients is not None:
         return clients.timeout_s, 0.0
     deadlines = job.spec.deadlines
     # Only reports in time are learned from. A fleet that has become slower would miss what was learned for ever, so
@@ -188,27 +210,28 @@ def _timeouts(job: JobState, attempt: Attempt) -> tuple[float, float]:
 
 def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -> Transition:
     """Hands an open assignment out again, with a new token (the old one is fenced) and the time that is left."""
-    attempt, assignment = _find(job, event.key, event.client_id)
-    if attempt is None or assignment is None or not assignment.is_busy:
+    assignment = job.find(event.key, event.client_id)
+    if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=Verdict(Reason.STALE))
     if assignment.deadline_at <= context.now:  # the timer is about to fire, and there is no time to hand out
-        late = _on_timer(job, TimerFired(job.job_id), context)
+        late = closing.drop_late(job, context)
         return dataclasses.replace(late, verdict=Verdict(Reason.STALE))
     secret, token_hash = context.new_token()
-    _, upload_s = _timeouts(job, attempt)
+    kind = job.kind_of(assignment)
+    _, upload_s = _timeouts(job, kind)
     left = assignment.deadline_at - context.now
-    again = Assign(attempt.key, event.client_id, attempt.kind, attempt.base_version, secret, left, upload_s)
-    return Transition(closing.put(job, dataclasses.replace(assignment, token_hash=token_hash)), (again,))
+    again = Assign(assignment.key, event.client_id, kind, assignment.base_version, secret, left, upload_s)
+    return Transition(assignments.put(job, dataclasses.replace(assignment, token_hash=token_hash)), (again,))
 
 
 # --- reporting ---------------------------------------------------------------------------------------------
 
 
 def _on_upload_started(job: JobState, event: UploadStarted, context: Context) -> Transition:
-    attempt, assignment = _find(job, event.key, event.client_id)
-    if attempt is None or assignment is None or not assignment.is_busy:
+    assignment = job.find(event.key, event.client_id)
+    if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=_verdict_on_ended(assignment))
-    if attempt.kind is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
+    if job.kind_of(assignment) is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
         return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
     if assignment.state is AssignmentState.UPLOADING:
         return Transition(job)
@@ -217,31 +240,31 @@ def _on_upload_started(job: JobState, event: UploadStarted, context: Context) ->
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.UPLOADING),
         deadline_at=context.now + job.spec.deadlines.upload_s,
     )
-    return Transition(closing.put(job, uploading))
+    return Transition(assignments.put(job, uploading))
 
 
 def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Transition:
-    attempt, assignment = _find(job, event.key, event.client_id)
-    if attempt is None or assignment is None or not assignment.is_busy:
+    assignment = job.find(event.key, event.client_id)
+    if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=verdict_on_report(assignment, event.digest))
     reported = dataclasses.replace(
         assignment,
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
         num_examples=event.num_examples,
-        weight=job.spec.weight(event.num_examples),
         metrics=dict(event.metrics),
         took_s=context.now - assignment.assigned_at,
-        report_number=attempt.num_reported + 1,
         update_bytes=event.update_bytes,
     )
-    after = closing.put(job, reported)
-    commands: tuple[Command, ...] = ()
-    if attempt.kind is AttemptKind.TRAIN:
+    if job.kind_of(assignment) is AttemptKind.TRAIN:
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
-        after = changed(after, durations=durations)
-        commands = (Fold(attempt.key, event.client_id, event.digest, reported.contribution),)
-    return closing.close_if_due(after, commands, context)
+        job = changed(job, durations=durations)
+    if not _is_in_attempt(job, assignment):
+        return Transition(buffered.wait(job, reported))
+    attempt = job.attempt
+    assert attempt is not None
+    taken = buffered.taken_in(job, attempt, reported, attempt.num_reported + 1)
+    return closing.close_if_due(assignments.put(job, taken), buffered.folds(attempt, [taken]), context)
 
 
 def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -255,12 +278,12 @@ def _on_failed(job: JobState, event: AssignmentFailed, context: Context) -> Tran
 def _end_one(
     job: JobState, event: UpdateRejected | AssignmentFailed, state: AssignmentState, context: Context
 ) -> Transition:
-    _, assignment = _find(job, event.key, event.client_id)
+    assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
         return Transition(job, verdict=ACCEPTED if same else _verdict_on_ended(assignment))
-    ended = closing.ended(assignment, state, event.reason, event.text)
-    return closing.close_if_due(closing.put(job, ended), (), context)
+    after = assignments.put(job, assignments.ended(assignment, state, event.reason, event.text))
+    return closing.close_if_due(after, (), context) if _is_in_attempt(job, assignment) else Transition(after)
 
 
 def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
@@ -282,11 +305,6 @@ def _verdict_on_ended(assignment: Assignment | None) -> Verdict:
 
 def _on_timer(job: JobState, _: TimerFired, context: Context) -> Transition:
     """Drops who is late; a selection that is over is ended by the coordinator, which knows who waits."""
-    attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
-        return Transition(job)
-    if attempt.wakeup_at is not None and attempt.wakeup_at > context.now:
-        return Transition(job)  # too early, or for a wish that was replaced
     return closing.drop_late(job, context)
 
 
@@ -301,9 +319,8 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     after = closing.committed(job, attempt, context)
     # A job that was paused meanwhile keeps the reason for its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
-    return Transition(
-        dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
-    )
+    after = dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
+    return Transition(*buffered.stop_stale(after))
 
 
 def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Context) -> Transition:
@@ -316,12 +333,9 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
 # --- small pieces ------------------------------------------------------------------------------------------
 
 
-def _find(job: JobState, key: AttemptKey, client_id: str) -> tuple[Attempt | None, Assignment | None]:
-    """The attempt and the assignment that an event speaks of, if they are the job's last attempt's."""
-    attempt = job.attempt
-    if attempt is None or attempt.key != key:
-        return None, None
-    return attempt, attempt.assignments.get(client_id)
+def _is_in_attempt(job: JobState, assignment: Assignment) -> bool:
+    """Whether it belongs to the last attempt, and not to those that the job carries."""
+    return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
 
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {

@@ -134,7 +134,7 @@ class Learning:
         if found is None:
             rule, payloads = self._rule(seed_of(self._spec.name, self._version + 1))
             found = self._sums[command.key] = _Sum(Accumulator(self.model.schema, rule, self._scalars), rule, payloads)
-        update = self._received.pop((command.key, command.client_id))
+        update = self._received.pop((command.origin, command.client_id))
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
             values = rebased(values, self._models[began_with], self.model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from fedplat.aggregate import (
     first_columns,
     read_columns,
     read_scalars,
+    rebased,
     scalars_to_bytes,
     seed_of,
     state_schema,
@@ -35,9 +36,11 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.updates import Format
 from fedplat_server import crash, intake, logs
 from fedplat_server.blobs import Blob, BlobStore, BlobWriter
-from fedplat_server.errors import BlobError
+from fedplat_server.errors import BlobError, StoreUnavailableError
 from fedplat_server.uploads import UploadKey, UploadStore
 
+STORE_RETRY_S = 0.5
+FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
 Post = Callable[[AttemptAggregated | AggregationFailed], None]
 
 
@@ -52,11 +55,13 @@ class _Work:
 class Aggregation:
     """All open attempts. `post` hears how each of them ended."""
 
-    def __init__(self, blobs: BlobStore, uploads: UploadStore, post: Post) -> None:
+    def __init__(self, blobs: BlobStore, uploads: UploadStore, find_version: FindVersion, post: Post) -> None:
         self._blobs = blobs
         self._uploads = uploads
+        self._find_version = find_version
         self._post = post
         self._open: dict[AttemptKey, _Work] = {}
+        self._kept: dict[str, set[AttemptKey]] = {}
         self._discarding: set[asyncio.Task[None]] = set()
 
     def take(self, job: JobState, command: Fold | Commit) -> None:
@@ -68,14 +73,29 @@ class Aggregation:
             work = self._open[command.key] = _Work(queue, task)
         work.queue.put_nowait(command)
 
-    def end(self, key: AttemptKey) -> None:
-        """Forgets an attempt that has ended, and what was received for it."""
+    def keep(self, attempts: Iterable[AttemptKey]) -> None:
+        """Says what an earlier process received; what is not needed any more goes with the job's next attempt."""
+        for key in attempts:
+            self._kept.setdefault(key.job_id, set()).add(key)
+
+    def end(self, key: AttemptKey, needed: Collection[AttemptKey] = ()) -> None:
+        """Forgets an attempt that has ended, and what was received for it; but not for the attempts that are needed.
+
+        Those are forgotten when a later attempt of their job ends.
+        """
         work = self._open.pop(key, None)
         if work is not None:
             work.task.cancel()
-        task = asyncio.create_task(self._discard(key), name=f"discard {key}")
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
+        ended = {key} | self._kept.pop(key.job_id, set())
+        if still := ended.intersection(needed):
+            self._kept[key.job_id] = still
+        for each in sorted(ended - still):
+            self._in_background(self._uploads.discard_attempt, *each, name=f"discard {each}")
+
+    def release(self, uploads: Sequence[UploadKey]) -> None:
+        """Forgets updates of assignments that have ended, while others of their attempts go on."""
+        if uploads:
+            self._in_background(self._release, *uploads, name="release uploads")
 
     async def close(self) -> None:
         """Cancels all that is under way."""
@@ -103,7 +123,8 @@ class Aggregation:
         rule = _rule(job, payloads.append)
         accumulator = Accumulator(base.schema, rule, await asyncio.to_thread(self._scalars, job, rule, base))
         while isinstance(command := await queue.get(), Fold):
-            await asyncio.to_thread(self._fold, job, base, accumulator, command)
+            origin = await self._origin(job, command) if rule.from_latest else None
+            await asyncio.to_thread(self._fold, job, base, accumulator, command, origin)
         version = await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
         if codec := job.spec.compression.downlink:
             delta = await asyncio.to_thread(self._keep_delta, Format(codec, base.schema), payloads[-1], version.digest)
@@ -117,13 +138,29 @@ class Aggregation:
         digest = job.latest.state_digest
         return read_scalars(self._blobs.path(digest), rule, base.schema.num_floating) if digest else {}
 
-    def _fold(self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold) -> None:
-        upload_key = UploadKey(*command.key, command.client_id)
+    async def _origin(self, job: JobState, command: Fold) -> ModelFile | None:
+        """The version that a client began with, if it is not the latest."""
+        if command.base_version == job.latest.version:
+            return None
+        while True:
+            try:
+                found = await self._find_version(job.job_id, command.base_version)
+            except StoreUnavailableError:  # the runner logs it; an outage costs no attempt
+                await asyncio.sleep(STORE_RETRY_S)
+            else:
+                assert found is not None
+                return await asyncio.to_thread(ModelFile.open, self._blobs.path(found.digest))
+
+    def _fold(
+        self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold, origin: ModelFile | None
+    ) -> None:
+        upload_key = UploadKey(*command.origin, command.client_id)
         path = self._uploads.complete(upload_key, command.digest)
         if path is None:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
+        update = intake.open_update(path, base, job.spec.compression.uplink)
         with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-            accumulator.fold(intake.open_update(path, base, job.spec.compression.uplink), command.contribution)
+            accumulator.fold(rebased(update, origin, base) if origin else update, command.contribution)
         if job.spec.durability == "memory" and not accumulator.keeps_updates:
             self._uploads.discard(upload_key)
 
@@ -166,12 +203,21 @@ class Aggregation:
         with crash.step("commit.delta"):
             return self._blobs.put_chunks(format.framed([payload], model))
 
-    async def _discard(self, key: AttemptKey) -> None:
-        try:
-            # In a thread: unlinking gigabytes must not hold up the event loop.
-            await asyncio.to_thread(self._uploads.discard_attempt, *key)
-        except BlobError as exc:  # no harm to the round; the next start clears the folder
-            logs.get().error("updates could not be thrown away", attempt=str(key), error=str(exc))
+    def _release(self, *uploads: UploadKey) -> None:
+        for key in uploads:
+            self._uploads.discard(key)
+
+    def _in_background(self, discard: Callable[..., None], *arguments: object, name: str) -> None:
+        async def work() -> None:
+            try:
+                # In a thread: unlinking gigabytes must not hold up the event loop.
+                await asyncio.to_thread(discard, *arguments)
+            except BlobError as exc:  # no harm to the round; the next start clears the folder
+                logs.get().error("updates could not be thrown away", what=name, error=str(exc))
+
+        task = asyncio.create_task(work(), name=name)
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
 
 
 def _rule(job: JobState, keep: Callable[[bytes], None]) -> Rule:

@@ -43,7 +43,7 @@ from fedplat_server.services import JobBook, Services
 from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
-from fedplat_server.uploads import UploadStore
+from fedplat_server.uploads import UploadKey, UploadStore
 
 FAREWELL_S = 0.5
 OpenStore = Callable[[str], Awaitable[Store]]
@@ -237,7 +237,8 @@ class _Parts:
         for record in await store.load_jobs(runner.now):
             jobs.add(record, await read_back(store, record.state))
         uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
-        await asyncio.to_thread(uploads.keep, jobs.spooled_attempts())
+        spooled = jobs.spooled_attempts()
+        await asyncio.to_thread(uploads.keep, spooled)
         clients = ClientBook(store)
         evaluation = Evaluation(config.evaluators, config.evaluation_s, blobs, store.set_version_metrics, jobs.changed)
         services = Services(
@@ -265,7 +266,9 @@ class _Parts:
             certificates=endpoint.certificates,
             mtls_port=endpoint.mtls_port,
         )
-        return cls(services, Aggregation(blobs, uploads, runner.post))
+        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post)
+        aggregation.keep(spooled)
+        return cls(services, aggregation)
 
     async def restore(self) -> None:
         """Lets every job go on where it was, and scores what was not scored."""
@@ -287,7 +290,7 @@ class _Parts:
             case Fold() | Commit():
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
             case Abandon():
-                self._aggregation.end(command.key)
+                self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
             case SetTimer():
                 raise AssertionError("the runner sets timers itself")
 
@@ -303,8 +306,11 @@ class _Parts:
                 )
             if change.version is not None:
                 assert change.attempt is not None
-                self._aggregation.end(change.attempt.key)
+                self._aggregation.end(change.attempt.key, change.job.origins)
                 self._score(change.job, change.version)
+            if change.job.spec.buffered is not None:
+                over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
+                self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
             self.services.jobs.changed(job_id)
 
     async def finished(self) -> None:

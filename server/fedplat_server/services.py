@@ -71,8 +71,10 @@ class JobBook:
 
     def spooled_attempts(self) -> list[AttemptKey]:
         """The attempts that go on after a restart, with what was received for them."""
-        attempts = (self.state(job_id).open_attempt for job_id in self._records if not self.is_in_memory(job_id))
-        return [attempt.key for attempt in attempts if attempt is not None]
+        states = [self.state(job_id) for job_id in self._records if not self.is_in_memory(job_id)]
+        attempts = [state.open_attempt for state in states]
+        needed = {key for state in states for key in state.origins}
+        return sorted(needed | {attempt.key for attempt in attempts if attempt is not None})
 
     def changed(self, job_id: str) -> None:
         """Wakes everybody who watches a job."""

@@ -12,10 +12,13 @@ from fedplat.rounds import (
     Attempt,
     AttemptKey,
     Change,
+    Crew,
     HistoryRow,
     JobState,
+    ModelVersion,
     Participation,
     participations_of,
+    restored,
 )
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
@@ -25,19 +28,24 @@ from fedplat_server.store.port import (
     AttemptRecord,
     HistoryRecord,
     JobRecord,
+    Staleness,
     VersionRecord,
 )
 
 
 def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
     """What a store gives back of a job: only assignments keep their moments, on a clock that is ahead by `shift_s`."""
-    attempt = job.attempt
+    attempt, carried = job.attempt, job.carried
     if attempt is not None:
-        moved = [_moved(assignment, shift_s) for assignment in attempt.assignments.values()]
-        attempt = dataclasses.replace(
-            attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments={}, counts={}
-        ).with_assignments(moved)
-    return dataclasses.replace(job, attempt=attempt, resume_at=None)
+        moved = [_moved(assignment, shift_s) for crew in job.crews for assignment in crew.assignments.values()]
+        attempt, carried = restored(_bare(attempt), moved)
+    return dataclasses.replace(job, attempt=attempt, carried=carried, resume_at=None)
+
+
+def _bare(attempt: Attempt) -> Attempt:
+    return dataclasses.replace(
+        attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments={}, counts={}
+    )
 
 
 def _moved(assignment: Assignment, shift_s: float) -> Assignment:
@@ -47,14 +55,13 @@ def _moved(assignment: Assignment, shift_s: float) -> Assignment:
 
 @dataclasses.dataclass
 class _Attempt:
-    attempt: Attempt  # as of the last change; the assignments are kept beside it
+    attempt: Attempt  # as of the last change, without its crew
     opened_unix_s: float
     ended_unix_s: float | None = None
-    # With their moments on the wall clock.
-    assignments: dict[str, Assignment] = dataclasses.field(default_factory=dict[str, Assignment])
 
-    def record(self) -> AttemptRecord:
+    def record(self, counted: Sequence[Assignment]) -> AttemptRecord:
         now = self.attempt
+        stale = [each.staleness for each in counted if each.buffer is not None]
         return AttemptRecord(
             key=now.key,
             kind=now.kind,
@@ -67,8 +74,9 @@ class _Attempt:
             opened_unix_s=self.opened_unix_s,
             ended_unix_s=self.ended_unix_s,
             metrics=dict(now.metrics),
-            counts=Counter(assignment.state for assignment in self.assignments.values()),
-            update_bytes=sum(assignment.update_bytes for assignment in self.assignments.values()),
+            counts=Counter(assignment.state for assignment in counted),
+            update_bytes=sum(assignment.update_bytes for assignment in counted),
+            staleness=Staleness(sum(stale) / len(stale), max(stale)) if stale else Staleness(),
         )
 
 
@@ -80,14 +88,29 @@ class _Job:
     versions: list[VersionRecord]
     save_id: str = ""
     attempts: dict[AttemptKey, _Attempt] = dataclasses.field(default_factory=dict[AttemptKey, _Attempt])
+    # With their moments on the wall clock.
+    assignments: dict[tuple[AttemptKey, str], Assignment] = dataclasses.field(
+        default_factory=dict[tuple[AttemptKey, str], Assignment]
+    )
 
     def record(self, epoch_unix_s: float) -> JobRecord:
         attempt = self.state.attempt
+        carried = Crew()
         if attempt is not None:
-            kept = self.attempts[attempt.key].assignments
-            attempt = dataclasses.replace(attempt, assignments=dict(kept))
-        state = as_stored(dataclasses.replace(self.state, attempt=attempt), -epoch_unix_s)
+            mine = [
+                _moved(each, -epoch_unix_s)
+                for each in self.assignments.values()
+                if each.is_open or attempt.key in (each.key, each.buffer)
+            ]
+            attempt, carried = restored(_bare(attempt), mine)
+        state = dataclasses.replace(self.state, attempt=attempt, carried=carried, resume_at=None)
         return JobRecord(state, self.job_file, self.created_unix_s)
+
+    def attempt_records(self) -> list[AttemptRecord]:
+        counted: dict[AttemptKey, list[Assignment]] = {}
+        for each in self.assignments.values():
+            counted.setdefault(each.buffer or each.key, []).append(each)
+        return [kept.record(counted.get(key, [])) for key, kept in self.attempts.items()]
 
 
 class MemoryStore(MemoryFleet):
@@ -151,28 +174,36 @@ class MemoryStore(MemoryFleet):
         if token_hash not in self._tokens:
             return None
         key, client_id = self._tokens[token_hash]
-        found = self._jobs[key.job_id].attempts[key].assignments[client_id]
+        found = self._jobs[key.job_id].assignments[key, client_id]
         return key, dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
 
     async def participations(self, job_id: str, rounds: range) -> list[Participation]:
         """The assignments of a job's attempts to train in these rounds; see the port."""
-        attempts = self._jobs[job_id].attempts if job_id in self._jobs else {}
+        job = self._jobs.get(job_id)
+        made: dict[AttemptKey, list[Assignment]] = {}
+        for each in job.assignments.values() if job is not None else ():
+            made.setdefault(each.key, []).append(each)
         return [
             participation
-            for key, kept in attempts.items()
+            for key, kept in (job.attempts if job is not None else {}).items()
             if key.round in rounds and kept.attempt.kind is AttemptKind.TRAIN
-            for participation in participations_of(key, kept.assignments.values())
+            for participation in participations_of(made.get(key, ()))
         ]
 
     async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
         """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
-        records = [kept.record() for kept in self._jobs[job_id].attempts.values()] if job_id in self._jobs else []
+        records = self._jobs[job_id].attempt_records() if job_id in self._jobs else []
         return [one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED]
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
         """The newest attempt; see the port."""
         records = await self.list_attempts(job_id, all_attempts=True)
         return records[-1] if records else None
+
+    async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
+        """The version of a job that has this number."""
+        known = self._jobs[job_id].versions if job_id in self._jobs else []
+        return known[version].version if 0 <= version < len(known) else None
 
     async def list_versions(self, job_id: str) -> list[VersionRecord]:
         """Model versions, oldest first."""
@@ -225,8 +256,7 @@ class MemoryStore(MemoryFleet):
                     raise StoreError(f"job {job_id} cannot have version {change.version.version} now")
                 versions[job_id] += 1
             for assignment in change.assignments:
-                assert change.attempt is not None
-                place, token = (change.attempt.key, assignment.client_id), assignment.token_hash
+                place, token = (assignment.key, assignment.client_id), assignment.token_hash
                 if tokens.get(token, self._tokens.get(token, place)) != place:
                     raise StoreError("another assignment has this token")
                 tokens[token] = place
@@ -237,14 +267,15 @@ class MemoryStore(MemoryFleet):
         if change.attempt is not None:
             key = change.attempt.key
             kept = job.attempts.setdefault(key, _Attempt(change.attempt, now))
-            kept.attempt = change.attempt
+            kept.attempt = _bare(change.attempt)
             if kept.ended_unix_s is None and not change.attempt.is_open:
                 kept.ended_unix_s = now
-            for assignment in change.assignments:
-                if (old := kept.assignments.get(assignment.client_id)) is not None:
-                    del self._tokens[old.token_hash]
-                kept.assignments[assignment.client_id] = _moved(assignment, epoch_unix_s)
-                self._tokens[assignment.token_hash] = (key, assignment.client_id)
+        for assignment in change.assignments:
+            place = (assignment.key, assignment.client_id)
+            if (old := job.assignments.get(place)) is not None:
+                del self._tokens[old.token_hash]
+            job.assignments[place] = _moved(assignment, epoch_unix_s)
+            self._tokens[assignment.token_hash] = place
         if change.version is not None:
             job.versions.append(VersionRecord(change.version, now, {}))
         for row in change.history:

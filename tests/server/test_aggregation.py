@@ -30,16 +30,19 @@ class Bench:
         self.blobs = BlobStore(folder / "blobs")
         self.uploads = UploadStore(folder / "uploads")
         self.outcomes: asyncio.Queue[AttemptAggregated | AggregationFailed] = asyncio.Queue()
-        self.aggregation = Aggregation(self.blobs, self.uploads, self.outcomes.put_nowait)
+        self.aggregation = Aggregation(self.blobs, self.uploads, self._find_version, self.outcomes.put_nowait)
         blob = self.blobs.put_chunks([initial_model().to_bytes()])
         version = ModelVersion(version=0, round=0, attempt=0, digest=blob.digest, size_bytes=blob.size_bytes)
         self.job = JobState("j", parse_job(job_file(goal=1)), version)
+
+    async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:
+        raise AssertionError("nobody asks for older versions")
 
     def receive(self, client_id: str, content: bytes = UPDATE) -> Fold:
         upload = self.uploads.open(UploadKey(*KEY, client_id), digest_of(content), len(content), 0)
         upload.write(content)
         upload.close()
-        return Fold(KEY, client_id, digest_of(content), Contribution(1.0))
+        return Fold(KEY, client_id, digest_of(content), Contribution(1.0), KEY, 0)
 
     def take(self, command: Fold | Commit) -> None:
         self.aggregation.take(self.job, command)
@@ -129,7 +132,7 @@ async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: py
     upload = bench.uploads.open(UploadKey(*again, "a"), digest_of(UPDATE), len(UPDATE), 0)
     upload.write(UPDATE)
     upload.close()
-    bench.take(Fold(again, "a", digest_of(UPDATE), Contribution(1.0)))
+    bench.take(Fold(again, "a", digest_of(UPDATE), Contribution(1.0), again, 0))
     bench.take(Commit(again, 0, 1))
     go_on.set()
     outcome = await bench.outcome()
@@ -150,7 +153,7 @@ async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
     for number in range(1, 20):
         key = AttemptKey("j", 1, number)
         if number % 2:
-            bench.take(Fold(key, "a", "0" * 64, Contribution(1.0)))
+            bench.take(Fold(key, "a", "0" * 64, Contribution(1.0), key, 0))
             assert isinstance(await bench.outcome(), AggregationFailed)
         bench.aggregation.end(key)
     await bench.aggregation.close()

@@ -447,6 +447,8 @@ class Round(_message.Message):
     CLIENT_METRICS_FIELD_NUMBER: _builtins.int
     SERVER_METRICS_FIELD_NUMBER: _builtins.int
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
+    MEAN_STALENESS_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -468,6 +470,9 @@ class Round(_message.Message):
     """0 while the attempt is open."""
     update_bytes: _builtins.int
     """Bytes of the updates that were accepted, as they were received: compressed, if the job says so."""
+    mean_staleness: _builtins.float
+    """How many versions behind the accepted updates were: on average, and at most. 0 in synchronous rounds."""
+    max_staleness: _builtins.int
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Weighted means of the metrics that clients reported."""
@@ -499,10 +504,12 @@ class Round(_message.Message):
         client_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         server_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         update_bytes: _builtins.int = ...,
+        mean_staleness: _builtins.float = ...,
+        max_staleness: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """An operator cancelled the job."""
     REASON_STALE: _Reason.ValueType  # 16
     """The token names no assignment that is still open (a replay, or an assignment from before a restart)."""
+    REASON_TOO_STALE: _Reason.ValueType  # 17
+    """More versions were committed since the client began than the job allows."""
     REASON_TRAINER_ERROR: _Reason.ValueType  # 20
     """The trainer raised an error."""
     REASON_UNKNOWN_TRAINER: _Reason.ValueType  # 21
@@ -101,6 +103,8 @@ REASON_JOB_CANCELLED: Reason.ValueType  # 15
 """An operator cancelled the job."""
 REASON_STALE: Reason.ValueType  # 16
 """The token names no assignment that is still open (a replay, or an assignment from before a restart)."""
+REASON_TOO_STALE: Reason.ValueType  # 17
+"""More versions were committed since the client began than the job allows."""
 REASON_TRAINER_ERROR: Reason.ValueType  # 20
 """The trainer raised an error."""
 REASON_UNKNOWN_TRAINER: Reason.ValueType  # 21

@@ -122,6 +122,8 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         client_metrics=dict(attempt.metrics),
         server_metrics=dict(server_metrics),
         update_bytes=attempt.update_bytes,
+        mean_staleness=attempt.staleness.mean,
+        max_staleness=attempt.staleness.most,
     )
 
 

@@ -14,7 +14,7 @@ from grpc import aio
 
 from fedplat import rounds, wire
 from fedplat.aggregate import unusable
-from fedplat.rounds import Assignment, AttemptKey, Verdict
+from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -201,9 +201,8 @@ class FleetService(MembershipService):
 
     async def _assignment(self, command: Assign) -> fleet_pb2.Assignment:
         job = self._services.jobs.state(command.key.job_id)
-        spec = job.spec
-        assert job.latest.version == command.base_version
-        model_bytes = await self._services.inline_models.content(job.latest)
+        spec, model = job.spec, await self._base_of(job, command.base_version)
+        model_bytes = await self._services.inline_models.content(model)
         return fleet_pb2.Assignment(
             token=command.token,
             job_id=job.job_id,
@@ -212,15 +211,22 @@ class FleetService(MembershipService):
             attempt=command.key.number,
             task=convert.TASKS[command.kind],
             trainer=convert.handler_of(spec, command.kind),
-            model=convert.model_ref(job.latest),
+            model=convert.model_ref(model),
             config={name: convert.value(scalar) for name, scalar in spec.config.items()},
             training_timeout_s=command.training_timeout_s,
             upload_timeout_s=command.upload_timeout_s,
             heartbeat_s=spec.deadlines.heartbeat_s,
             uplink=convert.uplink(spec, command.kind),
             model_bytes=model_bytes,
-            delta=None if model_bytes else convert.model_delta(job.latest, spec),
+            delta=None if model_bytes else convert.model_delta(model, spec),
         )
+
+    async def _base_of(self, job: JobState, version: int) -> ModelVersion:
+        """The version that an assignment begins with; no longer the latest, if that is given out again late."""
+        found = job.latest if job.latest.version == version else None
+        found = found or await self._services.store.find_version(job.job_id, version)
+        assert found is not None
+        return found
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
         for job in self._services.runner.coordinator.jobs.values():
@@ -271,9 +277,9 @@ class FleetService(MembershipService):
             raise
 
     async def _tidy_up(self, key: AttemptKey, upload_key: UploadKey) -> None:
-        """Throws away what arrived while the attempt was ending, after all its other uploads had been."""
+        """Throws away what arrived while the assignment was ending, after all other uploads for it had been."""
         found = self._services.runner.coordinator.find(key, upload_key.client_id)
-        if found is None or not found[0].is_open:
+        if found is None or not found[1].is_open:
             await asyncio.to_thread(self._services.uploads.discard, upload_key)
 
     async def _take_report(self, key: AttemptKey, client: ClientRecord, request: fleet_pb2.ReportRequest) -> Verdict:
@@ -285,7 +291,7 @@ class FleetService(MembershipService):
         if bad := requests.why_metrics_are_bad(request.metrics, self._limits):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
         found, update_bytes = services.runner.coordinator.find(key, client_id), 0
-        if found is not None and found[0].kind is AttemptKind.TRAIN:
+        if found is not None and found[0] is AttemptKind.TRAIN:
             if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
@@ -316,10 +322,18 @@ class FleetService(MembershipService):
         try:
             return await asyncio.to_thread(reports.take_in, services.uploads, upload_key, digest, request.update, check)
         except SpoolError as exc:
-            services.runner.post(AggregationFailed(key, f"the spool cannot be trusted: {exc}"))
-            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the attempt is abandoned") from exc
+            await self._spool_failed(key, client_id, f"the spool cannot be trusted: {exc}")
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the assignment is over") from exc
         finally:
             await self._tidy_up(key, upload_key)
+
+    async def _spool_failed(self, key: AttemptKey, client_id: str, text: str) -> None:
+        """Abandons the open attempt whose folder failed; in the folder of an earlier one, others were synced before."""
+        attempt = self._services.jobs.state(key.job_id).open_attempt
+        if attempt is not None and attempt.key == key:
+            self._services.runner.post(AggregationFailed(key, text))
+        else:
+            await self._services.runner.submit(AssignmentFailed(key, client_id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
         verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))

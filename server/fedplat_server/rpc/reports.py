@@ -35,7 +35,11 @@ def take_in(uploads: UploadStore, key: UploadKey, digest: str, update: bytes, ch
     path = uploads.complete(key, digest)
     if path is None:
         raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
-    if (problem := check(path)) is not None:
+    try:
+        problem = check(path)
+    except FileNotFoundError as exc:  # thrown away this very moment, because the assignment has ended
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
+    if problem is not None:
         return problem
     try:
         return uploads.persist(key, digest)

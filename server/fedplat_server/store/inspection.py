@@ -116,12 +116,22 @@ async def _attempts(connection: AsyncConnection, job: Job, now_unix_s: float) ->
             mine = tuple(rows) if key == number else ()
             if key == number:
                 key, rows = await anext(groups)
-            which = {"job_id": job.row.job_id, "round": attempt.round, "number": attempt.number}
-            cohort = await _rows(connection, AssignmentRow, tables.assignments, which, ("client_id",))
-            yield Attempt(job.row, attempt, made.get(number), tuple(cohort), mine, now_unix_s)
+            cohort = await _cohort(connection, job.row.job_id, number)
+            own = tuple(one for one in cohort if (one.round, one.number) == number)
+            counted = tuple(one for one in cohort if one.place == number)
+            yield Attempt(job.row, job.spec, attempt, made.get(number), own, counted, mine, now_unix_s)
         while key is not None:
             yield Strays(job.row, tuple(rows))
             key, rows = await anext(groups)
+
+
+async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> list[AssignmentRow]:
+    """The assignments that were made in an attempt, and those that it took over."""
+    rows = tables.assignments.c
+    made = (rows.job_id == job_id) & (rows.round == number[0]) & (rows.number == number[1])
+    taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
+    query = _query(AssignmentRow, tables.assignments, {}, ("client_id", "round", "number")).where(made | taken)
+    return [AssignmentRow(*row) for row in await connection.execute(query)]
 
 
 class _History:

@@ -30,10 +30,19 @@ class JobRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Staleness:
+    """How many versions behind the updates were that an attempt has taken in: on average, and at most."""
+
+    mean: float = 0.0
+    most: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttemptRecord:
     """An attempt with its assignments counted; `ended_unix_s` is None while it is open.
 
-    `update_bytes` is the size of all updates that were reported.
+    An assignment counts for the attempt that has taken its update in; until there is one, for that which it was made
+    in. `update_bytes` is the size of all updates that were reported.
     """
 
     key: AttemptKey
@@ -49,6 +58,7 @@ class AttemptRecord:
     metrics: Mapping[str, float]
     counts: Mapping[AssignmentState, int]
     update_bytes: int
+    staleness: Staleness = Staleness()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +113,8 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol)
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation, as the coordinator left it.
 
-        That is: with its last attempt and that attempt's assignments (train or evaluate), its latest version, and
+        That is: with its last attempt, that attempt's assignments and those that are carried (`rounds.restored`), its
+        latest version, and
         the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its assignments that were
         reported in attempts of kind TRAIN. The moments of assignments (`…_at`) are on the clock that says `now`, as
         far as the wall clock can be trusted; all others are zero or None: they mean nothing any more.
@@ -134,6 +145,10 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol)
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
         """The attempt that `list_attempts` has last with `all_attempts`; costs the same however many there are."""
+        ...
+
+    async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
+        """The version of a job that has this number."""
         ...
 
     async def list_versions(self, job_id: str) -> list[VersionRecord]:

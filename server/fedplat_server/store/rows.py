@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
-from fedplat.rounds import Assignment, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
-from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
 
 Row = sqlalchemy.Row[Any]
 Values = dict[str, Any]
@@ -108,9 +108,9 @@ def attempt_values(attempt: Attempt, unix_s: float) -> Values:
     }
 
 
-def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
-    """A row of `attempts` and its assignments; moments of its own are forgotten."""
-    found = Attempt(
+def attempt(row: Row) -> Attempt:
+    """A row of `attempts`, without its crew; moments of its own are forgotten."""
+    return Attempt(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
         phase=AttemptPhase(row.phase),
@@ -123,7 +123,6 @@ def attempt(row: Row, cohort: Iterable[Assignment]) -> Attempt:
         reason=row.reason,
         metrics=row.metrics,
     )
-    return found.with_assignments(cohort)
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
@@ -142,14 +141,26 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
         metrics=row.metrics,
         counts={AssignmentState(one.state): one.total for one in tally},
         update_bytes=sum(int(one.update_bytes) for one in tally),
+        staleness=_staleness(tally),
     )
 
 
-def assignment_values(key: AttemptKey, assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
+def _staleness(tally: Sequence[Row]) -> Staleness:
+    """Mean and maximum over the groups of a tally; a group without any update has no number."""
+    groups = [(int(one.staleness), one.num_stale, one.max_staleness) for one in tally if one.num_stale]
+    if not groups:
+        return Staleness()
+    number = sum(number for _, number, _ in groups)
+    return Staleness(sum(total for total, _, _ in groups) / number, max(most for _, _, most in groups))
+
+
+def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
     """An assignment that changed in this revision of its job, as a row of `assignments`.
 
     `epoch_unix_s` is where the clock of its moments stands at 0.
     """
+    key, buffer = assignment.key, assignment.buffer
+    into = buffer if buffer != key else None
     return {
         "job_id": key.job_id,
         "round": key.round,
@@ -169,6 +180,10 @@ def assignment_values(key: AttemptKey, assignment: Assignment, revision: int, ep
         "deadline_unix_s": epoch_unix_s + assignment.deadline_at,
         "report_number": assignment.report_number,
         "update_bytes": assignment.update_bytes,
+        "base_version": assignment.base_version,
+        "staleness": assignment.staleness if buffer is not None else None,
+        "into_round": into.round if into is not None else None,
+        "into_number": into.number if into is not None else None,
     }
 
 
@@ -176,7 +191,13 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
     """A row of `assignments`, with its moments on a clock that stands at 0 at `epoch_unix_s`, or without them."""
     moments = [row.assigned_unix_s, row.deadline_unix_s]
     assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
+    key = AttemptKey(row.job_id, row.round, row.number)
+    into = AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
     return Assignment(
+        key=key,
+        base_version=row.base_version,
+        buffer=into if row.staleness is not None else None,
+        staleness=row.staleness or 0,
         client_id=row.client_id,
         token_hash=row.token_hash,
         state=AssignmentState(row.state),
@@ -206,7 +227,9 @@ def job_values(state: JobState) -> Values:
     }
 
 
-def job_record(row: Row, latest: ModelVersion, last: Attempt | None, durations: tuple[float, ...]) -> JobRecord:
+def job_record(
+    row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], durations: tuple[float, ...]
+) -> JobRecord:
     """A row of `jobs` with what belongs to it."""
     state = JobState(
         job_id=row.job_id,
@@ -215,7 +238,8 @@ def job_record(row: Row, latest: ModelVersion, last: Attempt | None, durations: 
         status=JobStatus(row.status),
         reason=row.reason,
         round=row.round,
-        attempt=last,
+        attempt=last[0],
+        carried=last[1],
         failures=row.failures,
         durations=durations,
         revision=row.revision,

@@ -9,7 +9,17 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Change, HistoryRow, JobState
+from fedplat.rounds import (
+    Assignment,
+    Attempt,
+    AttemptKey,
+    Change,
+    Crew,
+    HistoryRow,
+    JobState,
+    ModelVersion,
+    restored,
+)
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
@@ -27,7 +37,7 @@ from fedplat_server.store.port import (
 from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
 from fedplat_server.store.sql_participations import SqlParticipations
-from fedplat_server.store.tables import assignments, attempts, history, jobs, model_versions
+from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
 
 # Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
 _LATER = (
@@ -141,13 +151,21 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
         row = found[0]
         return AttemptKey(row.job_id, row.round, row.number), rows.assignment(row)
 
+    async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
+        """The version of a job that has this number."""
+        mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
+        found = await self._all(select(model_versions).where(mine))
+        return rows.model_version(found[0]) if found else None
+
     async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
         """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
         if not all_attempts:
             query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
-        group = (assignments.c.round, assignments.c.number, assignments.c.state)
-        tally = _tally(*group).where(assignments.c.job_id == job_id)
+        # An update counts for the attempt that took it in.
+        into = (("round", assignments.c.into_round), ("number", assignments.c.into_number))
+        place = [func.coalesce(column, assignments.c[name]).label(name) for name, column in into]
+        tally = _tally(*place, assignments.c.state).where(assignments.c.job_id == job_id)
 
         def work(connection: Connection) -> list[AttemptRecord]:
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
@@ -165,7 +183,8 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
             row = _newest(connection, job_id)
             if row is None:
                 return None
-            tally = _tally(assignments.c.state).where(_of_attempt(row))
+            counted = (_made_in(row) & assignments.c.into_round.is_(None)) | _taken_into(row)
+            tally = _tally(assignments.c.state).where(counted)
             return rows.attempt_record(row, connection.execute(tally).all())
 
         return await self._database.read(work)
@@ -251,24 +270,38 @@ def _newest(connection: Connection, job_id: str) -> rows.Row | None:
 
 
 def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
-    """How many assignments there are in each group, and the bytes of their updates."""
+    """How many assignments there are in each group, the bytes of their updates, and how stale these were."""
     update_bytes = func.sum(assignments.c.update_bytes).label("update_bytes")
-    return select(*group, func.count().label("total"), update_bytes).group_by(*group)
+    staleness = [
+        func.sum(assignments.c.staleness).label("staleness"),
+        func.count(assignments.c.staleness).label("num_stale"),
+        func.max(assignments.c.staleness).label("max_staleness"),
+    ]
+    return select(*group, func.count().label("total"), update_bytes, *staleness).group_by(*group)
 
 
-def _of_attempt(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    """Which assignments belong to a row of `attempts`."""
-    mine = (assignments.c.job_id, assignments.c.round, assignments.c.number)
-    return sqlalchemy.and_(*(c == v for c, v in zip(mine, (row.job_id, row.round, row.number), strict=True)))
+def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
+    """Which assignments were made in an attempt."""
+    return _are((assignments.c.job_id, assignments.c.round, assignments.c.number), row)
 
 
-def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> Attempt | None:
+def _taken_into(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
+    """Which assignments of earlier attempts have their update in an attempt."""
+    return _are((assignments.c.job_id, assignments.c.into_round, assignments.c.into_number), row)
+
+
+def _are(columns: Sequence[sqlalchemy.ColumnElement[Any]], row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
+    return sqlalchemy.and_(*(c == v for c, v in zip(columns, (row.job_id, row.round, row.number), strict=True)))
+
+
+def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, Crew]:
     row = _newest(connection, job_id)
     if row is None:
-        return None
-    cohort = select(assignments).where(_of_attempt(row))
+        return None, Crew()
+    still = (assignments.c.job_id == job_id) & STILL_OPEN
+    cohort = select(assignments).where(_made_in(row) | _taken_into(row) | still)
     found = connection.execute(cohort.order_by(assignments.c.client_id))
-    return rows.attempt(row, [rows.assignment(one, epoch_unix_s) for one in found])
+    return restored(rows.attempt(row), [rows.assignment(one, epoch_unix_s) for one in found])
 
 
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:

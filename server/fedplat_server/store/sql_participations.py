@@ -24,7 +24,7 @@ class SqlParticipations:
             .join(attempts, and_(*same))
             .where(mine.job_id == job_id, mine.round >= rounds.start, mine.round < rounds.stop)
             .where(attempts.c.kind == AttemptKind.TRAIN)
-            .order_by(mine.round, mine.number, mine.report_number.is_(None), mine.report_number, mine.client_id)
+            .order_by(mine.round, mine.number, mine.reported_revision.is_(None), mine.reported_revision, mine.client_id)
         )
 
         def work(connection: Connection) -> list[Participation]:

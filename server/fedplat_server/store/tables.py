@@ -168,6 +168,12 @@ assignments = Table(
     Column("deadline_unix_s", Float, nullable=False, server_default="0"),
     Column("report_number", Integer),
     Column("update_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("base_version", Integer, nullable=False, server_default="0"),
+    # NULL until an attempt has taken the update in.
+    Column("staleness", Integer),
+    # The attempt that took it in, if that is a later one than its own.
+    Column("into_round", Integer),
+    Column("into_number", Integer),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -175,6 +181,13 @@ assignments = Table(
     ),
     Index(None, "job_id", "reported_revision"),
 )
+
+_later = text("into_round IS NOT NULL")
+STILL_OPEN = text("state IN ('TRAINING', 'UPLOADING', 'REPORTED')")
+"""Which assignments have not ended: in these words, for the index over them to be found."""
+_into = (assignments.c.job_id, assignments.c.into_round, assignments.c.into_number)
+Index("ix_assignments_into", *_into, sqlite_where=_later, postgresql_where=_later)
+Index("ix_assignments_open", assignments.c.job_id, sqlite_where=STILL_OPEN, postgresql_where=STILL_OPEN)
 
 model_versions = Table(
     "model_versions",

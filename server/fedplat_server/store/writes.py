@@ -55,13 +55,13 @@ class Batch:
         self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
         if change.attempt is not None:
             self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
-            for assignment in change.assignments:
-                values = rows.assignment_values(change.attempt.key, assignment, change.job.revision, unix_s - self.now)
-                place = (change.attempt.key, assignment.client_id)
-                earlier = self.assignments.get(place)
-                if earlier is not None and earlier["reported_revision"] is not None:
-                    values["reported_revision"] = earlier["reported_revision"]
-                self.assignments[place] = values
+        for assignment in change.assignments:
+            values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now)
+            place = (assignment.key, assignment.client_id)
+            earlier = self.assignments.get(place)
+            if earlier is not None and earlier["reported_revision"] is not None:
+                values["reported_revision"] = earlier["reported_revision"]
+            self.assignments[place] = values
         if change.version is not None:
             self.versions.append(rows.version_values(job_id, change.version, unix_s))
         self.history.extend(rows.history_values(job_id, row, unix_s) for row in change.history)

@@ -73,7 +73,7 @@ def _count(report: Report, unit: Unit) -> None:
     if isinstance(unit, Job):
         report.checked.update(jobs=1, versions=len(unit.versions))
     if isinstance(unit, Attempt):
-        report.checked.update(attempts=1, assignments=len(unit.assignments))
+        report.checked.update(attempts=1, assignments=len(unit.made))
     report.checked.update({"history rows": len(unit.history) if isinstance(unit, Job | Attempt | Strays) else 0})
 
 

@@ -57,8 +57,8 @@ def of_attempt(attempt: Attempt) -> Iterator[Wrong]:
 
 def of_assignments(attempt: Attempt) -> Iterator[Wrong]:
     """The rows of each client's assignment."""
-    by_client: dict[str, list[HistoryRow]] = {one.client_id: [] for one in attempt.assignments}
-    states = {one.client_id: one.state for one in attempt.assignments}
+    by_client: dict[str, list[HistoryRow]] = {one.client_id: [] for one in attempt.made}
+    states = {one.client_id: one.state for one in attempt.made}
     for row in attempt.history:
         if row.entity == "assignment":
             by_client.setdefault(row.client_id, []).append(row)

@@ -14,10 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fedplat.rounds.states import BUSY_STATES, OPEN_PHASES, AssignmentState, AttemptKind, AttemptPhase, JobStatus
+from fedplat.rounds.states import (
+    BUSY_STATES,
+    OPEN_PHASES,
+    OPEN_STATES,
+    AssignmentState,
+    AttemptKind,
+    AttemptPhase,
+    JobStatus,
+)
 from fedplat_server import audit
 from fedplat_server.verify import histories
 from fedplat_server.verify.records import (
+    AssignmentRow,
     Attempt,
     AttemptRow,
     AuditEnd,
@@ -71,11 +80,11 @@ def merged_once(attempt: Attempt) -> Iterator[Wrong]:
 
 
 def acknowledged_has_an_end(attempt: Attempt) -> Iterator[Wrong]:
-    """I3: an acknowledged report is merged or has a terminal reason."""
+    """I3: an acknowledged report is merged or has a terminal reason; or it waits for the next attempt."""
     if is_open(attempt.row):
         return
     for one in attempt.assignments:
-        if one.state == AssignmentState.REPORTED:
+        if one.state == AssignmentState.REPORTED and not (attempt.carries and one.staleness is None):
             found = f"it is REPORTED in a {attempt.row.phase} attempt"
             yield Wrong(attempt_place(attempt.row, one.client_id), found, "MERGED, or DROPPED with a reason")
 
@@ -83,7 +92,7 @@ def acknowledged_has_an_end(attempt: Attempt) -> Iterator[Wrong]:
 def ended_for_a_reason(attempt: Attempt) -> Iterator[Wrong]:
     """I3: whatever ended without being merged says why; whatever did not end so says nothing."""
     without = {*BUSY_STATES, AssignmentState.REPORTED, AssignmentState.MERGED}
-    for one in attempt.assignments:
+    for one in attempt.made:
         place = attempt_place(attempt.row, one.client_id)
         if one.state not in without and not one.reason:
             yield Wrong(place, f"it is {one.state} without a reason", "a reason for every end but MERGED")
@@ -93,7 +102,7 @@ def ended_for_a_reason(attempt: Attempt) -> Iterator[Wrong]:
 
 def reports_are_complete(attempt: Attempt) -> Iterator[Wrong]:
     """I3: a report says what it is a report of, and when it came."""
-    for one in attempt.assignments:
+    for one in attempt.made:
         place = attempt_place(attempt.row, one.client_id)
         reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
         if reported and (one.took_s is None or one.reported_revision is None):
@@ -129,11 +138,34 @@ def weights_add_up(attempt: Attempt) -> Iterator[Wrong]:
         yield Wrong(attempt_place(attempt.row), found, f"{attempt.version.total_weight!r}, as its version says")
 
 
-def nothing_open_in_the_ended(attempt: Attempt) -> Iterator[Wrong]:
-    """I7: no client works for an attempt that has ended, or that commits already."""
-    if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING):
+def weights_are_right(attempt: Attempt) -> Iterator[Wrong]:
+    """I6: an update that was taken in counts for what the job says, by its examples and its staleness."""
+    if attempt.spec is None:
         return
+    mode = attempt.spec.buffered
     for one in attempt.assignments:
+        if one.staleness is None or one.state not in (AssignmentState.REPORTED, AssignmentState.MERGED):
+            continue
+        place = attempt_place(attempt.row, one.client_id)
+        behind = attempt.row.base_version - one.base_version
+        if one.staleness != behind or (mode is not None and mode.is_too_stale(behind)):
+            bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
+            yield Wrong(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
+        weight = attempt.spec.weight(one.num_examples, behind) if behind >= 0 else math.nan
+        if not math.isclose(one.weight, weight, rel_tol=1e-12):
+            yield Wrong(place, f"its weight is {one.weight!r}", f"{weight!r}, by its examples and its staleness")
+
+
+def still_open(attempt: Attempt) -> list[AssignmentRow]:
+    """The assignments that outlive an attempt, if its job is one in which they may."""
+    return [one for one in attempt.made if attempt.carries and one.state in OPEN_STATES]
+
+
+def nothing_open_in_the_ended(attempt: Attempt) -> Iterator[Wrong]:
+    """I7: no client works for an attempt that has ended, or that commits already; but it may work for the next one."""
+    if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries:
+        return
+    for one in attempt.made:
         if one.state in BUSY_STATES:
             found = f"it is {one.state} in a {attempt.row.phase} attempt"
             yield Wrong(attempt_place(attempt.row, one.client_id), found, "no open assignment there")
@@ -141,7 +173,7 @@ def nothing_open_in_the_ended(attempt: Attempt) -> Iterator[Wrong]:
 
 def overdue(attempt: Attempt) -> Iterator[Wrong]:
     """I7: a daemon that runs ends an assignment when its deadline is over."""
-    for one in attempt.assignments if is_open(attempt.row) else ():
+    for one in attempt.made if is_open(attempt.row) else still_open(attempt):
         late_s = attempt.seen_unix_s - one.deadline_unix_s
         if one.state in BUSY_STATES and late_s > GRACE_S:
             found = f"it is {one.state} {late_s:.0f} s after its deadline"
@@ -313,6 +345,7 @@ CHECKS: Sequence[Check] = (
     Check("I3", Attempt, reports_are_complete),
     Check("I4", Attempt, above_the_minimum),
     Check("I6", Attempt, weights_add_up),
+    Check("I6", Attempt, weights_are_right),
     Check("I7", Attempt, nothing_open_in_the_ended, RESTART),
     Check("I7", Attempt, overdue, RESTART, live=True),
     Check("I7", Attempt, end_is_noted),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from fedplat.job import JobSpec
+from fedplat.rounds.states import AttemptKind, JobStatus
 from fedplat_server.audit import AuditHead, AuditRow
 
 
@@ -41,8 +42,10 @@ class AttemptRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignmentRow:
-    """A row of `assignments`."""
+    """A row of `assignments`. `round` and `number` are those of the attempt that it was made in."""
 
+    round: int
+    number: int
     client_id: str
     state: str
     reason: str | None
@@ -54,6 +57,17 @@ class AssignmentRow:
     reported_revision: int | None
     deadline_unix_s: float
     update_bytes: int
+    base_version: int
+    staleness: int | None
+    into_round: int | None
+    into_number: int | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Round and number of the attempt that has its update, or would have."""
+        if self.into_round is None or self.into_number is None:
+            return self.round, self.number
+        return self.into_round, self.into_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,15 +119,29 @@ class Job:
 class Attempt:
     """An attempt with its assignments, its history and theirs, and the version that it made.
 
-    `seen_unix_s` is a moment before it was read.
+    `made` are the assignments that were made in it; `assignments` those whose update it has, if they have one: without
+    those that a later attempt took over, and with those that it took over itself. `seen_unix_s` is a moment before it
+    was read.
     """
 
     job: JobRow
+    spec: JobSpec | None
     row: AttemptRow
     version: VersionRow | None
+    made: tuple[AssignmentRow, ...]
     assignments: tuple[AssignmentRow, ...]
     history: tuple[HistoryRow, ...]
     seen_unix_s: float
+
+    @property
+    def carries(self) -> bool:
+        """Whether clients may go on working when it has ended."""
+        return (
+            self.spec is not None
+            and self.spec.buffered is not None
+            and self.row.kind == AttemptKind.TRAIN
+            and self.job.status == JobStatus.RUNNING
+        )
 
 
 @dataclasses.dataclass(frozen=True)

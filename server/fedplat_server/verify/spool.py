@@ -20,8 +20,8 @@ _UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
 class Spool:
     """What the rows say about the spool; takes every unit, a job before its attempts.
 
-    `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended, and to be
-    kept. `expected` are all whose uploads may be there, complete or not.
+    `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended or for the
+    next one, and to be kept. `expected` are all whose uploads may be there, complete or not.
     """
 
     reported: dict[UploadKey, str] = dataclasses.field(default_factory=dict[UploadKey, str])
@@ -33,7 +33,7 @@ class Spool:
         if isinstance(unit, Job):
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
         if isinstance(unit, Attempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
-            for one in unit.assignments if invariants.is_open(unit.row) else ():
+            for one in unit.made if invariants.is_open(unit.row) else invariants.still_open(unit):
                 key = UploadKey(unit.row.job_id, unit.row.round, unit.row.number, one.client_id)
                 self.expected.add(key)
                 if one.state == AssignmentState.REPORTED:

@@ -52,6 +52,7 @@ def job(state: State) -> admin_pb2.Job:
     abandoned.reason = "too few clients came"
     committed.assigned, committed.reported, committed.late, committed.failed, committed.seconds = 11, 8, 2, 1, 3.21
     committed.update_bytes = 8 * 1536
+    committed.mean_staleness, committed.max_staleness = 1.25, 3
     committed.client_metrics["loss"] = 0.31214
     committed.server_metrics["accuracy"] = 0.912
     open_attempt.assigned = 11
@@ -107,6 +108,9 @@ def test_job_show_tells_how_updates_are_compressed(run: Run, job: admin_pb2.Job)
     text = run("job", "show", "digits").stdout
     assert 'updates     compressed by {"codec":"bf16","zstd":false}\n' in text
     assert "0 rejected, 2.9 KiB received (1.5 KiB for each update)\n" in text
+    job.current.mean_staleness, job.current.max_staleness = 0.5, 2
+    text = run("job", "show", "digits").stdout
+    assert "(1.5 KiB for each update), 0.5 versions behind on average and 2 at most\n" in text
 
 
 def test_job_show(run: Run, job: admin_pb2.Job):
@@ -127,8 +131,8 @@ def test_job_rounds(run: Run):
     header, *rows = run("job", "rounds", "digits").stdout.splitlines()
     assert header.split()[:4] == ["ROUND", "TRY", "KIND", "PHASE"]
     assert [" ".join(row.split()) for row in rows] == [
-        "1 2 train committed 11 8 2 1 0 12.0 KiB 3.2 s server: accuracy 0.912; clients: loss 0.3121",
-        "2 1 train collecting 11 0 0 0 0 - -",
+        "1 2 train committed 11 8 2 1 0 12.0 KiB 1.2 (max 3) 3.2 s server: accuracy 0.912; clients: loss 0.3121",
+        "2 1 train collecting 11 0 0 0 0 - - -",
     ]
     assert "too few clients came" in run("job", "rounds", "digits", "--all").stdout
     assert [entry["attempt"] for entry in parsed(run("job", "rounds", "digits", "--json", "--all"))] == [1, 2, 1]

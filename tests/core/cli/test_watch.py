@@ -156,6 +156,35 @@ def test_the_board_counts_what_the_events_say():
     assert board.has_ended
 
 
+def test_an_update_counts_where_it_was_merged():
+    """The second round merges an update of a client that began in the first."""
+
+    def event(entity: str, round_: int, to_state: str, client: str = "", update_bytes: int = 0) -> None:
+        board.add(
+            admin_pb2.JobEvent(
+                entity=entity,
+                round=round_,
+                attempt=1,
+                client_id=client,
+                to_state=to_state,
+                update_bytes=update_bytes,
+                kind=admin_pb2.ATTEMPT_KIND_TRAIN if entity == "attempt" else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
+            )
+        )
+
+    board = Board()
+    event("attempt", 1, "COLLECTING")
+    event("assignment", 1, "REPORTED", "a", 10)
+    event("attempt", 1, "COMMITTING")
+    event("assignment", 1, "REPORTED", "b", 20)
+    event("assignment", 1, "MERGED", "a", 10)
+    event("attempt", 1, "COMMITTED")
+    event("attempt", 2, "COLLECTING")
+    event("assignment", 1, "MERGED", "b", 20)
+    event("attempt", 2, "COMMITTED")
+    assert [(one.reported, one.update_bytes) for one in board.attempts] == [(1, 10), (1, 20)]
+
+
 def test_the_board_measures_time_on_the_servers_clock():
     board = Board()
     for moment, to_state in ((100.0, "SELECTING"), (101.0, "COLLECTING"), (104.5, "COMMITTING"), (105.0, "COMMITTED")):

@@ -141,7 +141,7 @@ class Driver:
         """Everybody of a job's attempt reports, and it commits."""
         attempt = self.coordinator.jobs[job_id].attempt
         assert attempt is not None
-        self.do(*(UpdateReported(attempt.key, name, f"of-{name}", 10.0) for name in attempt.assignments))
+        self.do(*(UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 10.0) for each in attempt.busy))
         self.do(make_aggregated(self.coordinator.jobs[job_id]))
 
     def crash(self, down_s: float = 0.0, clock_s: float = 0.0) -> Proposal:
@@ -173,6 +173,10 @@ class Driver:
         """The last attempt's name."""
         return self.attempt.key
 
+    def key_of(self, client_id: str) -> AttemptKey:
+        """The attempt that a client's assignment was made in; the last one for clients without any."""
+        return self.coordinator.assignment_of(client_id) or self.key
+
     def verdict(self, event: Event) -> Verdict:
         """What the event alone is answered with."""
         return self.do(event).verdicts[0]
@@ -203,17 +207,19 @@ class Driver:
 
     def upload(self, *client_ids: str) -> None:
         """Clients finish training."""
-        self.do(*(UploadStarted(self.key, client_id) for client_id in client_ids))
+        self.do(*(UploadStarted(self.key_of(client_id), client_id) for client_id in client_ids))
 
     def report(self, *client_ids: str, num_examples: float = 10.0, **metrics: float) -> Proposal:
         """Clients report."""
-        key = self.key
-        return self.do(*(UpdateReported(key, name, f"of-{name}", num_examples, metrics) for name in client_ids))
+        keys = [self.key_of(client_id) for client_id in client_ids]
+        named = zip(keys, client_ids, strict=True)
+        return self.do(*(UpdateReported(key, name, f"of-{name}", num_examples, metrics) for key, name in named))
 
     def give_up(self, *client_ids: str) -> Proposal:
         """Clients fail."""
-        key = self.key
-        return self.do(*(AssignmentFailed(key, name, Reason.TRAINER_ERROR, "boom") for name in client_ids))
+        keys = [self.key_of(client_id) for client_id in client_ids]
+        named = zip(keys, client_ids, strict=True)
+        return self.do(*(AssignmentFailed(key, name, Reason.TRAINER_ERROR, "boom") for key, name in named))
 
     def aggregated(self) -> AttemptAggregated:
         """What the aggregation of the last attempt would say."""

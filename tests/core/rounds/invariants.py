@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from core.rounds import crews
 from fedplat.rounds import (
     Assignment,
     Attempt,
@@ -21,8 +22,10 @@ from fedplat.rounds import (
     Proposal,
     participations_of,
 )
+from fedplat.rounds.buffered import restored
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
+from fedplat.rounds.records import NOBODY
 from fedplat.rounds.selection import demand_of
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -33,6 +36,7 @@ from fedplat.rounds.states import (
     AttemptKind,
     AttemptPhase,
     JobStatus,
+    Reason,
 )
 
 
@@ -67,6 +71,7 @@ class Ledger:
         self.attempts: dict[AttemptKey, Attempt] = {}
         self.cohorts: dict[AttemptKey, dict[str, Assignment]] = {}
         self.busy: dict[str, AttemptKey] = {}
+        self.unended: dict[str, dict[_Name, Assignment]] = {job_id: {} for job_id in self.jobs}
         self.open: dict[str, AttemptKey] = {}
         self.versions: dict[str, list[ModelVersion]] = {job_id: [job.latest] for job_id, job in self.jobs.items()}
         self.history: dict[str, list[HistoryRow]] = {job_id: [] for job_id in self.jobs}
@@ -84,8 +89,9 @@ class Ledger:
         for change in changes:
             job_id, before = change.job.job_id, self.jobs[change.job.job_id]
             assert before.revision == change.expected_revision == change.job.revision - 1
-            # A row of the job has no attempt in it: that comes from its own rows below.
-            self.jobs[job_id] = dataclasses.replace(change.job, attempt=before.attempt)
+            # A row of the job has neither attempt nor clients in it: they come from their own rows below.
+            row = dataclasses.replace(change.job, carried=NOBODY)
+            self.jobs[job_id] = dataclasses.replace(row, attempt=before.attempt)
             if change.attempt is not None:
                 key = change.attempt.key
                 self.attempts[key] = dataclasses.replace(change.attempt, assignments={})
@@ -93,9 +99,9 @@ class Ledger:
                     assert self.open.setdefault(job_id, key) == key, "two attempts are open"
                 else:
                     self.open.pop(job_id, None)
-                for each in change.assignments:
-                    self._write(key, each)
-                self.jobs[job_id] = dataclasses.replace(change.job, attempt=self.attempts[key])
+                self.jobs[job_id] = dataclasses.replace(row, attempt=self.attempts[key])
+            for each in change.assignments:
+                self._write(each)
             if change.version is not None:
                 assert change.version.version == len(self.versions[job_id])
                 self.versions[job_id].append(change.version)
@@ -103,8 +109,12 @@ class Ledger:
                 self._follow(job_id, row)
             self._check_history(change)
 
-    def _write(self, key: AttemptKey, row: Assignment) -> None:
-        """No client may be busy twice, not even within a batch."""
+    def _write(self, row: Assignment) -> None:
+        """No client may be busy twice, not even within a batch; and no row may become another assignment's."""
+        key = row.key
+        before = self.cohorts.get(key, {}).get(row.client_id)
+        assert before is None or before.base_version == row.base_version
+        assert before is None or before.is_open or before == row, "an end is an end"
         if row.is_busy:
             assert self.busy.setdefault(row.client_id, key) == key
         elif self.busy.get(row.client_id) == key:
@@ -113,6 +123,10 @@ class Ledger:
         if row.client_id not in cohort:
             self._check_separation(key, row.client_id)
         cohort[row.client_id] = row
+        if row.is_open:
+            self.unended[key.job_id][key, row.client_id] = row
+        else:
+            self.unended[key.job_id].pop((key, row.client_id), None)
 
     def _follow(self, job_id: str, row: HistoryRow) -> None:
         """Every row begins where the entity's last one ended, and its table allows the step."""
@@ -134,8 +148,9 @@ class Ledger:
         if change.attempt is not None:
             number = (job_id, str(change.attempt.key.round), str(change.attempt.key.number))
             assert self._states[("attempt", *number, "")] == change.attempt.phase
-            for each in change.assignments:
-                assert self._states[("assignment", *number, each.client_id)] == each.state
+        for each in change.assignments:
+            place = ("assignment", job_id, str(each.key.round), str(each.key.number), each.client_id)
+            assert self._states[place] == each.state
         versions = [row for row in change.history if row.entity == "version"]
         assert len(versions) == (change.version is not None)
 
@@ -144,17 +159,19 @@ class Ledger:
         self.coordinator, self.desk = coordinator, {}
         for cohort in self.cohorts.values():
             cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
+        for names in self.unended.values():
+            names |= {(key, client_id): self.cohorts[key][client_id] for key, client_id in names}
         moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None}
         self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
-            last = self.attempts[job.attempt.key] if job.attempt is not None else None
+            last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
             if last is not None:
-                cohort = self.cohorts.get(last.key, {})
-                last = dataclasses.replace(last, counts={}).with_assignments(cohort.values())
+                last, carried = restored(dataclasses.replace(last, counts={}), self._rows_of(last.key))
                 self.attempts[last.key] = dataclasses.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = dataclasses.replace(job, attempt=bare, resume_at=None)
-            coordinator.add(dataclasses.replace(self.jobs[job_id], attempt=last), self.participations(job_id))
+            recalled = dataclasses.replace(self.jobs[job_id], attempt=last, carried=carried)
+            coordinator.add(recalled, self.participations(job_id))
 
     def participations(self, job_id: str) -> list[Participation]:
         """Who took part in the training of a job, as a store would give it back."""
@@ -162,8 +179,16 @@ class Ledger:
             participation
             for key in sorted(self.cohorts)
             if key.job_id == job_id and self.attempts[key].kind is AttemptKind.TRAIN
-            for participation in participations_of(key, self.cohorts[key].values())
+            for participation in participations_of(self.cohorts[key].values())
         ]
+
+    def _rows_of(self, last: AttemptKey) -> list[Assignment]:
+        """What a database is asked for: who was made in the attempt or taken into it, and who is open."""
+        found = {(last, client_id): row for client_id, row in self.cohorts.get(last, {}).items()}
+        for key, cohort in self.cohorts.items():
+            if key.job_id == last.job_id:
+                found |= {(key, name): row for name, row in cohort.items() if row.is_open or row.buffer == last}
+        return list(found.values())
 
     # --- checking ---
 
@@ -229,17 +254,17 @@ class Ledger:
         self.given.add(name)
 
     def _check_aggregation(self, proposal: Proposal) -> None:
-        """Updates are folded once, when they are accepted; nothing is committed below the minimum."""
+        """Updates are folded once, as what they count for; nothing is committed below the minimum."""
         for command in proposal.commands:
             if isinstance(command, Fold):
                 folded = self.folded.setdefault(command.key, [])
                 assert command.client_id not in folded
                 folded.append(command.client_id)
-                found = self.cohorts[command.key][command.client_id]
-                assert found.digest == command.digest
-                assert found.state in (AssignmentState.REPORTED, AssignmentState.DROPPED)
+                self._check_fold(command)
             elif isinstance(command, Commit):
                 assert command.num_updates == len(self.folded[command.key]) >= self.attempts[command.key].minimum
+                if self.jobs[command.key.job_id].spec.buffered is not None:
+                    assert command.num_updates <= self.attempts[command.key].goal
             elif isinstance(command, Abandon):
                 assert self.attempts[command.key].phase is AttemptPhase.ABANDONED
         for change in proposal.changes:
@@ -249,21 +274,49 @@ class Ledger:
                 merged.sort(key=lambda assignment: assignment.report_number or 0)
                 assert self.folded[change.attempt.key] == [assignment.client_id for assignment in merged]
                 assert len(merged) >= change.attempt.minimum
+                assert all(each.buffer == change.attempt.key for each in merged)
+
+    def _check_fold(self, command: Fold) -> None:
+        found, attempt = self.cohorts[command.origin][command.client_id], self.attempts[command.key]
+        spec = self.jobs[command.key.job_id].spec
+        assert found.digest == command.digest
+        assert found.state in (AssignmentState.REPORTED, AssignmentState.MERGED, AssignmentState.DROPPED)
+        assert found.buffer == command.key, "it is folded into two versions"
+        staleness = attempt.base_version - found.base_version
+        assert command.base_version == found.base_version
+        assert command.contribution.staleness == found.staleness == staleness >= 0
+        factor = (1 + staleness) ** -0.5 if spec.buffered is not None else 1.0
+        assert command.contribution.weight == found.weight == factor * spec.weight(found.num_examples)
+        if spec.buffered is None:
+            assert (staleness, command.origin) == (0, command.key)
+        elif spec.buffered.max_staleness is not None:
+            assert staleness <= spec.buffered.max_staleness
 
     def _check_acknowledged(self, events: Sequence[Event], proposal: Proposal) -> None:
-        """A report that was accepted stays as it is until it is merged, or its attempt has ended for another reason."""
+        """A report that was accepted stays as it is until it is merged, or has ended for another reason."""
         for event, verdict in zip(events, proposal.verdicts, strict=True):
             if isinstance(event, UpdateReported) and verdict.accepted:
                 assert self.acknowledged.setdefault((event.key, event.client_id), event.digest) == event.digest
         for (key, client_id), digest in self.acknowledged.items():
-            row, attempt = self.cohorts[key][client_id], self.attempts[key]
+            row = self.cohorts[key][client_id]
             assert row.digest == digest
             if row.state is AssignmentState.DROPPED:
-                assert attempt.phase is AttemptPhase.ABANDONED
-                assert row.reason is not None
-                assert self.jobs[key.job_id].spec.durability == "memory" or "restarted" not in attempt.reason
+                self._check_dropped(row)
             else:
                 assert row.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
+
+    def _check_dropped(self, row: Assignment) -> None:
+        spec = self.jobs[row.key.job_id].spec
+        assert row.reason is not None
+        if row.reason is Reason.TOO_STALE:
+            assert spec.buffered is not None
+            assert (spec.buffered.max_staleness is None, row.buffer) == (False, None)
+        elif spec.durability == "spool" and row.buffer is not None:
+            attempt = self.attempts[row.buffer]
+            assert attempt.phase is AttemptPhase.ABANDONED
+            assert "restarted" not in attempt.reason
+        elif spec.buffered is None:
+            assert self.attempts[row.key].phase is AttemptPhase.ABANDONED
 
     def _check_fleet(self) -> None:
         """Every busy client works for one attempt, does not wait, and the coordinator knows it."""
@@ -299,15 +352,16 @@ class Ledger:
         accepted, rests = {c.client_id for c in room.clients.values() if demand.accepts(c)}, set[str]()
         if demand.kind is AttemptKind.TRAIN:
             rest = range(demand.key.round - job.spec.selection.min_separation, demand.key.round)
-            rests = {p.client_id for p in self.participations(job_id) if p.round in rest}
-        assert room.num_eligible(job_id) == len(accepted - rests)
+            now = demand.key[1:] if rest else ()
+            rests = {p.client_id for p in self.participations(job_id) if p.round in rest or (p.round, p.attempt) == now}
+        assert room.num_eligible(job_id) == len(accepted - rests - set(demand.barred))
         assert room.num_resting(job_id) == len(accepted & rests)
 
     def _check_rows(self, job: JobState) -> None:
         """The rows say what the coordinator says."""
         attempt = job.attempt
         bare = dataclasses.replace(attempt, assignments={}) if attempt is not None else None
-        assert self.jobs[job.job_id] == dataclasses.replace(job, attempt=bare)
+        assert self.jobs[job.job_id] == dataclasses.replace(job, attempt=bare, carried=NOBODY)
         assert self.versions[job.job_id][-1] == job.latest
         assert job.latest.version == job.round <= job.spec.rounds
         assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
@@ -316,31 +370,30 @@ class Ledger:
             assert (job.status, job.open_attempt.phase) == (JobStatus.PAUSED, AttemptPhase.COMMITTING)
 
     def _check_attempt(self, job: JobState, attempt: Attempt) -> None:
-        rows = self.cohorts.get(attempt.key, {})
-        assert dict(attempt.assignments) == rows
-        recount = Counter(row.state for row in rows.values())
-        assert {state: count for state, count in attempt.counts.items() if count} == dict(recount)
-        deadlines = [row.deadline_at for row in rows.values() if row.is_busy]
-        if deadlines:
+        for crew in job.crews:
+            crews.check_crew(crew, self.cohorts)
+        working = [row for crew in job.crews for row in crew.assignments.values() if row.is_open]
+        assert {(row.key, row.client_id): row for row in working} == self.unended[job.job_id], "somebody got lost"
+        assert len(working) == len(self.unended[job.job_id]), "somebody is there twice"
+        if job.spec.buffered is None:
+            assert dict(attempt.assignments) == self.cohorts.get(attempt.key, {})
+            assert not job.carried.assignments
+        else:
+            crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
+        if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
+            assert attempt.num_busy, "nobody is left to wait for"
             assert attempt.phase is AttemptPhase.COLLECTING
-            assert attempt.wakeup_at is not None
-            assert attempt.wakeup_at <= min(deadlines)
-        if attempt.phase is AttemptPhase.COLLECTING:
-            assert deadlines, "nobody is left to wait for"
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report has no end"
-        assert [each.report_number for each in attempt.reported] == list(range(1, attempt.num_reported + 1))
         if attempt.is_open and attempt.kind is AttemptKind.TRAIN:
             assert self.folded.get(attempt.key, []) == [each.client_id for each in attempt.reported]
 
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""
         attempt = job.open_attempt
-        if attempt is None:
-            return
-        if attempt.phase is AttemptPhase.SELECTING:
+        if attempt is not None and attempt.awaits_clients:
             assert attempt.selection_ends_at > now
-        assert all(each.deadline_at > now for each in attempt.assignments.values() if each.is_busy)
+        assert all(each.deadline_at > now for crew in job.crews for each in crew.busy)
 
 
 def _shifted(row: Assignment, shift_s: float) -> Assignment:

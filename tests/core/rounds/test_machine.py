@@ -5,7 +5,7 @@ A failure prints the shortest schedule that Hypothesis found, as a program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hypothesis
@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
 from fedplat import sampling
+from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
     Action,
@@ -53,6 +54,24 @@ JOBS = {
         retry={"base_s": 2.0, "max_s": 8.0},
     ),
     "b": make_spec(3, 2, selection={"wait_for": 6}, retry={"base_s": 1.0, "max_attempts": 4}),
+}
+BUFFERED = {
+    "a": make_spec(
+        2,
+        4,
+        mode={"kind": "buffered", "concurrency": 3, "max_staleness": 1},
+        selection={"where": "region == 'eu'"},
+        deadlines={"selection_s": 30.0, "adaptive": {"after": 2, "min_s": 5.0}},
+        evaluation={"every": 2, "clients": {"evaluator": "digits-eval", "goal": 2, "timeout_s": 20.0}},
+        retry={"base_s": 2.0, "max_s": 8.0},
+    ),
+    "b": make_spec(
+        3,
+        3,
+        mode={"kind": "buffered", "concurrency": 5},
+        selection={"min_fraction": 1.0},
+        retry={"base_s": 1.0, "max_attempts": 6},
+    ),
 }
 FLEET: dict[str, ClientCheckedIn] = {
     f"c{i}": make_client(f"c{i}", labels={"region": "us" if i == 7 else "eu"}) for i in range(7)
@@ -106,6 +125,8 @@ def make_event(driver: Driver, step: Step) -> Event:
 class Schedules(RuleBasedStateMachine):
     """The driver checks the invariants; this only invents what happens."""
 
+    jobs: Mapping[str, JobSpec] = JOBS
+
     @initialize(
         seed=st.integers(0, 3),
         started=st.booleans(),
@@ -122,7 +143,9 @@ class Schedules(RuleBasedStateMachine):
         policies: tuple[dict[str, Any], dict[str, Any]],
     ) -> None:
         jobs: list[JobState] = []
-        for (job_id, spec), options in zip(JOBS.items(), policies, strict=True):
+        for (job_id, spec), options in zip(self.jobs.items(), policies, strict=True):
+            if spec.buffered is not None and "close" in options:
+                options = {}  # these are for whole cohorts
             selection = msgspec.structs.replace(spec.selection, **options)
             durability = "memory" if job_id in in_memory else "spool"
             jobs.append(make_job(job_id, msgspec.structs.replace(spec, selection=selection, durability=durability)))
@@ -181,18 +204,24 @@ class Schedules(RuleBasedStateMachine):
             finish(self.driver)
 
 
+class BufferedSchedules(Schedules):
+    """The same with jobs that fill buffers."""
+
+    jobs = BUFFERED
+
+
 def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
     """What was open before the crash is open again, unless time was over; nobody has got more time than a new one."""
     after = job.attempt
     if before is None or after is None or after.key != before.key:  # too few had reported; the next one is open
         return
-    if job.spec.durability == "memory":
+    if job.spec.durability == "memory" and (job.spec.buffered is None or not after.is_open):
         assert (after.phase, after.reason) == (AttemptPhase.ABANDONED, "the server was restarted")
     elif not after.is_open:
         assert before.phase is AttemptPhase.COLLECTING or before.kind is AttemptKind.EVALUATE
     assert after.selection_ends_at <= now + job.spec.deadlines.selection_s
     longest = max(job.spec.deadlines.training_s, job.spec.deadlines.upload_s)
-    assert all(each.deadline_at <= now + longest for each in after.assignments.values() if each.is_busy)
+    assert all(each.deadline_at <= now + longest for crew in job.crews for each in crew.busy)
 
 
 def finish(driver: Driver) -> None:
@@ -221,9 +250,8 @@ def finish(driver: Driver) -> None:
 
 def reports(driver: Driver, job_id: str) -> Sequence[UpdateReported]:
     """What the clients that work for a job would say."""
-    attempt = driver.coordinator.jobs[job_id].attempt
-    working = [a.client_id for a in attempt.assignments.values() if a.is_busy] if attempt is not None else []
-    return [UpdateReported(attempt.key, name, f"of-{name}", 2.0) for name in working] if attempt is not None else []
+    working = [each for crew in driver.coordinator.jobs[job_id].crews for each in crew.busy]
+    return [UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 2.0) for each in working]
 
 
 def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
@@ -233,12 +261,14 @@ def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:
     return [make_aggregated(job)] if committing else []
 
 
-def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=PROFILE)
+@pytest.mark.parametrize("machine", [Schedules, BufferedSchedules])
+def test_schedules(machine: type[Schedules]) -> None:
+    run_state_machine_as_test(machine, settings=PROFILE)
 
 
+@pytest.mark.parametrize("jobs", [JOBS, BUFFERED])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_good_fleet_ends_every_job(seed: int) -> None:
-    driver = Driver(*(make_job(job_id, spec) for job_id, spec in JOBS.items()), seed=seed)
+def test_a_good_fleet_ends_every_job(seed: int, jobs: Mapping[str, JobSpec]) -> None:
+    driver = Driver(*(make_job(job_id, spec) for job_id, spec in jobs.items()), seed=seed)
     finish(driver)
     assert {job.status for job in driver.coordinator.jobs.values()} == {JobStatus.COMPLETED}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from fedplat.aggregate import Accumulator, Contribution, compress_step, seed_of, state_from_bytes, state_to_bytes
+from fedplat.aggregate import (
+    Accumulator,
+    Contribution,
+    compress_step,
+    rebased,
+    seed_of,
+    state_from_bytes,
+    state_to_bytes,
+)
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values
 from fedplat.updates import Format
@@ -46,7 +54,8 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
     for before, version in zip(job.versions, job.versions[1:], strict=False):
         cohort = merged(attempts[version.round, version.attempt])
         codec = job.spec.compression.uplink
-        updates = [(content_of(world.numbers[one.client_id], version.round, codec), one) for one in cohort]
+        # What a client sends depends on the round that it began in, which is an earlier one if its update is stale.
+        updates = [(content_of(world.numbers[one.client_id], one.round, codec), one) for one in cohort]
         assert [(digest_of(content), len(content)) for content, _ in updates] == [
             (one.digest, one.update_bytes) for one in cohort
         ]
@@ -74,11 +83,18 @@ def _aggregate(
         state, scalars = state_from_bytes(files.path_of(blobs, before.state_digest).read_bytes())
     accumulator = Accumulator(base.schema, rule, scalars)
     for content, row in updates:
-        contribution = Contribution(row.weight, row.num_examples, row.metrics, client_id=row.client_id)
-        accumulator.fold(_values(content, base, spec), contribution)
+        values = _values(content, base, spec)
+        if rule.from_latest and row.base_version != before.version:
+            origin = next(one for one in job.versions if one.version == row.base_version)
+            values = rebased(values, Parameters.open(files.path_of(blobs, origin.digest)), base)
+        accumulator.fold(values, contribution_of(row))
     model, state = accumulator.finish(base, state)
     delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
     return model.to_bytes(), state_to_bytes(state, accumulator.scalars), delta
+
+
+def contribution_of(row: AssignmentRow) -> Contribution:
+    return Contribution(row.weight, row.num_examples, row.metrics, row.staleness or 0, row.client_id)
 
 
 def _values(content: bytes, base: Parameters, spec: JobSpec) -> Values:
@@ -89,7 +105,7 @@ def _values(content: bytes, base: Parameters, spec: JobSpec) -> Values:
 def check_receipts(world: World, result: Result, *, kept: bool) -> None:
     """I3: what was acknowledged was merged; if updates need not be `kept`, it may also have ended for a reason."""
     _, attempts = result
-    rows = {(one.client_id, *number): one for number, attempt in attempts.items() for one in attempt.assignments}
+    rows = {(one.client_id, *number): one for number, attempt in attempts.items() for one in attempt.made}
     for receipt in world.receipts:
         row = rows[receipt.client_id, receipt.round, receipt.attempt]
         assert row.digest == receipt.digest

@@ -6,6 +6,7 @@ What a client sends depends on nothing but who it is and the round, so that the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -216,7 +217,12 @@ class Member:
     async def _inline(self, token: str, content: bytes) -> fleet_pb2.ReportResponse:
         """The update inside its report."""
         examples = num_examples(self.number)
-        return await self.ask(lambda client: client.report_inline(token, content, num_examples=examples))
+        while True:
+            try:
+                return await self.ask(lambda client: client.report_inline(token, content, num_examples=examples))
+            except aio.AioRpcError as exc:
+                if exc.code() is not grpc.StatusCode.ABORTED:  # else the assignment ended while the bytes came
+                    raise
 
     async def _stream(self, token: str, content: bytes) -> fleet_pb2.ReportResponse | None:
         """The update as a stream, from where it stopped; then its report. None: the assignment is open no more."""
@@ -232,7 +238,8 @@ class Member:
             except aio.AioRpcError as exc:
                 if exc.code() is grpc.StatusCode.NOT_FOUND:
                     return None
-                if exc.code() is not grpc.StatusCode.ABORTED:  # else the bytes were lost before the report
+                # Else the bytes were lost before the report, or the assignment ended while they came.
+                if exc.code() not in (grpc.StatusCode.ABORTED, grpc.StatusCode.OUT_OF_RANGE):
                     raise
 
 
@@ -278,6 +285,28 @@ async def _train(world: World, text: str, crash_at: Sequence[str], disturb: Dist
 async def kill_in_the_second_round(world: World) -> None:
     """SIGKILL when one of its updates was reported."""
     await world.ask(lambda site: site.operator.until(world.job, "assignment", "REPORTED", round_=2))
+    await world.stop(signal.SIGKILL)
+
+
+BUFFERED = '[mode]\nkind = "buffered"\nconcurrency = 4\nmax_staleness = 5\n'
+"""Four clients work all the time, and two of them make a version."""
+
+
+def buffered_text(rounds: int = 5) -> str:
+    return job_text(rounds=rounds, goal=2, more=BUFFERED)
+
+
+async def kill_beside_a_half_full_buffer(world: World) -> None:
+    """SIGKILL when an update was accepted after the second version."""
+
+    async def until_reported(site: Site) -> None:
+        version = await site.operator.until(world.job, "version", "2")
+        async with contextlib.aclosing(site.operator.follow(world.job, version.sequence)) as events:
+            async for event in events:
+                if (event.entity, event.to_state) == ("assignment", "REPORTED"):
+                    return
+
+    await world.ask(until_reported)
     await world.stop(signal.SIGKILL)
 
 

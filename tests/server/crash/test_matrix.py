@@ -250,6 +250,33 @@ async def test_killed_in_the_middle_of_a_round_with_a_robust_rule(zygote: Nurser
     await check(world)
 
 
+# --- with a buffer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("F2")
+async def test_killed_beside_a_half_full_buffer(world: World) -> None:
+    """Who works goes on, over the crash and over versions; the models are what stale updates give, bit for bit."""
+    text = scenario.buffered_text()
+    await scenario.train(world, text, [""], scenario.kill_beside_a_half_full_buffer, num_clients=4)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+    _, attempts = await recompute.read(world.order.database)
+    assert sorted(attempts) == [(number, 1) for number in range(1, 6)]
+    assert any(one.staleness for attempt in attempts.values() for one in attempt.assignments)
+
+
+IN_A_BUFFER = ["commit.model.before", "save.uncommitted:12", "save.after:12", "upload.discard.before:3"]
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("point", [*IN_A_BUFFER, "upload.discard.after:3", "spool.discard.before"])
+async def test_killed_while_a_buffer_is_merged(zygote: Nursery, folder: Path, point: str) -> None:
+    world = in_sqlite(zygote, folder)
+    await scenario.train(world, scenario.buffered_text(), [point], num_clients=4)
+    assert world.statuses == [KILLED, 0]
+    await check(world)
+
+
 # --- the list itself -----------------------------------------------------------------------------------------
 
 

@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 
 from fedplat.job import parse_job
-from fedplat.rounds import AttemptKey, Context, Coordinator, JobState, Memory, ModelVersion, Proposal, Verdict
+from fedplat.rounds import AttemptKey, Context, Coordinator, Crew, JobState, Memory, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import (
     Action,
@@ -30,6 +31,7 @@ from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.testing import as_stored
 
+_Crew = TypeVar("_Crew", bound=Crew)
 NOW = 1000.0
 JOB_FILE = """
 name = "digits"
@@ -65,8 +67,12 @@ def without_moments(job: JobState) -> JobState:
     job = as_stored(job)
     if job.attempt is None:
         return job
-    bare = [dataclasses.replace(one, assigned_at=0.0, deadline_at=0.0) for one in job.attempt.assignments.values()]
-    return dataclasses.replace(job, attempt=dataclasses.replace(job.attempt.with_assignments(bare), wakeup_at=None))
+    return dataclasses.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
+
+
+def _timeless(crew: _Crew) -> _Crew:
+    bare = [dataclasses.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
+    return dataclasses.replace(crew.with_assignments(bare), wakeup_at=None)
 
 
 class Driver:
@@ -250,7 +256,7 @@ async def check_invariants(store: Store) -> None:
             assert attempt.counts[AssignmentState.MERGED] == version.num_updates
         for attempt in attempts.values():
             assert (attempt.ended_unix_s is None) == (attempt.phase not in {"COMMITTED", "ABANDONED"})
-            if attempt.ended_unix_s is not None:
+            if attempt.ended_unix_s is not None and job.spec.buffered is None:
                 assert not attempt.counts.keys() & {AssignmentState.TRAINING, AssignmentState.REPORTED}
         await _check_history(store, job)
 
@@ -269,8 +275,9 @@ async def _check_history(store: Store, job: JobState) -> None:
     if job.attempt is not None:
         _, round_, number = job.attempt.key
         assert states["attempt", round_, number, ""] == job.attempt.phase
-        for one in job.attempt.assignments.values():
-            assert states["assignment", round_, number, one.client_id] == one.state
+    for crew in job.crews:
+        for one in crew.assignments.values():
+            assert states["assignment", one.key.round, one.key.number, one.client_id] == one.state
 
 
 async def run_to_the_end(driver: Driver, job_id: str, names: str) -> None:

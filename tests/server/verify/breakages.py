@@ -116,6 +116,14 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         invariants.weights_add_up,
         version(1, "total_weight = total_weight * 1.0000001"),
     ),
+    "a weight that is not that of its examples": (
+        invariants.weights_are_right,
+        assignment("open", 1, 1, "state = 'REPORTED'", "weight = weight * 1.0000001"),
+    ),
+    "a staleness that is not that of its base version": (
+        invariants.weights_are_right,
+        assignment("done", 1, 1, "state = 'MERGED'", "staleness = 1"),
+    ),
     "training in an ended attempt": (
         invariants.nothing_open_in_the_ended,
         assignment("done", 1, 1, "true", "state = 'TRAINING', reason = NULL"),

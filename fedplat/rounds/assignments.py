@@ -1,0 +1,30 @@
+"""What happens to single assignments. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from fedplat.rounds.commands import Abort, Command
+from fedplat.rounds.copies import changed
+from fedplat.rounds.records import Assignment, JobState
+from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, Reason, require
+
+
+def put(job: JobState, assignment: Assignment) -> JobState:
+    """The job with one assignment replaced, wherever it is."""
+    if job.carried.find(assignment.key, assignment.client_id) is not None:
+        return changed(job, carried=job.carried.with_assignments([assignment]))
+    assert job.attempt is not None
+    return changed(job, attempt=job.attempt.with_assignments([assignment]))
+
+
+def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
+    """The assignment, ended for a reason."""
+    wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
+    return dataclasses.replace(assignment, state=wanted, reason=reason, text=text)
+
+
+def aborts(ended: Iterable[Assignment]) -> tuple[Command, ...]:
+    """Tells the clients of assignments that have ended why they shall stop."""
+    return tuple(Abort(each.key, each.client_id, each.reason) for each in ended if each.reason is not None)

@@ -1,0 +1,43 @@
+"""What must hold of the clients that work for an attempt, or that a job carries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from fedplat.rounds import Assignment, AttemptKey, Crew, JobState
+from fedplat.rounds.selection import WaitingRoom
+from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
+
+
+def check_crew(crew: Crew, cohorts: Mapping[AttemptKey, Mapping[str, Assignment]]) -> None:
+    """It is what its rows are, counted right, and wakes in time."""
+    rows = crew.assignments
+    assert all(cohorts[row.key][name] == row for name, row in rows.items())
+    recount = Counter(row.state for row in rows.values())
+    assert {state: count for state, count in crew.counts.items() if count} == dict(recount)
+    deadlines = [row.deadline_at for row in rows.values() if row.is_busy]
+    if deadlines:
+        assert crew.wakeup_at is not None
+        assert crew.wakeup_at <= min(deadlines)
+    assert [each.report_number for each in crew.reported] == list(range(1, crew.num_reported + 1))
+
+
+def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom) -> None:
+    """As many are at work as may be, none of them with too old a version; who is carried has somewhere to go."""
+    mode, attempt = job.spec.buffered, job.attempt
+    assert mode is not None
+    assert attempt is not None
+    train = [row for row in unended if job.kind_of(row) is AttemptKind.TRAIN]
+    assert sum(row.is_busy for row in train) <= mode.concurrency
+    if mode.max_staleness is not None:
+        assert all(job.latest.version - row.base_version <= mode.max_staleness for row in train if row.is_busy)
+    if attempt.kind is AttemptKind.TRAIN and attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING):
+        assert not job.carried.num_busy
+        assert not job.carried.num_reported
+        assert attempt.num_reported < attempt.goal
+        demand = room.demands.get(job.job_id)
+        assert (demand.target if demand is not None else 0) == mode.concurrency - attempt.num_busy
+        assert demand is None or demand.barred is attempt.assignments
+    if job.status is not JobStatus.RUNNING:
+        assert all(row.buffer == attempt.key for row in train), "somebody works for a job that does not run"
