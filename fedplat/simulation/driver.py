@@ -222,11 +222,14 @@ class Driver:
         self._training.expect(self._that_matter(tasks))
 
     def _that_matter(self, tasks: Sequence[Task]) -> list[Task]:
-        """Whose reports will come in time and before the goal is reached, as far as it can be known now."""
+        """Whose reports will come in time and before the goal is reached, as far as it can be known now.
+
+        A buffer has no surplus: what comes when it is full is for the next one.
+        """
         attempt = self.job.attempt
         assert attempt is not None
         in_time = sorted((task for task in tasks if task.in_time), key=lambda task: task.report_at)
-        return in_time[: attempt.goal]
+        return in_time if self._spec.buffered is not None else in_time[: attempt.goal]
 
 
 def coordinator_rng(seed: int) -> np.random.Generator:

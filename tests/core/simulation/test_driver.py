@@ -183,3 +183,16 @@ def test_a_robust_rule_holds_out_against_garbage() -> None:
     assert mean > 1e3
     assert robustly < 2 * honest
     assert robustly > 0.1
+
+
+def test_a_buffered_job_merges_stale_updates_and_converges() -> None:
+    mode = {"kind": "buffered", "concurrency": 20, "max_staleness": 4}
+    result = learn(LeastSquares(40), goal=5, rounds=20, mode=mode)
+    assert result.status == "COMPLETED"
+    assert sum(result.staleness.values()) == 20 * 5
+    assert max(result.staleness) > 0
+    assert max(result.staleness) <= 4
+    distances = [record.evaluation["distance"] for record in result.rounds]
+    assert distances[-1] < 0.5 * distances[0]
+    again = learn(LeastSquares(40, eager=True), goal=5, rounds=20, mode=mode)
+    assert again.to_dict(clients=True) == result.to_dict(clients=True)

@@ -16,6 +16,7 @@ from fedplat.simulation.result import AttemptRecord, Result
 
 JOBS: list[dict[str, Any]] = [
     {},
+    {"mode": {"kind": "buffered", "concurrency": 15}},
     {
         "compression": {"uplink": {"codec": "topk"}, "downlink": {"codec": "quantize"}},
         "aggregation": {"rule": "fedadam"},

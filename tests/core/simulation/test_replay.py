@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "adaptive": {"deadlines": {"training_s": 20.0, "adaptive": {"after": 5}}, "selection": {"min_fraction": 0.9}},
     "evaluated": {"evaluation": {"every": 2, "clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 10.0}}},
+    "buffered": {"rounds": 12, "mode": {"kind": "buffered", "concurrency": 20, "max_staleness": 3}},
     "hopeless": {"selection": {"over_selection": 1.0, "min_fraction": 1.0}, "retry": {"max_attempts": 4}},
 }
 
