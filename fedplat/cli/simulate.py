@@ -159,7 +159,7 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         + ", ".join(
             f"{count:,} {state.lower()}" for state, count in sorted(totals.counts.items(), key=lambda x: -x[1])
         ),
-        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} took part",
+        "clients": f"{totals.distinct_clients:,} of {result.num_clients:,} were assigned work",
         "traffic": f"{formats.size(totals.bytes_down)} down, {formats.size(totals.bytes_up)} up",
     }
     if summary.best is not None and summary.last is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAIN, SECOND, QUIET, BAD = "#1f5f8b", "#d9822b", "#888888", "#a8324a"
+MAIN, SECOND, QUIET, BAD, SPARE = "#1f5f8b", "#d9822b", "#888888", "#a8324a", "#9db8cc"
 MAX_ROWS = 200
 """Clients in the picture of the data; of more, so many are shown, evenly spaced."""
 _MAX_GROUPS = 24
@@ -75,6 +75,7 @@ def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
             axis.axhline(summary.target, linestyle="--", linewidth=1, color=QUIET)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+    _whole_numbers(axes[0])
     axes[0].set_ylabel(f"{summary.metric} on held-out data")
     if summary.target:
         label = f"target {summary.target:g}"
@@ -110,8 +111,8 @@ def time(figure: Figure, result: Result) -> None:
     top.set_ylim(bottom=0.0)
     figure.suptitle(f"{result.job}: {_duration(result.totals.duration_s)} for {result.totals.rounds} rounds")
     _legend_above(top, 2)
-    shown = {"MERGED": MAIN, "LATE": SECOND, "FAILED": BAD, "other": QUIET}
-    counts = {name: np.array([record.counts.get(name, 0) for record in rounds]) for name in list(shown)[:3]}
+    shown = {"MERGED": MAIN, "LATE": SECOND, "FAILED": BAD, "SURPLUS": SPARE, "other": QUIET}
+    counts = {name: np.array([record.counts.get(name, 0) for record in rounds]) for name in list(shown)[:-1]}
     counts["other"] = np.array([sum(record.counts.values()) for record in rounds]) - sum(counts.values())
     used = [name for name in shown if counts[name].any()]
     if used:
@@ -125,6 +126,7 @@ def time(figure: Figure, result: Result) -> None:
         _legend_above(bottom, len(used))
     bottom.set_ylabel("assignments")
     bottom.set_xlabel("round")
+    _whole_numbers(bottom)
     bottom.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
@@ -144,7 +146,9 @@ def participation(figure: Figure, result: Result) -> None:
     lorenz.set_xlabel("share of clients, those with the fewest first")
     lorenz.set_ylabel("share of merged updates")
     taken_part = int(np.count_nonzero(merged))
-    lorenz.set_title(f"{taken_part:,} of {len(merged):,} clients took part, Gini {gini(merged):.2f}", fontsize="medium")
+    lorenz.set_title(
+        f"{taken_part:,} of {len(merged):,} clients have a merged update, Gini {gini(merged):.2f}", fontsize="medium"
+    )
     lorenz.grid(alpha=0.3)
     if groups:
         _bars(figure.add_subplot(1, 2, 2), groups)

@@ -132,3 +132,14 @@ def test_a_table_written_otherwise_is_refused(way: str) -> None:
     assert file.parse(way + JOB, HERE).simulation.seed == 1
     with pytest.raises(JobFileError, match=r"expected a table of its own, \[simulation\]"):
         file.job_text(way + JOB)
+
+
+EXAMPLES = sorted(Path(__file__).resolve().parents[3].joinpath("examples").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_simulation_and_a_job(path: Path) -> None:
+    text = path.read_text("utf-8")
+    read = file.parse(text, path.parent)
+    assert read.job.name == path.stem
+    assert f"fedplat simulate{' --no-training' if path.stem == 'million' else ''} examples/{path.name}" in text
