@@ -30,7 +30,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.states import ENDED_JOBS, Reason
+from fedplat.rounds.states import ENDED_JOBS, AssignmentState, Reason
 from fedplat.simulation.agenda import Agenda
 from fedplat.simulation.fleet import Fleet
 from fedplat.simulation.idle import Idle
@@ -158,6 +158,9 @@ class Driver:
         """What was stored is counted; a version that was committed is the one to train on from now."""
         for change in changes:
             self._tally.changed(change)
+            for each in change.assignments:
+                if each.state is AssignmentState.DROPPED:
+                    self._training.forget(each.key, each.client_id)
             attempt = change.attempt
             if attempt is None or attempt.is_open or attempt.key == self._settled:
                 continue

@@ -107,6 +107,10 @@ class Journal:
         else:
             self._learning.drop(task)
 
+    def forget(self, key: AttemptKey, client_id: str) -> None:
+        """See `Training`."""
+        self._learning.forget(key, client_id)  # while it replays, it has received nothing
+
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
         subject = [*command.key[1:], command.client_id]

@@ -125,8 +125,14 @@ class Learning:
         """See `Training`."""
         if task.work is not None:
             self._received.pop((task.key, task.client_id), None)
-            self._forget(task.work)
+            self._drop(task.work)
             task.work = None
+
+    def forget(self, key: AttemptKey, client_id: str) -> None:
+        """See `Training`."""
+        update = self._received.pop((key, client_id), None)
+        if update is not None:
+            self._drop(update.work)
 
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
@@ -173,7 +179,7 @@ class Learning:
             return {}
         if version is None or found.made is None:
             for update in found.folded:
-                self._forget(update.work)
+                self._drop(update.work)
             return {}
         for update in found.folded:
             self._release(update.work.version)
@@ -222,7 +228,7 @@ class Learning:
         self._users[task.version] += 1
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
-    def _forget(self, work: Work) -> None:
+    def _drop(self, work: Work) -> None:
         self._engine.drop(work)
         self._release(work.version)
 

@@ -43,6 +43,10 @@ class Training(Protocol):
         """Nobody will ask for this task's report any more, or it was not accepted."""
         ...
 
+    def forget(self, key: AttemptKey, client_id: str) -> None:
+        """An update that was accepted, in the attempt that assigned it, will not be folded, if it was not yet."""
+        ...
+
     def fold(self, command: Fold) -> AggregationFailed | None:
         """An accepted update is added to its attempt's, unless the rule refuses it."""
         ...
@@ -77,6 +81,9 @@ class Scheduling:
         return UpdateReported(task.key, task.client_id, "update", task.examples, update_bytes=update_bytes)
 
     def drop(self, task: Task) -> None:
+        """See `Training`."""
+
+    def forget(self, key: AttemptKey, client_id: str) -> None:
         """See `Training`."""
 
     def fold(self, command: Fold) -> AggregationFailed | None:

@@ -16,6 +16,13 @@ from fedplat.simulation.ports import Trained, Work
 from fedplat.simulation.result import AttemptRecord, Result
 
 
+class Alike(LeastSquares):
+    """Clients that have equally much to do, and so report at the same moment."""
+
+    def num_examples(self, client: int) -> int:
+        return 5
+
+
 def schedule(seed: int = 1, until_s: float = 1e6, **fleet: Any) -> Result:
     return run(Simulation(spec=job(), fleet=make_fleet(**(BAD | fleet)), seed=seed, until_s=until_s))
 
@@ -196,3 +203,18 @@ def test_a_buffered_job_merges_stale_updates_and_converges() -> None:
     assert distances[-1] < 0.5 * distances[0]
     again = learn(LeastSquares(40, eager=True), goal=5, rounds=20, mode=mode)
     assert again.to_dict(clients=True) == result.to_dict(clients=True)
+
+
+def test_updates_that_grew_too_old_while_they_waited_are_forgotten() -> None:
+    alike: dict[str, Any] = {
+        "speed": {"kind": "constant", "value": 5.0},
+        "examples": {"kind": "constant", "value": 5.0},
+    }
+    mode = {"kind": "buffered", "concurrency": 20, "max_staleness": 0}
+    engine = Alike(40)
+    spec = job(goal=5, rounds=4, mode=mode)
+    result = run(Simulation(spec=spec, fleet=make_fleet(40, **alike), engine=engine, initial=initial(), seed=1))
+    assert result.totals.counts["DROPPED"] > 0
+    assert result.staleness == {0: 4 * 5}
+    assert set(engine.published) - {4} <= {work.version for work in engine.under_way}
+    assert engine.calls["dropped"] >= result.totals.counts["DROPPED"]
