@@ -335,6 +335,15 @@ async def running(
     await task
 
 
+async def until_spool_is_empty(folder: Path) -> None:
+    """Waits until nothing of an update is left on the disk: files are removed behind a commit."""
+
+    async def empty() -> bool:
+        return not list((folder / "uploads").iterdir())
+
+    await until(empty, "the folder of uploads to be empty")
+
+
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     """Waits for something that no event tells of."""
     try:

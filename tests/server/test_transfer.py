@@ -212,8 +212,4 @@ async def test_uploads_of_an_ended_attempt_leave_nothing_behind(site: Site) -> N
     await one.deliver(first.token, UPDATE)
     await site.operator.until(job, "job", "COMPLETED")
     assert (await refused(two.upload(second.token, UPDATE, offset=100)))[0] is grpc.StatusCode.NOT_FOUND
-
-    async def empty() -> bool:
-        return not list((site.folder / "uploads").iterdir())
-
-    await harness.until(empty, "the folder of uploads to be empty")
+    await harness.until_spool_is_empty(site.folder)
