@@ -20,12 +20,13 @@ from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines import allocation
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.ray_engine import RayEngine
 from fedplat.simulation.engines.resident import Task
 from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.fleet import FleetOptions, build_fleet
 from fedplat.simulation.play import Hooks, Simulation, run
 
-ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "vmap": VmapEngine}
+ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
 MODELS = {"LR": models.logistic_regression, "2NN": models.mcmahan_2nn, "LeNet": models.lenet5}
 CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
 

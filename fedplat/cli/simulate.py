@@ -37,7 +37,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
         bool | None,
         typer.Option("--training/--no-training", help="Train, or study scheduling alone.", show_default=False),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="auto, loop, processes or vmap.")] = "",
+    engine: Annotated[str, typer.Option(metavar="NAME", help="auto, loop, processes, ray or vmap.")] = "",
     workers: Annotated[int | None, typer.Option(help="Processes that train; 0: as many as there are cores.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the file's simulation.seed.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Instead of the file's rounds.")] = None,

@@ -35,7 +35,7 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    engine: Literal["auto", "loop", "processes", "vmap"] = "auto"
+    engine: Literal["auto", "loop", "processes", "ray", "vmap"] = "auto"
     workers: Annotated[int, Meta(ge=0, le=4096)] = 0
     training: bool = True
     model_bytes: Annotated[int, Meta(ge=0, le=10**15)] = 0

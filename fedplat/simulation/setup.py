@@ -64,7 +64,7 @@ def prepared(
             "alone (training = false, --no-training)"
         )
     engine, start = _training(file, dealt, learner)
-    workers = options.workers or len(os.sched_getaffinity(0))
+    workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
     with contextlib.closing(engine):
         yield Setup(dataclasses.replace(simulation, engine=engine, initial=start), dealt, options.engine, workers)
 

@@ -14,7 +14,7 @@ PRODUCT = ("fedplat", "server/fedplat_server", "client/fedplat_client", "example
 MODULES = frozenset(
     {
         *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"),
-        *("yaml", "ruamel", "copyreg", "code", "codeop"),
+        *("yaml", "ruamel", "copyreg", "code", "codeop", "ray"),
     }
 )
 """Modules whose business is to make objects or code from bytes."""
@@ -57,6 +57,10 @@ ALLOWED = {
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/robust_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/papers/reproduction.py": "pickles between the program and its own workers",
+    },
+    "ray": {
+        "fedplat/simulation/engines/ray_cluster.py": "pickles between machines of a researcher's own cluster",
+        "benchmarks/peers/flower_simulation.py": "a peer's own simulation, on this machine",
     },
     "np.load": {"fedplat/simulation/data/sources/place.py": "arrays of the researcher's own file, without pickle"},
     "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},

@@ -14,18 +14,26 @@ from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.ports import Engine
 
 ENGINES: Mapping[str, Callable[[Task, int], Engine]] = {
-    "auto": AutoEngine,
+    "auto": lambda task, num_workers: AutoEngine(task, num_workers or len(os.sched_getaffinity(0))),
     "loop": lambda task, num_workers: LoopEngine(task),
     "processes": ProcessEngine,
+    "ray": lambda task, num_workers: _ray(task, num_workers),
     "vmap": lambda task, num_workers: VmapEngine(task),
 }
 
 
 def open_engine(name: str, task: Task, num_workers: int = 0) -> Engine:
-    """An engine that somebody has to close; with so many processes if it has them (0: one for each core).
+    """An engine that somebody has to close; with so many processes if it has them.
 
-    From then on this process keeps freed memory for its next tensors, rather than to give it back. Raises `EngineError`
-    for a task that the engine cannot do.
+    0 is one for each core, with `ray` of the whole cluster. From then on this process keeps freed memory for its next
+    tensors, rather than to give it back. Raises `EngineError` for a task that the engine cannot do, and
+    `MissingExtraError`.
     """
     allocation.keep()
-    return ENGINES[name](task, num_workers or len(os.sched_getaffinity(0)))
+    return ENGINES[name](task, num_workers)
+
+
+def _ray(task: Task, num_workers: int) -> Engine:
+    from fedplat.simulation.engines.ray_engine import RayEngine
+
+    return RayEngine(task, num_workers)

@@ -40,20 +40,13 @@ class Task(NamedTuple):
     """For what a client has for itself at first: its personal layers."""
 
 
-class Resident:
-    """Trains clients of a task one after the other."""
+class ModuleTrainer:
+    """Trains clients one after the other with one module, on the examples that it is given."""
 
-    def __init__(self, task: Task, device: str = "cpu") -> None:
-        federation = task.federation
-        self._parts, self._options = federation.parts, task.options
-        self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
-        self._test = PartExamples(
-            tensor_of(federation.test_inputs, device),
-            tensor_of(federation.test_targets, device),
-            np.arange(len(federation.test_targets)),
-        )
-        self.trainee = Trainee(task.learner, device, seed=task.seed)
-        self._flat = _flat_trainer(self.trainee, task.options)
+    def __init__(self, learner: Learner, options: LocalOptions, seed: int = 0, device: str = "cpu") -> None:
+        self._options = options
+        self.trainee = Trainee(learner, device, seed=seed)
+        self._flat = _flat_trainer(self.trainee, options)
         self._bases: dict[int, Base] = {}
         self._schema: Schema | None = None
 
@@ -75,23 +68,22 @@ class Resident:
         """Forgets a version."""
         del self._bases[version]
 
-    def train(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
-        """One client's training; its update lies in `buffer` if there is one."""
+    def train_on(self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+        """Training of a client that has these examples; its update lies in `buffer` if there is one."""
         memory = Memory(contents)
         with one_thread():
-            update, metrics = self._train(self._bases[work.version], self.training(work, memory), buffer)
+            update, metrics = self._train(self._bases[work.version], self.training_on(examples, work, memory), buffer)
         return Outcome(update, metrics, memory.contents if memory.changed else None)
 
-    def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
-        """Scores a model on the held-out examples [start, stop); empty if there are none."""
-        examples = PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop])
+    def evaluate_on(self, examples: PartExamples, model: Parameters) -> dict[str, float]:
+        """Scores a model; empty if there are no examples."""
         with one_thread():
             return evaluate(self.trainee, model, examples) if len(examples) else {}
 
-    def training(self, work: Work, memory: Memory) -> Training:
-        """What a work means for its client."""
+    def training_on(self, examples: PartExamples, work: Work, memory: Memory) -> Training:
+        """What a work means for a client that has these examples."""
         return Training(
-            examples=PartExamples(self._inputs, self._targets, self._parts[work.client]),
+            examples=examples,
             options=self._options,
             seed=work.seed,
             round_number=work.version + 1,
@@ -111,6 +103,36 @@ class Resident:
         if buffer is not None:
             buffer[:] = update.buffer
         return update, metrics
+
+
+class Resident(ModuleTrainer):
+    """Trains clients of a task, whose data lies here."""
+
+    def __init__(self, task: Task, device: str = "cpu") -> None:
+        super().__init__(task.learner, task.options, task.seed, device)
+        federation = task.federation
+        self._parts = federation.parts
+        self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
+        self._test = PartExamples(
+            tensor_of(federation.test_inputs, device),
+            tensor_of(federation.test_targets, device),
+            np.arange(len(federation.test_targets)),
+        )
+
+    def train(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+        """One client's training; its update lies in `buffer` if there is one."""
+        return self.train_on(self._examples(work), work, contents, buffer)
+
+    def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
+        """Scores a model on the held-out examples [start, stop); empty if there are none."""
+        return self.evaluate_on(PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop]), model)
+
+    def training(self, work: Work, memory: Memory) -> Training:
+        """What a work means for its client."""
+        return self.training_on(self._examples(work), work, memory)
+
+    def _examples(self, work: Work) -> PartExamples:
+        return PartExamples(self._inputs, self._targets, self._parts[work.client])
 
 
 def tensor_of(array: Array, device: str = "cpu") -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Generator
 
 import pytest
 
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
+from fedplat.simulation.engines.ray_cluster import Cluster
+from fedplat.simulation.engines.ray_engine import RayEngine
 from fedplat.simulation.engines.resident import Task, one_thread
 from fedplat.simulation.engines.vmap import VmapEngine
 from fedplat.simulation.ports import Engine
@@ -17,7 +20,13 @@ ENGINES: dict[str, MakeEngine] = {
     "loop": LoopEngine,
     "processes": lambda task: ProcessEngine(task, 2),
     "vmap": lambda task: VmapEngine(task, "cpu"),
+    "ray": lambda task: RayEngine(task, 2),
 }
+RAY = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="needs Ray, whose tests take minutes: pip install -c constraints.txt -e '.[ray]', then "
+    "pytest tests/core/simulation/engines -k ray",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +36,19 @@ def _one_thread() -> Generator[None]:  # pyright: ignore[reportUnusedFunction] -
         yield
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(scope="session")
+def ray_cluster() -> Generator[Cluster]:
+    """One for all tests: it takes seconds to start."""
+    cluster = Cluster(4, 0)
+    yield cluster
+    cluster.leave()
+
+
+@pytest.fixture(params=[pytest.param(name, marks=RAY) if name == "ray" else name for name in ENGINES])
 def make_engine(request: pytest.FixtureRequest) -> Generator[MakeEngine]:
     engines: list[Engine] = []
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
 
     def make(task: Task) -> Engine:
         engines.append(ENGINES[request.param](task))

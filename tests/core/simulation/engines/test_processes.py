@@ -22,7 +22,7 @@ from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.ports import Work
 
 
-class _Stuck(nn.Module):
+class Stuck(nn.Module):
     """Stays in its forward pass until its process is killed."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Stuck(nn.Module):
         return inputs.flatten(1) @ self.weight
 
 
-class _Failing(nn.Module):
+class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(SIDE * SIDE, 4))
@@ -55,7 +55,7 @@ def engines() -> Generator[list[ProcessEngine]]:
 
 
 def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngine]) -> None:
-    given = task(_Stuck)
+    given = task(Stuck)
     engine = ProcessEngine(given, 2)
     engines.append(engine)
     engine.publish(0, given.learner.initial())
@@ -70,7 +70,7 @@ def test_a_killed_worker_ends_the_training_with_words(engines: list[ProcessEngin
 
 
 def test_what_training_raises_is_told_in_its_words_and_the_worker_goes_on(engines: list[ProcessEngine]) -> None:
-    given = task(_Failing, sizes=(1, 20))
+    given = task(Failing, sizes=(1, 20))
     engine = ProcessEngine(given, 1)
     engines.append(engine)
     engine.publish(0, given.learner.initial())

@@ -1,0 +1,132 @@
+"""The Ray cluster of this process: one that is there, or one of its own on this machine, which ends with its last user.
+
+Members of a cluster send each other pickled objects: whoever can reach its ports can run code on all of its machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Generator
+from typing import Any
+
+from fedplat.errors import EngineError, MissingExtraError
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
+"""No reports to Ray's makers, and no warnings of what we do not do."""
+_FOR_MODELS = 1 << 30
+"""Bytes of a cluster of our own for versions and updates; what does not fit into its memory goes to the disk."""
+_MOST = 0.3
+"""Of this machine's memory, for objects."""
+
+
+class _State:
+    """Engines of this process that use Ray; `home` is where a cluster of our own keeps its files."""
+
+    users = 0
+    home: tempfile.TemporaryDirectory[str] | None = None
+
+
+class Cluster:
+    """A place in the cluster that this process uses: that of `address` or RAY_ADDRESS, or one of its own.
+
+    `data_bytes` go into a cluster of our own. Raises `MissingExtraError`, and `EngineError` where there is no cluster.
+    """
+
+    def __init__(self, num_workers: int, data_bytes: int, address: str | None = None) -> None:
+        self.ray = _imported()
+        address = address or os.environ.get("RAY_ADDRESS")
+        if not self.ray.is_initialized():
+            with _as_it_was():
+                self._join(address) if address else self._begin(num_workers or _cores(), data_bytes)
+        _State.users += 1
+        self._is_left = False
+        self.is_own = _State.home is not None
+        self.num_workers = num_workers or (_cores() if self.is_own else max(1, self._cpus()))
+        if not self.is_own and self.num_workers > self._cpus():
+            self.leave()
+            raise EngineError(
+                f'engine = "ray": the cluster has {self._cpus()} cores; expected at least one for each of '
+                f"{self.num_workers} workers. Use fewer workers, or 0 for as many as there are cores"
+            )
+
+    def leave(self) -> None:
+        """Ends the cluster if it is our own and nobody uses it any more."""
+        if self._is_left:
+            return
+        self._is_left = True
+        _State.users -= 1
+        if not _State.users and _State.home is not None:
+            self.ray.shutdown()
+            _State.home.cleanup()
+            _State.home = None
+
+    def _cpus(self) -> int:
+        return int(self.ray.cluster_resources().get("CPU", 0))
+
+    def _join(self, address: str) -> None:
+        try:
+            self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
+            reason = str(exc).strip().partition("\n")[0]
+            raise EngineError(
+                f'engine = "ray": no Ray cluster answers at {address}: {reason}. Start one with `ray start --head`, or '
+                "unset RAY_ADDRESS to use this machine alone"
+            ) from exc
+
+    def _begin(self, num_workers: int, data_bytes: int) -> None:
+        home = tempfile.TemporaryDirectory(prefix="fedplat-ray-", ignore_cleanup_errors=True)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        try:
+            self.ray.init(
+                address="local",
+                num_cpus=num_workers,
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=int(min(data_bytes + _FOR_MODELS, _MOST * memory)),
+                _temp_dir=home.name,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as exc:
+            home.cleanup()
+            raise EngineError(f'engine = "ray": Ray could not be started: {exc}') from exc
+        _State.home = home
+
+
+def _imported() -> Any:
+    with _as_it_was():
+        try:
+            import ray  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as exc:
+            raise MissingExtraError(
+                'engine = "ray" needs Ray; install it with: pip install \'fedplat[ray]\', or use "processes"'
+            ) from exc
+    return ray
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Generator[None]:
+    """Ray reads its settings from the environment, and takes SIGTERM from whoever handles it."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
