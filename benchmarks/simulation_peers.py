@@ -128,8 +128,9 @@ def measured(case: Case, seconds: float, turns: int, failures: list[str]) -> lis
 
 def measure(case: Case, system: str, seconds: float) -> Sample:
     """Runs a system for that long. Raises `FailedError` or `NotInstalledError`."""
-    with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
-        environment = {**os.environ, **ENVIRONMENT, **KEEP, "FLWR_TELEMETRY_ENABLED": "0", "HOME": folder}
+    with tempfile.TemporaryDirectory(prefix="fedplat-bench-", ignore_cleanup_errors=True) as folder:
+        own = {"HOME": folder, "TMPDIR": folder}  # Ray leaves files behind when it is ended
+        environment = {**os.environ, **ENVIRONMENT, **KEEP, "FLWR_TELEMETRY_ENABLED": "0", **own}
         with Processes(Path(folder), environment) as processes:
             processes.start("simulation", command(case, system))
             log = Path(folder) / "simulation.log"

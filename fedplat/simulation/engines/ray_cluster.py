@@ -79,7 +79,8 @@ class Cluster:
             ) from exc
 
     def _begin(self, num_workers: int, data_bytes: int) -> None:
-        home = tempfile.TemporaryDirectory(prefix="fedplat-ray-", ignore_cleanup_errors=True)
+        # A short name: Ray has sockets in there, whose paths end at 107 bytes.
+        home = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:
             self.ray.init(
