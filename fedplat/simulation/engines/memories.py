@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from fedplat.simulation.ports import Work
@@ -44,9 +44,16 @@ class Memories(Generic[Note]):
         if before is not None:
             self._now[work.client] = before
 
-    def replace(self, client: int, note: Note) -> None:
-        """Gives a client a note, whatever it had."""
-        self._now[client] = note
+    def clear(self) -> None:
+        """No client remembers anything."""
+        for note in (*self._now.values(), *(before for _, before in self._before.values() if before is not None)):
+            self._release(note)
+        self._now, self._before = {}, {}
+
+    def replace(self, notes: Mapping[int, Note]) -> None:
+        """Gives clients these notes, instead of all that they had."""
+        self.clear()
+        self._now.update(notes)
 
     def __iter__(self) -> Iterator[tuple[int, Note]]:
         return iter(self._now.items())

@@ -169,12 +169,12 @@ class ProcessEngine:
         return self._started
 
     def _place_memories(self, shared: Shared) -> None:
-        for _, note in self._memories:
-            self._release(note)
-        self._memories = Memories[Note](self._release)
+        self._memories.clear()  # first, so that its places are free
+        notes: dict[int, Note] = {}
         for client, contents in self._remembered.items():
             slot = shared.notes.acquire()
-            self._memories.replace(client, Note(slot, shared.notes.write(slot, messages.packed(contents))))
+            notes[client] = Note(slot, shared.notes.write(slot, messages.packed(contents)))
+        self._memories.replace(notes)
 
     def _release(self, note: Note) -> None:
         self._shared.notes.release(note.slot)

@@ -134,9 +134,7 @@ class RayEngine:
 
     def remember(self, memories: Mapping[int, Contents]) -> None:
         """Replaces what clients remember."""
-        self._memories = Memories[bytes]()
-        for client, contents in memories.items():
-            self._memories.replace(client, messages.packed(contents))
+        self._memories.replace({client: messages.packed(contents) for client, contents in memories.items()})
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         """Scores a model on the data that no client has, each actor a part of it."""

@@ -93,9 +93,7 @@ class VmapEngine:
 
     def remember(self, memories: Mapping[int, Contents]) -> None:
         """Replaces what clients remember."""
-        self._memories = Memories[Contents]()
-        for client, contents in memories.items():
-            self._memories.replace(client, contents)
+        self._memories.replace(memories)
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         """Scores a model on the data that no client has."""
