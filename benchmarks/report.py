@@ -78,7 +78,7 @@ def show(report: Report) -> None:
     console = Console()
     console.print(table)
     for note in report.notes:
-        console.print(note)
+        console.print(note, markup=False)  # a name of an extra, such as fedplat[ray], is no style
 
 
 def shown(cell: Cell) -> str:
