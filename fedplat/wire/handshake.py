@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 
 _EXPIRED = frozenset({9, 10})
 _WRONG_NAME = frozenset({62, 64})
@@ -25,8 +26,8 @@ def problem(server: str, *, ca: str = "", insecure: bool = False, timeout_s: flo
                 return _speaks_tls(connection)
             context = ssl.create_default_context(cadata=ca or None)
             context.set_alpn_protocols(["h2"])
-            with context.wrap_socket(connection, server_hostname=host):
-                return ""
+            _shake_hands(context, connection, host)
+            return ""
     except ssl.SSLCertVerificationError as exc:
         return _of_certificate(exc, host)
     except (ssl.SSLError, ConnectionResetError):
@@ -39,10 +40,33 @@ def _speaks_tls(connection: socket.socket) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with context.wrap_socket(connection):
-            return "it speaks TLS, and plaintext was expected; leave insecure out"
+        _shake_hands(context, connection, None)
     except OSError:  # ssl.SSLError is one
         return ""
+    return "it speaks TLS, and plaintext was expected; leave insecure out"
+
+
+def _shake_hands(context: ssl.SSLContext, connection: socket.socket, host: str | None) -> None:
+    """A TLS handshake within the connection's timeout; raises what `SSLSocket` would.
+
+    Not by `wrap_socket`: it leaves its socket open when the server dies just then.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = context.wrap_bio(incoming, outgoing, server_hostname=host)
+    ends_at = time.monotonic() + (connection.gettimeout() or 0.0)
+    while True:
+        try:
+            session.do_handshake()
+        except ssl.SSLWantReadError:
+            connection.sendall(outgoing.read())
+            connection.settimeout(max(ends_at - time.monotonic(), 0.001))
+            if data := connection.recv(1 << 16):
+                incoming.write(data)
+            else:
+                incoming.write_eof()
+        else:
+            connection.sendall(outgoing.read())
+            return
 
 
 def _of_certificate(exc: ssl.SSLCertVerificationError, host: str) -> str:
