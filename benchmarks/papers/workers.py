@@ -56,7 +56,8 @@ class Workers:
         self._num_good, self._num_bad, self._attack = num_good, num_bad, attack
         self._momentum, self._seed = momentum, seed
         torch.manual_seed(seed)
-        self._module = network()
+        # In this order of memory scoring takes half the time.
+        self._module = network().to(memory_format=torch.channels_last)
         self._buffers: list[torch.Tensor | None] = [None] * num_good
         self._models: dict[int, Parameters] = {}
         self._reports: dict[int, list[torch.Tensor]] = {}
@@ -109,8 +110,8 @@ class Workers:
         self._module.eval()
         loss, correct = 0.0, 0
         with torch.no_grad():
-            for inputs, targets in zip(*(each.split(250) for each in self._test), strict=True):
-                outputs = self._module(inputs)
+            for inputs, targets in zip(*(each.split(100) for each in self._test), strict=True):
+                outputs = self._module(inputs.contiguous(memory_format=torch.channels_last))
                 loss += float(nn.functional.cross_entropy(outputs, targets, reduction="sum"))
                 correct += int((outputs.argmax(1) == targets).sum())
         total = len(self._test[1])
@@ -139,7 +140,10 @@ class Workers:
         assert self._attack == "alie"
         supporters = self.num_clients // 2 + 1 - self._num_bad
         z = statistics.NormalDist().inv_cdf((self._num_good - supporters) / self._num_good)
-        return [good.mean(0) - z * good.std(0)] * self._num_bad
+        mean = good.mean(0)
+        # torch's `std` over the first dimension takes three times as long.
+        deviation = ((good - mean).square_().sum(0) / (self._num_good - 1)).sqrt_()
+        return [mean - z * deviation] * self._num_bad
 
     def _gradient(self, version: int, worker: int, part: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
         epoch, number = divmod(version, BATCHES_BEFORE_A_SHUFFLE)
