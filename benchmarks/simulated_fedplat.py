@@ -27,7 +27,12 @@ from fedplat.simulation.fleet import FleetOptions, build_fleet
 from fedplat.simulation.play import Hooks, Simulation, run
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
-MODELS = {"LR": models.logistic_regression, "2NN": models.mcmahan_2nn, "LeNet": models.lenet5}
+MODELS = {
+    "LR": models.logistic_regression,
+    "2NN": models.mcmahan_2nn,
+    "LeNet": models.lenet5,
+    "CIFAR": models.cifar_cnn,
+}
 CONFIG: dict[str, Any] = {"epochs": 1, "batch_size": 10, "learning_rate": 0.01}
 
 
@@ -36,11 +41,12 @@ def tell(event: str) -> None:
     print(json.dumps({"event": event, "time": time.time()}), flush=True)
 
 
-def federation(clients: int, samples: int) -> Federation:
+def federation(model: str, clients: int, samples: int) -> Federation:
     """The same random images and labels as the peers have."""
     rng = np.random.default_rng(0)
     count = clients * samples
-    inputs, targets = rng.standard_normal((count, 1, 28, 28), dtype=np.float32), rng.integers(0, 10, count)
+    image = (3, 32, 32) if model == "CIFAR" else (1, 28, 28)
+    inputs, targets = rng.standard_normal((count, *image), dtype=np.float32), rng.integers(0, 10, count)
     return Federation(inputs, targets, np.split(np.arange(count), clients), inputs[:0], targets[:0])
 
 
@@ -58,7 +64,7 @@ def main(engine: str, model: str, clients: int, cohort: int, samples: int, round
         "config": CONFIG,
     }
     learner = Learner(model=MODELS[model])
-    trained = ENGINES[engine](Task(federation(clients, samples), learner, LocalOptions.from_config(CONFIG)))
+    trained = ENGINES[engine](Task(federation(model, clients, samples), learner, LocalOptions.from_config(CONFIG)))
     simulation = Simulation(
         spec=msgspec.convert(job, JobSpec),
         fleet=build_fleet(FleetOptions(num_clients=clients), 0),

@@ -1,17 +1,18 @@
 """How fast are simulated clients trained, beside Flower's simulation, pfl-research and a plain PyTorch loop?
 
-    python benchmarks/simulation_peers.py [--only 2NN] [--seconds 20] [--turns 3] [--save]
+    python benchmarks/simulation_peers.py [--only 2NN] [--device cuda] [--seconds 20] [--turns 3] [--save]
 
-Every system does the same work: random images of MNIST's size, SGD in batches of 10, federated averaging without
-evaluation. Each measurement is a process of its own, and systems are measured in turns. Nobody uses more than one
-thread for arithmetic in a process, and all keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions much
-faster.
-The first round is left out, but for the time that it took to come to it. Peers come from `make bench-peers`.
+Every system does the same work: random images of MNIST's or CIFAR-10's size, SGD in batches of 10, federated averaging
+without evaluation. Each measurement is a process of its own, and systems are measured in turns. Nobody uses more than
+one thread for arithmetic in a process, and all keep freed memory (`MALLOC_TRIM_THRESHOLD_`), which makes convolutions
+much faster. The first round is left out, but for the time that it took to come to it. Peers come from
+`make bench-peers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -64,19 +66,28 @@ CASES = (
     Case("2NN, 50 of 100 clients, 50 examples", "2NN", 100, 50, 50, COHORT),
     Case("LeNet, 50 of 100 clients, 50 examples", "LeNet", 100, 50, 50, COHORT),
 )
-THROUGH_RAY = Case("2NN, 10 of 100 clients, 600 examples, through Ray", "2NN", 100, 10, 600, RAY)
-"""Measured only when it is asked for by name: it needs the extra `ray`, which the other cases do not."""
+CIFAR = Case("CIFAR-10's CNN, 50 of 1,000 clients, 50 examples", "CIFAR", 1000, 50, 50, COHORT)
+"""The benchmark of pfl-research (Granqvist et al. 2024, arXiv 2404.06430): 1,500 such rounds."""
+BY_NAME = (Case("2NN, 10 of 100 clients, 600 examples, through Ray", "2NN", 100, 10, 600, RAY), CIFAR)
+"""Measured only when they are asked for: one needs the extra `ray`, the other a GPU or patience."""
+ON_GPU = (*(case for case in CASES if case.systems == COHORT), CIFAR)
+CIFAR_ROUNDS = 1500
 PROGRAMS = {
     "Flower": "flower_simulation.py",
     "pfl-research": "pfl_simulation.py",
     "plain PyTorch": "plain_simulation.py",
 }
 COLUMNS = ("work", "system", "updates/s", "fedplat's best / it", "first round, s", "rounds")
-NOTES = (
-    "Flower and fedplat's processes use all cores, all others one.",
-    "First round: from the end of the imports to the end of the round, with all that has to be started.",
-)
+CORES = "Flower and fedplat's processes use all cores, all others one."
+FIRST = "First round: from the end of the imports to the end of the round, with all that has to be started."
 _console = Console(stderr=True, soft_wrap=True)
+
+
+class Device(enum.StrEnum):
+    """Where models are trained."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Sample:
 
 def main(
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    device: Annotated[Device, typer.Option(help="Where models are trained.")] = Device.CPU,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of each measurement, after its first round.")] = 15.0,
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each system.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
@@ -97,21 +109,42 @@ def main(
     """Measure simulated training."""
     rows: list[tuple[Cell, ...]] = []
     failures: list[str] = []
-    for case in (*CASES, THROUGH_RAY) if only else CASES:
-        if only.lower() in case.name.lower():
-            rows += measured(case, seconds, turns, failures)
-    notes = (*NOTES, *(f"Not measured: {failure}" for failure in dict.fromkeys(failures)))
-    title = "Simulated training"
-    finish(Report(name="simulation-peers", title=title, columns=COLUMNS, rows=tuple(rows), notes=notes), as_json, save)
+    cases = ON_GPU if device is Device.CUDA else (*CASES, *BY_NAME) if only else CASES
+    chosen = [case for case in cases if only.lower() in case.name.lower()]
+    if not chosen:
+        raise typer.BadParameter(f"no case has such a name; there are: {'; '.join(case.name for case in cases)}")
+    on = f"On the GPU: {_gpu()}." if device is Device.CUDA else CORES
+    for case in chosen:
+        rows += measured(case, device, seconds, turns, failures)
+    notes = (on, FIRST, *whole(rows), *(f"Not measured: {failure}" for failure in dict.fromkeys(failures)))
+    name, title = ("simulation-gpu", "on a GPU") if device is Device.CUDA else ("simulation-peers", "on a CPU")
+    title = f"Simulated training {title}"
+    finish(Report(name=name, title=title, columns=COLUMNS, rows=tuple(rows), notes=notes), as_json, save)
 
 
-def measured(case: Case, seconds: float, turns: int, failures: list[str]) -> list[tuple[Cell, ...]]:
+def _gpu() -> str:
+    """The name of the GPU; ends the program where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no GPU that PyTorch can use was found; leave `--device cuda` out")
+    return torch.cuda.get_device_name()
+
+
+def whole(rows: Sequence[tuple[Cell, ...]]) -> list[str]:
+    """How long pfl-research's benchmark would take by each system."""
+    found = [(name, rate) for case, name, rate, *_ in rows if case == CIFAR.name and isinstance(rate, float)]
+    times = "; ".join(f"{name} {CIFAR_ROUNDS * CIFAR.cohort / rate:,.0f} s" for name, rate in found)
+    return [f"{CIFAR_ROUNDS:,} rounds of CIFAR-10's CNN would take: {times}."] if times else []
+
+
+def measured(case: Case, device: Device, seconds: float, turns: int, failures: list[str]) -> list[tuple[Cell, ...]]:
     """A row for each system, measured in turns."""
     samples: dict[str, list[Sample]] = {}
     for _ in range(turns):
         for system in case.systems:
             try:
-                sample = measure(case, system, seconds)
+                sample = measure(case, system, device, seconds)
             except (FailedError, NotInstalledError) as exc:
                 failures.append(f"{case.name}, {system}: {exc}")
                 continue
@@ -126,11 +159,13 @@ def measured(case: Case, seconds: float, turns: int, failures: list[str]) -> lis
     ]
 
 
-def measure(case: Case, system: str, seconds: float) -> Sample:
+def measure(case: Case, system: str, device: Device, seconds: float) -> Sample:
     """Runs a system for that long. Raises `FailedError` or `NotInstalledError`."""
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-", ignore_cleanup_errors=True) as folder:
         own = {"HOME": folder, "TMPDIR": folder}  # Ray leaves files behind when it is ended
         environment = {**os.environ, **ENVIRONMENT, **KEEP, "FLWR_TELEMETRY_ENABLED": "0", **own}
+        if device is Device.CPU:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # every system takes a GPU that it sees
         with Processes(Path(folder), environment) as processes:
             processes.start("simulation", command(case, system))
             log = Path(folder) / "simulation.log"

@@ -12,7 +12,7 @@ from simulated_work import MODELS, data, train
 def resident(model, clients, samples):
     """What an actor keeps from one client to the next."""
     torch.set_num_threads(1)
-    return MODELS[model](), *map(torch.from_numpy, data(clients, samples))
+    return MODELS[model](), *map(torch.from_numpy, data(model, clients, samples))
 
 
 def client_app(model, clients, samples):

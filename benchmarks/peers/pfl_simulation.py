@@ -53,7 +53,7 @@ def main(model, clients, cohort, samples, rounds):
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     tell("start")
-    inputs, targets = data(clients, samples)
+    inputs, targets = data(model, clients, samples)
     slices = {
         client: (inputs[client * samples : (client + 1) * samples], targets[client * samples : (client + 1) * samples])
         for client in range(clients)

@@ -15,8 +15,9 @@ def main(model, clients, cohort, samples, rounds):
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports for seconds
     tell("start")
-    inputs, targets = map(torch.from_numpy, data(clients, samples))
-    module, rng = MODELS[model](), np.random.default_rng(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs, targets = (torch.from_numpy(array).to(device) for array in data(model, clients, samples))
+    module, rng = MODELS[model]().to(device), np.random.default_rng(0)
     base = {name: value.clone() for name, value in module.state_dict().items()}
     for _ in range(rounds):
         total = {name: torch.zeros_like(value) for name, value in base.items()}

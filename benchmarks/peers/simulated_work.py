@@ -29,21 +29,32 @@ def lenet():
     )
 
 
-MODELS = {"LR": logistic, "2NN": mlp, "LeNet": lenet}
+def cifar():
+    """The CNN for CIFAR-10 of TensorFlow's tutorial."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+MODELS = {"LR": logistic, "2NN": mlp, "LeNet": lenet, "CIFAR": cifar}
 BATCH_SIZE, LEARNING_RATE = 10, 0.01
 
 
-def data(clients, samples):
-    """Random images of MNIST's size and their labels: [clients * samples, 1, 28, 28] and [clients * samples]."""
+def data(model, clients, samples):
+    """Random images of MNIST's or CIFAR-10's size and their labels: [clients * samples, ...], [clients * samples]."""
     rng = np.random.default_rng(0)
     count = clients * samples
-    return rng.standard_normal((count, 1, 28, 28), dtype=np.float32), rng.integers(0, 10, count)
+    image = (3, 32, 32) if model == "CIFAR" else (1, 28, 28)
+    return rng.standard_normal((count, *image), dtype=np.float32), rng.integers(0, 10, count)
 
 
 def train(module, inputs, targets):
     """One epoch of plain PyTorch."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    order = torch.randperm(len(targets))
+    order = torch.randperm(len(targets), device=targets.device)
     for start in range(0, len(order), BATCH_SIZE):
         batch = order[start : start + BATCH_SIZE]
         optimizer.zero_grad()
