@@ -8,7 +8,6 @@ must not use a GPU, which a forked process cannot share.
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
+from fedplat.simulation.engines.backlog import Backlog
 from fedplat.simulation.engines.crew import Crew
 from fedplat.simulation.engines.memories import Memories
 from fedplat.simulation.engines.messages import Done, Note, Score, Train
@@ -47,12 +47,9 @@ class ProcessEngine:
         self._slots: dict[int, int] = {}
         self._memories = Memories[Note](self._release)
         self._remembered: Mapping[int, Contents] = {}
-        self._count = 0
-        self._numbers: dict[Work, int] = {}
-        self._backlog: list[tuple[float, int, Work]] = []
+        self._backlog = Backlog[tuple[Train, Done]](self._versions, self._length)
         self._sent: dict[int, Train | Score] = {}
-        self._done: dict[int, tuple[Train | Score, Done]] = {}
-        self._dropped: dict[int, Work] = {}
+        self._scored: dict[int, tuple[Score, Done]] = {}
 
     @property
     def num_clients(self) -> int:
@@ -75,21 +72,14 @@ class ProcessEngine:
 
     def begin(self, works: Sequence[Work]) -> None:
         """Puts works into the queue."""
-        for work in works:
-            self._count += 1
-            self._numbers[work] = self._count
-            self._versions.begin(work)
-            heapq.heappush(self._backlog, (-work.fraction * self.num_examples(work.client), self._count, work))
+        self._backlog.begin(works)
         self._send_works()
 
     def result(self, work: Work) -> Trained:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when a worker has died."""
-        number = self._numbers.pop(work)
-        while number not in self._done:
+        while not self._backlog.has_answer(work):
             self._receive()
-        request, done = self._done.pop(number)
-        assert isinstance(request, Train)
-        self._versions.end(work)
+        request, done = self._backlog.fetch(work)
         if done.failure:
             self._discard(request)
             raise EngineError(f"the training of client {work.client} failed: {done.failure}")
@@ -103,14 +93,10 @@ class ProcessEngine:
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
-        number = self._numbers.pop(work, None)
-        if number is None:
+        if work not in self._backlog:
             self._memories.undo(work)
-        elif number in self._done:
-            self._discard(self._done.pop(number)[0])
-            self._versions.end(work)
-        else:
-            self._dropped[number] = work
+        elif answer := self._backlog.drop(work):
+            self._discard(answer[0])
 
     def memories(self) -> Mapping[int, Contents]:
         """What clients remember."""
@@ -133,16 +119,14 @@ class ProcessEngine:
         crew, shared = self._start(model.schema)
         slot = self._placed(model, shared)
         bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
-        numbers: list[int] = []
-        for start, stop in itertools.pairwise(bounds):
-            self._count += 1
-            numbers.append(self._count)
-            self._send(Score(self._count, slot, start, stop))
-        while not all(number in self._done for number in numbers):
+        requests = [Score(self._backlog.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
+        for request in requests:
+            self._send(request)
+        while not all(request.number in self._scored for request in requests):
             self._receive()
-        parts = [self._done.pop(number) for number in numbers]
+        parts = [self._scored.pop(request.number) for request in requests]
         shared.versions.release(slot)
-        return _mean([(request, done) for request, done in parts if isinstance(request, Score)])
+        return _mean(parts)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -188,11 +172,8 @@ class ProcessEngine:
         self._shared.versions.release(self._slots.pop(version))
 
     def _send_works(self) -> None:
-        while self._backlog and len(self._sent) < _WAITING * self._num_workers:
-            _, number, work = heapq.heappop(self._backlog)
-            if number in self._dropped:
-                self._versions.end(self._dropped.pop(number))
-                continue
+        while len(self._sent) < _WAITING * self._num_workers and (drawn := self._backlog.draw()):
+            number, work = drawn
             shared = self._shared
             self._send(
                 Train(
@@ -218,17 +199,18 @@ class ProcessEngine:
         assert self._started is not None
         for done in self._started[0].receive():
             request = self._sent.pop(done.number)
-            if done.number in self._dropped:
+            if isinstance(request, Score):
+                self._scored[done.number] = request, done
+            elif not self._backlog.put(done.number, (request, done)):
                 self._discard(request)
-                self._versions.end(self._dropped.pop(done.number))
-            else:
-                self._done[done.number] = request, done
         self._send_works()
 
-    def _discard(self, request: Train | Score) -> None:
-        if isinstance(request, Train):
-            self._shared.updates.release(request.update)
-            self._shared.notes.release(request.after)
+    def _discard(self, request: Train) -> None:
+        self._shared.updates.release(request.update)
+        self._shared.notes.release(request.after)
+
+    def _length(self, work: Work) -> float:
+        return work.fraction * self.num_examples(work.client)
 
 
 def _mean(parts: list[tuple[Score, Done]]) -> dict[str, float]:

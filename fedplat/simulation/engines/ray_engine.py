@@ -6,7 +6,6 @@ with what it remembers then. Versions and data lie in Ray's object store, which 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from fedplat.errors import EngineError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
+from fedplat.simulation.engines.backlog import Backlog
 from fedplat.simulation.engines.memories import Memories
 from fedplat.simulation.engines.ray_cluster import Cluster
 from fedplat.simulation.engines.ray_data import Pieces
@@ -64,12 +64,8 @@ class RayEngine:
         self._models: dict[int, Any] = {}
         self._versions = Versions(self._forget)
         self._memories = Memories[bytes]()
-        self._count = 0
-        self._numbers: dict[Work, int] = {}
-        self._backlog: list[tuple[float, int, Work]] = []
+        self._backlog = Backlog[Answer](self._versions, self._length)
         self._sent: dict[Any, _Sent] = {}
-        self._done: dict[int, Answer] = {}
-        self._dropped: dict[int, Work] = {}
         self._schema: Schema | None = None
         self._failure = ""
 
@@ -94,20 +90,14 @@ class RayEngine:
 
     def begin(self, works: Sequence[Work]) -> None:
         """Sends works to the actors, as many as they may have."""
-        for work in works:
-            self._count += 1
-            self._numbers[work] = self._count
-            self._versions.begin(work)
-            heapq.heappush(self._backlog, (-work.fraction * self.num_examples(work.client), self._count, work))
+        self._backlog.begin(works)
         self._send()
 
     def result(self, work: Work) -> Trained:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when an actor was lost."""
-        number = self._numbers.pop(work)
-        while number not in self._done:
+        while not self._backlog.has_answer(work):
             self._receive()
-        answer = self._done.pop(number)
-        self._versions.end(work)
+        answer = self._backlog.fetch(work)
         if answer.update is None:
             raise EngineError(f"the training of client {work.client} failed: {answer.failure}")
         if answer.note is not None:
@@ -119,14 +109,10 @@ class RayEngine:
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
-        number = self._numbers.pop(work, None)
-        if number is None:
-            self._memories.undo(work)
-        elif number in self._done:
-            del self._done[number]
-            self._versions.end(work)
+        if work in self._backlog:
+            self._backlog.drop(work)
         else:
-            self._dropped[number] = work
+            self._memories.undo(work)
 
     def memories(self) -> Mapping[int, Contents]:
         """What clients remember."""
@@ -198,11 +184,8 @@ class RayEngine:
             actor.retire.remote(version)
 
     def _send(self) -> None:
-        while self._backlog and min(self._loads) < _AHEAD:
-            _, number, work = heapq.heappop(self._backlog)
-            if number in self._dropped:
-                self._versions.end(self._dropped.pop(number))
-                continue
+        while min(self._loads) < _AHEAD and (drawn := self._backlog.draw()):
+            number, work = drawn
             worker = self._loads.index(min(self._loads))
             piece, span = self._pieces.place(work.client)
             train = self._actors[worker].train
@@ -220,11 +203,11 @@ class RayEngine:
             answer = self._answer(reference, sent.worker, f"while it trained client {first.work.client}")
             del self._sent[reference]
             self._loads[sent.worker] -= 1
-            if sent.number in self._dropped:
-                self._versions.end(self._dropped.pop(sent.number))
-            else:
-                self._done[sent.number] = answer
+            self._backlog.put(sent.number, answer)
         self._send()
+
+    def _length(self, work: Work) -> float:
+        return work.fraction * self.num_examples(work.client)
 
     def _answer(self, reference: Any, worker: int, about: str) -> Answer:
         """What an actor answered. Raises `EngineError` when it was lost, and from then on each time."""
