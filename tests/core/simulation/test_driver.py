@@ -218,3 +218,18 @@ def test_updates_that_grew_too_old_while_they_waited_are_forgotten() -> None:
     assert result.staleness == {0: 4 * 5}
     assert set(engine.published) - {4} <= {work.version for work in engine.under_way}
     assert engine.calls["dropped"] >= result.totals.counts["DROPPED"]
+
+
+def test_a_buffered_job_holds_out_against_garbage_with_a_robust_rule() -> None:
+    mode = {"kind": "buffered", "concurrency": 20, "max_staleness": 4}
+    robust = {"byzantine": 1, "rule": {"name": "centered-clipping", "radius": 1.0}}
+    settings: dict[str, Any] = {"goal": 5, "rounds": 20, "mode": mode}
+    honest = learn(LeastSquares(40), **settings)
+    robustly = learn(Poisoned(40), robust=robust, **settings)
+    mean = learn(Poisoned(40), **settings)
+    assert honest.model is not None
+    assert robustly.model is not None
+    assert mean.model is not None
+    assert max(robustly.staleness) > 0
+    assert np.linalg.norm(mean.model["weight"]) > 1e3
+    assert 0.1 < np.linalg.norm(robustly.model["weight"]) < 2 * np.linalg.norm(honest.model["weight"])
