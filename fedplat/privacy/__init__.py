@@ -1,0 +1,1 @@
+"""Differential privacy: mechanisms, what they release, and what that costs."""
