@@ -1,0 +1,142 @@
+"""Privacy losses, by dp-accounting (extra "privacy"), which has no types: what is used of it is described here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+from fedplat.errors import MissingExtraError
+from fedplat.privacy.releases import Mechanism
+
+NARROWEST = 1e-6
+"""The finest grid of privacy losses, in nats."""
+WIDEST = 1.0
+"""The coarsest. Losses that need a coarser one are in the thousands, where amplification is no longer of interest."""
+RELEASE_POINTS = 200_000
+TOTAL_POINTS = 500_000
+
+
+class Losses(Protocol):
+    """A distribution of privacy losses (Koskela et al. 2020, arXiv 1906.03049), rounded so that it errs upwards."""
+
+    def compose(self, privacy_loss_distribution: Losses) -> Losses:
+        """Losses of both releases."""
+        ...
+
+    def self_compose(self, num_times: int) -> Losses:
+        """Losses of so many such releases."""
+        ...
+
+    def compute_mixture(self, other: Losses, self_weight: float) -> Losses:
+        """Losses of one of two releases; it is known which, and this one has the probability `self_weight`."""
+        ...
+
+    def get_epsilon_for_delta(self, delta: float) -> float:
+        """The least epsilon; may be infinite."""
+        ...
+
+
+def _library() -> Any:
+    try:
+        return cast(Any, importlib.import_module("dp_accounting"))
+    except ModuleNotFoundError as exc:
+        raise MissingExtraError(
+            "the accounting of privacy needs dp-accounting; install it with: pip install 'fedplat[privacy]'"
+        ) from exc
+
+
+def _distributions() -> Any:
+    _library()
+    return cast(Any, importlib.import_module("dp_accounting.pld.privacy_loss_distribution"))
+
+
+def _rdp() -> Any:
+    _library()
+    return cast(Any, importlib.import_module("dp_accounting.rdp"))
+
+
+def gaussian_epsilon(deviation: float, delta: float) -> float:
+    """Epsilon of one Gaussian release of sensitivity 1, exactly (Balle and Wang 2018, arXiv 1805.06530, Theorem 8)."""
+    return float(_library().get_epsilon_gaussian(deviation, delta))
+
+
+def gaussian(deviation: float, interval: float) -> Losses:
+    """Losses of one Gaussian release of sensitivity 1."""
+    return cast(Losses, _distributions().from_gaussian_mechanism(deviation, value_discretization_interval=interval))
+
+
+def sampled(release: Mechanism, interval: float) -> Losses:
+    """Losses of one release with independent trials, for one client more or less.
+
+    Let K be how many of the other clients are drawn, and the cap a constant. With K below the cap the client is added
+    with probability q, a sensitivity of 1. Else (`overflow`) the client is among those left with a probability below q,
+    and then one of the others is not: a sensitivity of 2. Which of both it was has the same probability with and
+    without the client, but the output may tell it: many were drawn. So it is taken as known, and the losses are the
+    mixture of both cases' losses. One mixture of Gaussians with sensitivities 0, 1 and 2 would be less, and wrong: it
+    takes for granted that the output tells nothing of K.
+    """
+    return _sampled(release.noise_multiplier, release.sampling_probability, release.overflow, interval)
+
+
+@lru_cache(maxsize=16)
+def _sampled(deviation: float, probability: float, overflow: float, interval: float) -> Losses:
+    make = _distributions().from_gaussian_mechanism
+    if overflow == 1.0:
+        return _sampled(deviation / 2, probability, 0.0, interval)
+    losses = cast(Losses, make(deviation, value_discretization_interval=interval, sampling_prob=probability))
+    if not overflow:
+        return losses
+    return losses.compute_mixture(_sampled(deviation / 2, probability, 0.0, interval), 1.0 - overflow)
+
+
+def renyi_epsilon(releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
+    """Epsilon by Rényi divergences (Mironov 2017, arXiv 1702.07476); `fixed` is the deviation of one more release."""
+    library = _library()
+    accountant = _rdp().RdpAccountant()
+    for release, count in releases:
+        noise = library.GaussianDpEvent(release.noise_multiplier)
+        accountant.compose(library.PoissonSampledDpEvent(release.sampling_probability, noise), count)
+    if math.isfinite(fixed):
+        accountant.compose(library.GaussianDpEvent(fixed))
+    return float(accountant.get_epsilon(delta))
+
+
+def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float) -> float:
+    """A grid that is fine beside what the losses vary by, and that covers them with few points; a power of 2.
+
+    Rounding to a grid adds to the variance of each release's loss a sixth of the interval's square at most (losses
+    split between both neighbours), which is kept at some 1e-4 of what is there.
+    """
+    counted = [(_divergence(release), count) for release, count in releases]
+    if math.isfinite(fixed):
+        counted.append((fixed**-2, 1))
+    total = sum(divergence * count for divergence, count in counted)
+    wanted = math.sqrt(total / sum(count for _, count in counted)) / 50
+    width = max([*(_width(release) for release, _ in releases), 2 * _greatest(fixed)])
+    least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, NARROWEST)
+    return 2.0 ** math.ceil(math.log2(max(wanted, least)))
+
+
+def _divergence(release: Mechanism) -> float:
+    """The Rényi divergence of order 2, about the variance of the loss where that is small."""
+    exponent = release.noise_multiplier**-2
+    if exponent > 500:
+        return exponent
+    return math.log1p(release.sampling_probability**2 * math.expm1(exponent))
+
+
+def _width(release: Mechanism) -> float:
+    """From the least to the greatest loss of a release, but for 1e-22 of the probability."""
+    greatest = _greatest(release.noise_multiplier / (2 if release.overflow else 1))
+    if greatest > 500:
+        return 2 * greatest
+    probability = release.sampling_probability
+    least = greatest if probability == 1.0 else min(greatest, -math.log1p(-probability))
+    return least + math.log1p(probability * math.expm1(greatest))
+
+
+def _greatest(deviation: float) -> float:
+    return deviation**-2 / 2 + 10 / deviation
