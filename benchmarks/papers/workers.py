@@ -56,8 +56,8 @@ class Workers:
         self._num_good, self._num_bad, self._attack = num_good, num_bad, attack
         self._momentum, self._seed = momentum, seed
         torch.manual_seed(seed)
-        # In this order of memory scoring takes half the time.
-        self._module = network().to(memory_format=torch.channels_last)
+        # In this order of memory scoring takes half the time. torch's types leave `memory_format` out.
+        self._module = network().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._buffers: list[torch.Tensor | None] = [None] * num_good
         self._models: dict[int, Parameters] = {}
         self._reports: dict[int, list[torch.Tensor]] = {}
