@@ -89,6 +89,11 @@ class Accumulator:
         """The numbers that the next attempt begins with."""
         return self._rule.remember(self._partial)
 
+    @property
+    def published(self) -> Mapping[str, float] | None:
+        """The metrics that are shown of the attempt; None if they are the means of the clients' own."""
+        return None if self._rule.publish is None else self._rule.publish(self._partial)
+
     def fold(self, update: Values, contribution: Contribution) -> None:
         """Adds one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.
 
@@ -150,7 +155,7 @@ class Accumulator:
                 yield step[column], remembered
             return
         for column, remembered in zip(columns(size), state, strict=True):
-            part = dataclasses.replace(partial, total=partial.total[column])
+            part = dataclasses.replace(partial, total=partial.total[column], first=column.start)
             with np.errstate(all="ignore"):  # what is not finite is found in the result
                 result = rule.apply(remembered, part)
             yield result

@@ -23,7 +23,9 @@ from fedplat.aggregate.clip import clipped, finite_norm
 from fedplat.model import Blocks
 
 CLIP_NORM = "clip_norm"
-_WITHIN = "within_clip_norm"
+"""The name of C among what the rule remembers."""
+WITHIN = "within_clip_norm"
+"""The name of the number of updates within C among the sums of an attempt."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
@@ -59,13 +61,18 @@ def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
             norm, max_norm = finite_norm(update), partial.scalars[CLIP_NORM]
             folded = inner.fold(partial, clipped(update, norm, max_norm), contribution)
-            return folded.plus(**{_WITHIN: float(norm <= max_norm)})
+            return folded.plus(**{WITHIN: float(norm <= max_norm)})
 
         def remember(partial: Partial) -> Mapping[str, float]:
-            within = partial.sums[_WITHIN] / partial.num_updates if partial.num_updates else options.quantile
-            norm = partial.scalars[CLIP_NORM] * math.exp(-options.learning_rate * (within - options.quantile))
-            return {**inner.remember(partial), CLIP_NORM: min(max(norm, _SMALLEST), _LARGEST)}
+            within = partial.sums[WITHIN] / partial.num_updates if partial.num_updates else options.quantile
+            return {**inner.remember(partial), CLIP_NORM: following(options, partial, within)}
 
         return dataclasses.replace(inner, start=start, fold=fold, remember=remember)
 
     return wrap
+
+
+def following(options: AdaptiveClip, partial: Partial, within: float) -> float:
+    """C of the next attempt, of the part of this one's updates that was within its C."""
+    norm = partial.scalars[CLIP_NORM] * math.exp(-options.learning_rate * (within - options.quantile))
+    return min(max(norm, _SMALLEST), _LARGEST)

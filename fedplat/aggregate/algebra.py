@@ -9,7 +9,8 @@ the reduction over clients spelled out so that it can stream):
   be, so that it need not be in memory; nor does memory grow with the number of updates;
 - `merge(left, right)` combines two partial results (gateways, pool ranks);
 - `apply(state, partial)` ends the attempt: the step to add to the model, and the next state;
-- `remember(partial)` says which numbers the next attempt begins with (none, for most rules).
+- `remember(partial)` says which numbers the next attempt begins with (none, for most rules);
+- `publish(partial)` says which metrics are shown of the attempt, for rules that let nobody see the clients' own.
 
 A rule that needs all updates of an attempt at once (a median, say) folds nothing: its partial result keeps the updates,
 which must stay readable until the attempt ends. Then `gather(state, partial)` makes a partial result with a total of
@@ -21,8 +22,8 @@ them, which `apply` gets as usual. It reads the updates and the state in step, b
 A rule is *blockwise* if `init` and `apply` treat the model's entries in blocks: given slices of the state and of the
 total that begin at a multiple of `BLOCK` entries, they give the same bits as this slice of the whole. Then the end
 of an attempt is computed slice by slice, and no vector of the model's size but the total is in memory. All rules of
-this package are. One that looks at the whole step, for its norm say, or that counts entries from the model's beginning,
-must declare `blockwise=False`, and whatever wraps it keeps that: then all its vectors are in memory at once.
+this package are. One that looks at the whole step, for its norm say, must declare `blockwise=False`, and whatever wraps
+it keeps that: then all its vectors are in memory at once.
 
 New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
 """
@@ -60,7 +61,7 @@ class Partial:
 
     `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
     remembers of the attempt before, which are known while updates are folded. `kept` are the updates of a rule that
-    gathers.
+    gathers. Where `apply` is given a slice of the total, `first` is the entry of the model that it begins with.
     """
 
     total: Vector
@@ -69,6 +70,7 @@ class Partial:
     sums: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kept: tuple[tuple[Blocks, Contribution], ...] = ()
+    first: int = 0
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""
@@ -106,7 +108,7 @@ class Counterpart:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An aggregation rule; see the module's docstring for the six functions.
+    """An aggregation rule; see the module's docstring for the functions.
 
     `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
     `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
@@ -127,6 +129,7 @@ class Rule:
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
     remember: Callable[[Partial], Mapping[str, float]] = _nothing
+    publish: Callable[[Partial], Mapping[str, float]] | None = None
     blockwise: bool = True
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False

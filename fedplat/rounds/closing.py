@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from fedplat.rounds import assignments, buffered, pacing
@@ -112,8 +112,10 @@ def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
     return dataclasses.replace(crew.with_assignments(late), wakeup_at=wakeup_at), assignments.aborts(late)
 
 
-def committed(job: JobState, attempt: Attempt, context: Context) -> JobState:
-    """The job after its attempt: every accepted report is merged."""
+def committed(
+    job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None
+) -> JobState:
+    """The job after its attempt: every accepted report is merged. `metrics` instead of the means of the reports."""
     merged = [
         dataclasses.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))
         for assignment in attempt.assignments.values()
@@ -121,7 +123,10 @@ def committed(job: JobState, attempt: Attempt, context: Context) -> JobState:
     ]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTED)
     closed = dataclasses.replace(
-        attempt.with_assignments(merged), phase=phase, metrics=mean_metrics(merged), ended_at=context.now
+        attempt.with_assignments(merged),
+        phase=phase,
+        metrics=mean_metrics(merged) if metrics is None else dict(metrics),
+        ended_at=context.now,
     )
     return dataclasses.replace(job, attempt=closed)
 

@@ -265,10 +265,11 @@ class Coordinator:
 
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
         demand, num_resting = self.room.demands[job_id], self.room.num_resting(job_id)
+        num_eligible = self.room.num_eligible(job_id)
         key, drawn = demand.key, self.room.draw(job_id, context.rng)
         client_ids = tuple(client.client_id for client in drawn)
         final = final or demand.sampling.is_trial  # nobody has a second trial
-        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, num_resting), context)
+        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, num_resting, num_eligible), context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
         for client in drawn:

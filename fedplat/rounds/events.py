@@ -64,13 +64,14 @@ class ClientLeft:
 class CandidatesDrawn:
     """The waiting room gives clients to an attempt that selects. `final`: nobody else will come.
 
-    `num_resting` other eligible clients waited, who may not be drawn before a later round.
+    They were drawn of `num_eligible`. `num_resting` others waited, who may not be drawn before a later round.
     """
 
     job_id: str
     client_ids: tuple[str, ...]
     final: bool = False
     num_resting: int = 0
+    num_eligible: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,9 +131,13 @@ class AssignmentFailed(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptAggregated(AttemptEvent):
-    """The updates of an attempt were aggregated; the new version's bytes are durable."""
+    """The updates of an attempt were aggregated; the new version's bytes are durable.
+
+    `metrics` are shown of the attempt; None: the means of what its clients reported.
+    """
 
     version: ModelVersion
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import assignments, buffered, closing, pacing, restart
+from fedplat.rounds import assignments, buffered, closing, pacing, private, restart
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
@@ -63,6 +63,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(closing.committed(job, attempt, context))
     if attempt is not None and buffered.fills(job, attempt):
         return _advance_buffer(job, attempt, context)
+    if attempt is not None and private.drew_nobody(job, attempt):
+        return closing.close(job)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
@@ -71,6 +73,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(_open(job, AttemptKind.EVALUATE, context))
     if job.round >= job.spec.rounds:
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
+    if spent := private.budget_is_spent(job):
+        return Transition(closing.set_status(job, JobStatus.PAUSED, spent))
     return Transition(_open(job, AttemptKind.TRAIN, context))
 
 
@@ -94,8 +98,7 @@ def _evaluation_is_due(job: JobState) -> bool:
 def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
     number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
-    selection = job.spec.selection
-    goal, minimum, target = selection.goal, selection.minimum, job.spec.num_wanted
+    goal, minimum, target = job.spec.selection.goal, private.minimum(job), job.spec.num_wanted
     if kind is AttemptKind.EVALUATE:
         clients = job.spec.evaluation.clients
         assert clients is not None
@@ -127,6 +130,8 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
         possible = [a for a in possible if (Action(a), job.status) not in _WRONG_WORD]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
+    if event.action is Action.RESUME and (spent := private.budget_is_spent(job)):
+        return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
         return Transition(dataclasses.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
@@ -154,12 +159,14 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     attempt = job.open_attempt
     if attempt is None or not buffered.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
-    found = len(event.client_ids)
+    found, needed = len(event.client_ids), attempt.minimum if event.final else 1
+    if private.trains(job, attempt):
+        found, needed = private.there_and_needed(job, event)
     if buffered.fills(job, attempt):
         if not found:
             return closing.nobody_came(job, context)
-    elif found < (attempt.minimum if event.final else 1):
-        text = f"{found} of at least {attempt.minimum} needed clients were there to be selected"
+    elif found < needed:
+        text = f"{found} of at least {needed} needed clients were there to be selected"
         if event.num_resting:
             selection = job.spec.selection
             text += (
@@ -252,7 +259,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
         num_examples=event.num_examples,
-        metrics=dict(event.metrics),
+        metrics=private.kept_metrics(job, event.metrics),
         took_s=context.now - assignment.assigned_at,
         update_bytes=event.update_bytes,
     )
@@ -316,7 +323,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     if event.version.num_updates != attempt.num_reported:
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)
-    after = closing.committed(job, attempt, context)
+    after = closing.committed(job, attempt, context, event.metrics)
     # A job that was paused meanwhile keeps the reason for its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)

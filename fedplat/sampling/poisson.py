@@ -7,12 +7,13 @@ and neither does whose updates are in the model. For that a job needs, besides t
   among them is far above `rate`;
 - a pool that does not depend on who is drawn: `wait_for` at the size of the fleet, or 0 (all who wait when
   `selection_s` is over);
-- a low `min_fraction`: an attempt that draws fewer is abandoned and drawn again, so that the number drawn leaks through
-  the minimum.
+- no minimum: an attempt that draws fewer is abandoned and drawn again, so that the number drawn leaks through the
+  minimum. Private jobs have none.
 
-No more are drawn than the binomial's mean and five of its standard deviations, which bounds memory and what a round
-costs. The chance that this bites is below 1e-6 a round for a mean of 150 or more, and 7e-6 for a mean of 10 (the
-binomial is skewed); an accountant has to add it, over all rounds, to delta.
+No more are drawn than a cap, which bounds memory and what a round costs. The chance that it bites is `OVERFLOW` a round
+at most, whatever the binomial's mean, by Chernoff's bound; for large means the cap is 7.4 standard deviations above it.
+With five it would bite with a chance of 3e-7, or 7e-6 where the mean is 10 (the binomial is skewed): more,
+over a thousand rounds, than the delta of most jobs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from msgspec import Meta, Struct
 from fedplat.sampling.candidates import Candidates
 from fedplat.sampling.uniform import some_of
 
-CAP_DEVIATIONS = 5.0
+OVERFLOW = 1e-12
+"""The chance, in a round, that more would have been drawn than the cap lets."""
 
 
 class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="poisson"):
@@ -47,6 +49,21 @@ class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
         return some_of(total, min(drawn, self.cap(total)), rng)
 
     def cap(self, total: int) -> int:
-        """The most that are drawn of so many."""
-        deviation = math.sqrt(total * self.rate * (1.0 - self.rate))
-        return math.ceil(round(total * self.rate + CAP_DEVIATIONS * deviation, 9))
+        """The most that are drawn of so many: the least c with P[more than c] below `OVERFLOW` by Chernoff's bound.
+
+        P[X ≥ k] ≤ exp(-n KL(k/n ‖ rate)) for k above the mean (Hoeffding 1963, Theorem 1).
+        """
+        low, high = math.ceil(total * self.rate), total
+        while low < high:
+            middle = (low + high) // 2
+            if total * _divergence((middle + 1) / total, self.rate) >= -math.log(OVERFLOW):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+
+def _divergence(share: float, rate: float) -> float:
+    """Kullback-Leibler divergence of two trials, in nats."""
+    rest = (1.0 - share) * math.log((1.0 - share) / (1.0 - rate)) if share < 1.0 else 0.0
+    return share * math.log(share / rate) + rest

@@ -14,6 +14,7 @@ from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, FedplatError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values, Vector, is_finite
+from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
@@ -23,7 +24,7 @@ from fedplat.simulation.tasks import Sizes, Task
 from fedplat.simulation.training import Report
 from fedplat.updates import Format
 
-_TRAINING, _CODEC = 1, 2
+_TRAINING, _CODEC, _NOISE = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Learning:
         self._version = 0
         size = float(initial.schema.file_size_bytes)
         self.sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
-        rule, _ = self._rule(seed_of(spec.name, 0))
+        rule, _ = self._rule(AttemptKey(spec.name, 0, 0))
         self._state: State = rule.init(initial.schema.num_floating)
         self._scalars: Mapping[str, float] = {}
 
@@ -136,10 +137,7 @@ class Learning:
 
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
-        found = self._sums.get(command.key)
-        if found is None:
-            rule, payloads = self._rule(seed_of(self._spec.name, self._version + 1))
-            found = self._sums[command.key] = _Sum(Accumulator(self.model.schema, rule, self._scalars), rule, payloads)
+        found = self._sum(command.key)
         update = self._received.pop((command.origin, command.client_id))
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
@@ -154,7 +152,7 @@ class Learning:
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         """See `Training`."""
-        found = self._sums[command.key]
+        found = self._sum(command.key)
         try:
             found.made = found.accumulator.finish(self.model, self._state)
         except (FedplatError, ValueError) as exc:
@@ -170,7 +168,7 @@ class Learning:
             num_updates=found.accumulator.num_updates,
             total_weight=found.accumulator.total_weight,
         )
-        return AttemptAggregated(command.key, version)
+        return AttemptAggregated(command.key, version, found.accumulator.published)
 
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
         """See `Training`."""
@@ -246,9 +244,21 @@ class Learning:
         del self._models[version], self._users[version]
         self._engine.retire(version)
 
-    def _rule(self, seed: int) -> tuple[Rule, list[bytes]]:
-        """The job's rule, and where it puts its encoded steps if the job has a downlink."""
-        rule, codec, payloads = self._spec.rule(seed), self._spec.compression.downlink, list[bytes]()
+    def _sum(self, key: AttemptKey) -> _Sum:
+        """What is held for an attempt; from its beginning on if it is not known yet."""
+        found = self._sums.get(key)
+        if found is None:
+            rule, payloads = self._rule(key)
+            found = self._sums[key] = _Sum(Accumulator(self.model.schema, rule, self._scalars), rule, payloads)
+        return found
+
+    def _rule(self, key: AttemptKey) -> tuple[Rule, list[bytes]]:
+        """The job's rule in an attempt, and where it puts its encoded steps if the job has a downlink."""
+        seed, payloads = seed_of(self._spec.name, self._version + 1), list[bytes]()
+        # Of the run's seed, so that it can be repeated: noise of a simulation keeps nothing secret.
+        entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
+        rule = self._spec.rule(seed, Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes()))
+        codec = self._spec.compression.downlink
         return (rule if codec is None else compress_step(codec.build(), seed, payloads.append)(rule)), payloads
 
     def _refusal(self, task: Task, trained: Trained) -> UpdateRejected | None:

@@ -53,7 +53,7 @@ def prepared(
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
     if dealt is not None:
         fleet = fleet.with_examples(dealt.sizes())
-    simulation = Simulation(spec=file.job, fleet=fleet, seed=options.seed, until_s=options.until_s)
+    simulation = Simulation(spec=file.job.settled(), fleet=fleet, seed=options.seed, until_s=options.until_s)
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
         yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), dealt, "none", 0)

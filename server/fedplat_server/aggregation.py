@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ from fedplat.aggregate import (
 )
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
+from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -107,7 +109,7 @@ class Aggregation:
     async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
         try:
-            outcome = AttemptAggregated(key, await self._aggregate(job, key, queue))
+            outcome = await self._aggregate(job, key, queue)
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
             outcome = AggregationFailed(key, str(exc))
@@ -117,7 +119,9 @@ class Aggregation:
         self._open.pop(key, None)
         self._post(outcome)
 
-    async def _aggregate(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> ModelVersion:
+    async def _aggregate(
+        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]
+    ) -> AttemptAggregated:
         base = await asyncio.to_thread(ModelFile.open, self._blobs.path(job.latest.digest))
         payloads: list[bytes] = []
         rule = _rule(job, payloads.append)
@@ -131,7 +135,7 @@ class Aggregation:
             version = dataclasses.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
-        return version
+        return AttemptAggregated(key, version, accumulator.published)
 
     def _scalars(self, job: JobState, rule: Rule, base: ModelFile) -> Mapping[str, float]:
         """The numbers that the job's rule remembers; none before its first version."""
@@ -223,5 +227,7 @@ class Aggregation:
 def _rule(job: JobState, keep: Callable[[bytes], None]) -> Rule:
     """The job's rule; if the job has a downlink, with steps that are encoded, and `keep` is given what they become."""
     seed = seed_of(job.job_id, job.latest.version + 1)
-    rule, codec = job.spec.rule(seed), job.spec.compression.downlink
+    # Noise that nobody can make again: a release that was thrown away tells nothing of the next one.
+    noise = Noise(os.urandom(KEY_BYTES)) if job.spec.privacy is not None else None
+    rule, codec = job.spec.rule(seed, noise), job.spec.compression.downlink
     return rule if codec is None else compress_step(codec.build(), seed, keep)(rule)

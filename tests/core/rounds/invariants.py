@@ -1,4 +1,7 @@
-"""What must hold after every step, checked against nothing but the stored changes and the commands."""
+"""What must hold after every step, checked against nothing but the stored changes and the commands.
+
+It has so many lines because every check is a function of the same store.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +265,8 @@ class Ledger:
                 folded.append(command.client_id)
                 self._check_fold(command)
             elif isinstance(command, Commit):
-                assert command.num_updates == len(self.folded[command.key]) >= self.attempts[command.key].minimum
+                num_folded = len(self.folded.get(command.key, ()))
+                assert command.num_updates == num_folded >= self.attempts[command.key].minimum
                 if self.jobs[command.key.job_id].spec.buffered is not None:
                     assert command.num_updates <= self.attempts[command.key].goal
             elif isinstance(command, Abandon):
@@ -271,8 +275,8 @@ class Ledger:
             if change.version is not None:
                 assert change.attempt is not None
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
-                merged.sort(key=lambda assignment: assignment.report_number or 0)
-                assert self.folded[change.attempt.key] == [assignment.client_id for assignment in merged]
+                merged.sort(key=lambda each: each.report_number or 0)
+                assert self.folded.get(change.attempt.key, []) == [each.client_id for each in merged]
                 assert len(merged) >= change.attempt.minimum
                 assert all(each.buffer == change.attempt.key for each in merged)
 

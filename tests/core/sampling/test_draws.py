@@ -12,6 +12,7 @@ from scipy import stats
 
 from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import Poisson, Policy, Stratified, Uniform, Weighted
+from fedplat.sampling.poisson import OVERFLOW
 from fedplat.sampling.stratified import equal_shares, rounded
 
 NUM_DRAWS = 4000
@@ -60,9 +61,18 @@ def test_the_trials_of_two_clients_are_independent() -> None:
     assert fits([pairs[pair] for pair in both], expected)
 
 
-@pytest.mark.parametrize(("total", "rate", "cap"), [(100, 0.25, 47), (1000, 0.01, 26), (7, 1.0, 7), (0, 0.5, 0)])
-def test_no_more_are_drawn_than_the_mean_and_five_deviations(total: int, rate: float, cap: int) -> None:
-    assert Poisson(rate=rate).cap(total) == cap  # 25 + 5 * sqrt(18.75) = 46.7; 10 + 5 * sqrt(9.9) = 25.7
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("total", [1, 3, 10, 100, 3383, 10**6])
+def test_the_cap_bites_as_rarely_as_it_may(total: int, rate: float) -> None:
+    cap = Poisson(rate=rate).cap(total)
+    assert cap == total or stats.binom.sf(cap, total, rate) < OVERFLOW
+    if total * rate >= 10 and cap < total:  # and it bounds what a round costs
+        assert cap < total * rate + 10 * (total * rate) ** 0.5
+
+
+@pytest.mark.parametrize(("total", "rate", "cap"), [(1000, 0.01, 41), (7, 1.0, 7), (0, 0.5, 0)])
+def test_no_more_are_drawn_than_the_cap(total: int, rate: float, cap: int) -> None:
+    assert Poisson(rate=rate).cap(total) == cap
 
     class Unlucky(np.random.Generator):
         """All trials succeed."""

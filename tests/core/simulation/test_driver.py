@@ -233,3 +233,26 @@ def test_a_buffered_job_holds_out_against_garbage_with_a_robust_rule() -> None:
     assert max(robustly.staleness) > 0
     assert np.linalg.norm(mean.model["weight"]) > 1e3
     assert 0.1 < np.linalg.norm(robustly.model["weight"]) < 2 * np.linalg.norm(honest.model["weight"])
+
+
+@pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
+def test_a_private_job_learns_though_everything_that_is_released_has_noise(participation: str) -> None:
+    selections: dict[str, dict[str, Any]] = {
+        "poisson": {"sampling": {"policy": "poisson", "rate": 0.5}, "wait_for": 30},
+        "fixed": {},
+        "min_separation": {"min_separation": 1},
+    }
+    settings: dict[str, Any] = {
+        "goal": 10,
+        "rounds": 12,
+        "selection": {"close": "deadline", **selections[participation]},
+        "updates": {"weighting": "uniform", "clip_norm": 2.0},
+    }
+    options = {"participation": participation, "delta": 1e-6, "noise_multiplier": 0.05}
+    results = [learn(LeastSquares(40), privacy=options, **settings) for _ in range(2)]
+    assert results[0].status == "COMPLETED"
+    assert all(record.metrics == {} for record in results[0].attempts)
+    assert results[0].rounds[-1].evaluation["distance"] < results[0].rounds[0].evaluation["distance"] / 2
+    assert results[0].model == results[1].model  # of the same seed
+    noisier = learn(LeastSquares(40), privacy={**options, "noise_multiplier": 50.0}, **settings)
+    assert noisier.rounds[-1].evaluation["distance"] > 10 * results[0].rounds[-1].evaluation["distance"]

@@ -1,8 +1,4 @@
-"""The job file: what a training job is, in TOML, validated as a whole before anything starts.
-
-Every section is one frozen record with its own rules; unknown keys are errors. `parse_job` names each mistake by
-its key, its value and what was expected, and suggests names that are near.
-"""
+"""The tables of a job file, each a frozen record with its own rules."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, labels, modes
-from fedplat.configuration import read_record, read_toml, shown, shown_key
+from fedplat import aggregate, codecs, labels
+from fedplat.configuration import shown
 from fedplat.errors import LabelError
 from fedplat.sampling import Policy, Uniform
 
@@ -179,116 +175,3 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
     every: Count = 1
     server: Name | None = None
     clients: ClientEvaluation | None = None
-
-
-class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`.
-
-    `durability`: with "spool" accepted updates lie on the disk, and an attempt outlives a crash of the server; with
-    "memory" they never touch the disk, and a crash costs the open attempt.
-    """
-
-    name: Name
-    population: Name
-    trainer: Name
-    rounds: Count
-    model: Model
-    selection: Selection
-    mode: modes.Sync | modes.Buffered = modes.Sync()
-    config: dict[str, Scalar] = {}
-    durability: Literal["spool", "memory"] = "spool"
-    deadlines: Deadlines = Deadlines()
-    retry: Retry = Retry()
-    updates: Updates = Updates()
-    compression: Compression = Compression()
-    aggregation: aggregate.Options = aggregate.FedAvg()
-    robust: aggregate.Robust | None = None
-    evaluation: Evaluation = Evaluation()
-
-    def __post_init__(self) -> None:
-        if len(self.config) > 1000:
-            raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
-        for key, value in self.config.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
-        self._check_rule(self.aggregation.build())
-
-    def _check_rule(self, rule: aggregate.Rule) -> None:
-        name = self.aggregation.__struct_config__.tag
-        algorithm = rule.counterpart.algorithm
-        if self.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
-            raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
-        if algorithm and self.config.get("algorithm") != algorithm:
-            raise ValueError(
-                f'aggregation.rule = "{name}": clients have to do their half of it; it needs [config] algorithm = '
-                f'"{algorithm}"'
-            )
-        if self.robust is not None:
-            self._check_robust(self.robust)
-        if self.buffered is not None:
-            self._check_buffered()
-
-    def _check_buffered(self) -> None:
-        if self.selection.sampling.is_trial:
-            name = self.selection.sampling.__struct_config__.tag
-            raise ValueError(
-                f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"'
-            )
-        if self.selection.close != "goal":
-            raise ValueError(
-                f'selection.close = "{self.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
-            )
-
-    def _check_robust(self, robust: aggregate.Robust) -> None:
-        if type(self.aggregation) not in aggregate.SERVER_OPTIMIZERS:
-            known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
-            name = self.aggregation.__struct_config__.tag
-            raise ValueError(f"robust: goes with aggregation.rule = {known}; {name} has a mean of its own")
-        selection = self.selection
-        name, most = ("goal", selection.goal)
-        if selection.close == "deadline":  # whoever was assigned may report
-            name, most = ("over_selection x goal", selection.target)
-        if most > aggregate.MAX_GATHERED:
-            raise ValueError(
-                f"selection.{name} = {most}: expected at most {aggregate.MAX_GATHERED} with [robust], which reads the "
-                "updates of an attempt side by side"
-            )
-        try:
-            robust.check(selection.minimum)
-        except ValueError as exc:
-            raise ValueError(
-                f"robust: {exc}: so many may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
-                "selection.min_fraction, or lower robust.byzantine"
-            ) from exc
-
-    def rule(self, seed: int = 0) -> aggregate.Rule:
-        """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
-
-        `aggregate.seed_of(job_id, version)` is that of the version that the attempt shall lead to.
-        """
-        rule = self.aggregation.build()
-        if self.robust is not None:
-            rule = self.robust.build(seed)(rule)
-        return self.updates.clip(rule)
-
-    @property
-    def buffered(self) -> modes.Buffered | None:
-        """How the job's updates are buffered; None if it has synchronous rounds."""
-        return self.mode if isinstance(self.mode, modes.Buffered) else None
-
-    @property
-    def num_wanted(self) -> int:
-        """How many clients the job wants at work at the same time."""
-        return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
-
-    def weight(self, num_examples: float, staleness: int = 0) -> float:
-        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind."""
-        weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, self.updates.max_examples)
-        return self.mode.weight(staleness) * weight
-
-
-def parse_job(text: str) -> JobSpec:
-    """Reads a job file. Raises `JobFileError`, whose message has a line for each mistake."""
-    return read_record(read_toml(text), JobSpec)

@@ -1,0 +1,111 @@
+"""A training job, as a whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from fedplat import aggregate, modes, privacy
+from fedplat.configuration import read_record, read_toml, shown, shown_key
+from fedplat.job import checks, private
+from fedplat.job.sections import (
+    Compression,
+    Count,
+    Deadlines,
+    Evaluation,
+    Model,
+    Name,
+    Retry,
+    Scalar,
+    Selection,
+    Updates,
+)
+
+
+class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`.
+
+    `durability`: with "spool" accepted updates lie on the disk, and an attempt outlives a crash of the server; with
+    "memory" they never touch the disk, and a crash costs the open attempt.
+    """
+
+    name: Name
+    population: Name
+    trainer: Name
+    rounds: Count
+    model: Model
+    selection: Selection
+    mode: modes.Sync | modes.Buffered = modes.Sync()
+    config: dict[str, Scalar] = {}
+    durability: Literal["spool", "memory"] = "spool"
+    deadlines: Deadlines = Deadlines()
+    retry: Retry = Retry()
+    updates: Updates = Updates()
+    compression: Compression = Compression()
+    aggregation: aggregate.Options = aggregate.FedAvg()
+    robust: aggregate.Robust | None = None
+    privacy: privacy.Privacy | None = None
+    evaluation: Evaluation = Evaluation()
+
+    def __post_init__(self) -> None:
+        if len(self.config) > 1000:
+            raise ValueError(f"config has {len(self.config)} keys; expected at most 1000")
+        for key, value in self.config.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
+        checks.check(self)
+
+    def settled(self) -> JobSpec:
+        """The job as it is run: a private one with its noise, and the releases that its budget is enough for.
+
+        Raises `JobFileError` if no noise is enough, and `MissingExtraError` without the extra `privacy`.
+        """
+        return private.settled(self)
+
+    @property
+    def mechanism(self) -> privacy.Mechanism | None:
+        """How the job's releases are made; None if it is not private, or its noise was not calibrated yet."""
+        return private.mechanism(self)
+
+    def mechanism_with(self, whole: float) -> privacy.Mechanism:
+        """How the releases of a private job would be made with this noise multiplier of a whole round."""
+        return private.mechanism_with(self, whole)
+
+    def rule(self, seed: int = 0, noise: privacy.Noise | None = None) -> aggregate.Rule:
+        """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
+
+        `aggregate.seed_of(job_id, version)` is that of the version that the attempt shall lead to. `noise`, fresh for
+        each attempt, is what private jobs make their releases with; without it, their rule makes none.
+        """
+        rule = self.aggregation.build()
+        if self.robust is not None:
+            rule = self.robust.build(seed)(rule)
+        rule = self.updates.clip(rule)
+        release = private.release(self)
+        return rule if release is None else privacy.privatized(release, noise)(rule)
+
+    @property
+    def buffered(self) -> modes.Buffered | None:
+        """How the job's updates are buffered; None if it has synchronous rounds."""
+        return self.mode if isinstance(self.mode, modes.Buffered) else None
+
+    @property
+    def num_wanted(self) -> int:
+        """How many clients the job wants at work at the same time."""
+        return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
+
+    def weight(self, num_examples: float, staleness: int = 0) -> float:
+        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind."""
+        weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, self.updates.max_examples)
+        if self.privacy is not None and self.updates.weighting == "examples":
+            weight /= self.updates.max_examples  # 1 at most
+        return self.mode.weight(staleness) * weight
+
+
+def parse_job(text: str) -> JobSpec:
+    """Reads a job file. Raises `JobFileError`, whose message has a line for each mistake."""
+    return read_record(read_toml(text), JobSpec)

@@ -1,0 +1,159 @@
+"""The Gaussian mechanism as a wrapper of a rule: what is added to a model is noised, and divided by a constant.
+
+Source: McMahan et al. 2018, "Learning Differentially Private Recurrent Language Models", arXiv 1710.06963, Algorithm 1
+with the estimator f̃_f of its Section 2: a sum of clipped updates over a denominator that does not depend on who takes
+part. Clients that are lost, late or rejected make the result worse, and never what is promised.
+
+With adaptive clipping (Andrew et al. 2021, arXiv 1905.03871, Algorithm 1) the count of updates within the norm is
+noised too: with σ_b the deviation of its noise, the sum's noise has the multiplier (z⁻² - (2 σ_b)⁻²)^(-1/2), so that
+both together are one mechanism with z. Each vote is shifted by a half, so that one client changes the count by a half.
+
+With metrics, each is mapped to [-1, 1] and summed; all of them together have a multiplier of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedplat.aggregate import AdaptiveClip, Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, following
+from fedplat.model import Blocks, Vector
+from fedplat.privacy.noise import Noise, Normals
+from fedplat.privacy.options import PublishedMetrics
+from fedplat.privacy.tree import Tree
+
+_METRIC = "private metric "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Release:
+    """What turns an attempt's sum into a release.
+
+    `noise_multiplier` is that of the model's entries, with the count of adaptive clipping if there is one (None: not
+    calibrated yet); `clip` bounds each update's norm. The sum is divided by `expected_weight`, counts and metrics by
+    `expected_reports`. With a `tree` the noise of a round completes that of the rounds before it.
+    """
+
+    noise_multiplier: float | None
+    clip: float | AdaptiveClip
+    expected_weight: float
+    expected_reports: int
+    count_deviation: float = 0.0
+    metrics: PublishedMetrics | None = None
+    tree: Tree | None = None
+
+    @property
+    def sum_multiplier(self) -> float:
+        """The noise multiplier of the sum alone.
+
+        Raises `ValueError` if the noise was not calibrated, or if the count's noise is too little for it.
+        """
+        if self.noise_multiplier is None:
+            raise ValueError("the job's noise was not calibrated, so nothing of it can be released")
+        if not isinstance(self.clip, AdaptiveClip):
+            return self.noise_multiplier
+        left = self.noise_multiplier**-2 - (2.0 * self.count_deviation) ** -2
+        if left <= 0:
+            raise ValueError(
+                f"the count's noise is {self.count_deviation:g}; expected above {self.noise_multiplier / 2:g}"
+            )
+        return left**-0.5
+
+    def clip_norm(self, partial: Partial) -> float:
+        """The L2 norm that no update of the attempt is above."""
+        return partial.scalars[CLIP_NORM] if isinstance(self.clip, AdaptiveClip) else self.clip
+
+
+def privatized(release: Release, noise: Noise | None) -> Wrapper:
+    """A rule whose results are releases. It must clip updates already, to `release.clip`, and weigh them by 1 at most.
+
+    Without `noise` nothing can be released: `apply`, and whatever else noise is in, raise `ValueError`. The noise must
+    be fresh for each attempt. The same noise gives the same result again.
+    """
+
+    def wrap(inner: Rule) -> Rule:
+        def start(size: int) -> Partial:
+            partial = inner.start(size)
+            first = {} if release.tree is None else release.tree.first()
+            return dataclasses.replace(partial, scalars={**partial.scalars, **first})
+
+        def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
+            if not 0 <= contribution.weight <= 1:
+                raise ValueError(f"the weight is {contribution.weight}; expected one from 0 to 1 in a private job")
+            folded = inner.fold(partial, update, contribution)
+            return folded.plus(**_mapped(release.metrics, contribution.metrics))
+
+        def apply(state: State, partial: Partial) -> tuple[Vector, State]:
+            deviation = release.sum_multiplier * release.clip_norm(partial)
+            noised = partial.total + deviation * _normals(release, partial, _certain(noise))
+            noised_partial = dataclasses.replace(
+                partial,
+                total=noised.astype(np.float32),
+                weight=release.expected_weight,
+                num_updates=max(partial.num_updates, 1),  # noise alone is a release too
+            )
+            return inner.apply(state, noised_partial)
+
+        def remember(partial: Partial) -> Mapping[str, float]:
+            scalars = dict(inner.remember(partial))
+            if isinstance(release.clip, AdaptiveClip):
+                scalars[CLIP_NORM] = following(release.clip, partial, _noised_share(release, partial, _certain(noise)))
+            if release.tree is not None:
+                scalars |= release.tree.after(partial.scalars, _certain(noise))
+            return scalars
+
+        def publish(partial: Partial) -> Mapping[str, float]:
+            return _published(release, partial, _certain(noise)) if release.metrics is not None else {}
+
+        return dataclasses.replace(inner, start=start, fold=fold, apply=apply, remember=remember, publish=publish)
+
+    return wrap
+
+
+def _certain(noise: Noise | None) -> Noise:
+    if noise is None:
+        raise ValueError("the rule of a private job was made without noise, so nothing of it can be released")
+    return noise
+
+
+def _normals(release: Release, partial: Partial, noise: Noise) -> Normals:
+    first, size = partial.first, partial.total.size
+    if release.tree is not None:
+        return release.tree.step(partial.scalars, noise, first, size)
+    return noise.normal("sum", first, size)
+
+
+def _noised_share(release: Release, partial: Partial, noise: Noise) -> float:
+    """The part of the updates that were within the norm, of those that are expected."""
+    votes = partial.sums.get(WITHIN, 0.0) - 0.5 * partial.num_updates
+    noised = votes + release.count_deviation * float(noise.normal("count", 0, 1)[0])
+    return noised / release.expected_reports + 0.5
+
+
+def _mapped(metrics: PublishedMetrics | None, reported: Mapping[str, float]) -> Mapping[str, float]:
+    """A client's metrics in [-1, 1]; one that it lacks, or that is no number, is the middle."""
+    if metrics is None:
+        return {}
+    mapped: dict[str, float] = {}
+    for name, (low, high) in metrics.bounds.items():
+        value = reported.get(name, math.nan)
+        if not math.isnan(value):
+            mapped[_METRIC + name] = min(max((value - low) / (high - low) * 2.0 - 1.0, -1.0), 1.0)
+    return mapped
+
+
+def _published(release: Release, partial: Partial, noise: Noise) -> Mapping[str, float]:
+    assert release.metrics is not None
+    bounds = release.metrics.bounds
+    # One client changes each of them by 1, so all together by the root of their number.
+    deviation = release.metrics.noise_multiplier * math.sqrt(len(bounds))
+    normals = noise.normal("metrics", 0, len(bounds)).tolist()
+    found: dict[str, float] = {}
+    for (name, (low, high)), normal in zip(sorted(bounds.items()), normals, strict=True):
+        total = partial.sums.get(_METRIC + name, 0.0) + deviation * normal
+        found[name] = (low + high) / 2.0 + (high - low) / 2.0 * total / release.expected_reports
+    return found

@@ -1,0 +1,58 @@
+"""Gaussian noise that nobody can tell from true noise without the key, entry by entry.
+
+The key stream is AES-256 in counter mode (NIST SP 800-38A), of which every 16 bytes become two normal numbers (Box and
+Muller 1958). So any part of a vector can be had without what comes before it, and the same part twice is the same. No
+number is beyond 8.6, which is rarer than 1e-17.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.errors import MissingExtraError
+
+Normals: TypeAlias = npt.NDArray[np.float64]
+
+KEY_BYTES = 32
+
+
+class Noise:
+    """Standard normal numbers of a key, in streams by name. The key is a secret: whoever has it can take noise away."""
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key of noise has {len(key)} bytes; expected {KEY_BYTES}")
+        self._key = key
+
+    def __repr__(self) -> str:
+        return "Noise(...)"
+
+    def derived(self, name: str) -> bytes:
+        """A key that follows from this one, and does not tell it."""
+        return hmac.digest(self._key, name.encode(), hashlib.sha256)
+
+    def normal(self, stream: str, first: int, size: int) -> Normals:
+        """Entries `first` to `first + size` of a stream, [size]."""
+        begin, end = first // 2, (first + size + 1) // 2
+        words = np.frombuffer(_key_stream(self.derived(stream), begin, end - begin), "<u8").reshape(-1, 2) >> 11
+        radius = np.sqrt(-2.0 * np.log((words[:, 0] + 1.0) * 2.0**-53))  # of numbers above 0, up to 1
+        angle = words[:, 1] * (2.0 * np.pi * 2.0**-53)
+        pairs = np.empty((end - begin, 2))
+        np.multiply(radius, np.cos(angle), out=pairs[:, 0])
+        np.multiply(radius, np.sin(angle), out=pairs[:, 1])
+        return pairs.reshape(-1)[first - 2 * begin :][:size]
+
+
+def _key_stream(key: bytes, first: int, count: int) -> bytes:
+    """Blocks of 16 bytes of a key's stream."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    except ImportError as exc:
+        raise MissingExtraError("private jobs need the extra `privacy`: pip install 'fedplat[privacy]'") from exc
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(first.to_bytes(16, "big"))).encryptor()
+    return encryptor.update(bytes(16 * count))

@@ -1,0 +1,91 @@
+"""The table `[privacy]` of a job file: client-level differential privacy, with noise that the server adds."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from fedplat.privacy.releases import Multiplier
+
+Delta = Annotated[float, Meta(gt=0.0, lt=1.0)]
+Epsilon = Annotated[float, Meta(gt=0.0, le=1e6)]
+Finite = Annotated[float, Meta(ge=-1e30, le=1e30)]
+
+
+class PublishedMetrics(Struct, frozen=True, forbid_unknown_fields=True):
+    """Metrics of clients that are released with noise: each within bounds, [lowest, highest].
+
+    A round's value is the middle of the bounds plus the clients' differences from it, divided by the expected number
+    of reports. `noise_multiplier` is the noise over what one client changes in all of them together (L2).
+    """
+
+    noise_multiplier: Multiplier
+    bounds: Annotated[dict[str, tuple[Finite, Finite]], Meta(min_length=1, max_length=100)]
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.bounds.items():
+            if not low < high:
+                raise ValueError(f"bounds.{name} = [{low:g}, {high:g}]: expected the lowest value before the highest")
+
+
+class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the job promises, and how.
+
+    `epsilon` is what all releases together may cost at `delta`, and, without a `noise_multiplier`, what the noise is
+    calibrated for; the job pauses before a round that would cost more. `participation`: "poisson" counts on the chance
+    that a client is not drawn (with `selection.sampling` Poisson), "min_separation" on the rounds between two of its
+    turns (with `selection.min_separation`; the noise is that of a tree), "fixed" on nothing. Nobody takes part in more
+    than `max_participations` rounds (0: any number).
+
+    The sum of the updates is divided by `selection.goal` times `expected_weight`, whoever reports. `count_noise` is the
+    noise of the count that adaptive clipping follows (0: a twentieth of the goal). `max_releases` are the rounds that
+    the budget is enough for: what is given here is an upper bound, the server fills in what it comes to.
+    """
+
+    delta: Delta
+    participation: Literal["poisson", "min_separation", "fixed"]
+    epsilon: Epsilon | None = None
+    noise_multiplier: Multiplier | None = None
+    max_participations: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    expected_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    count_noise: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    metrics: PublishedMetrics | None = None
+    max_releases: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("expected epsilon, for which the noise is calibrated, or noise_multiplier, or both")
+        if self.metrics is not None and self.participation == "min_separation":
+            raise ValueError(
+                'metrics: expected none with participation = "min_separation", whose noise goes over all rounds'
+            )
+
+    def whole(self, noise_multiplier: float) -> float:
+        """The multiplier of a round's release with its metrics, of that of the model alone.
+
+        Two Gaussian mechanisms on the same clients are one, with z⁻² the sum of theirs.
+        """
+        if self.metrics is None:
+            return noise_multiplier
+        return (noise_multiplier**-2 + self.metrics.noise_multiplier**-2) ** -0.5
+
+    def of_model(self, whole: float) -> float:
+        """The multiplier of the model alone with which a round has that of `whole`, rounded up.
+
+        Raises `ValueError` if the metrics alone cost more.
+        """
+        if self.metrics is None:
+            return whole
+        left = whole**-2 - self.metrics.noise_multiplier**-2
+        if left <= 0:
+            raise ValueError(
+                f"privacy.metrics.noise_multiplier = {self.metrics.noise_multiplier:g}: expected more than {whole:g}, "
+                "the noise that the round as a whole needs"
+            )
+        return math.ceil(left**-0.5 * 1e6) / 1e6
+
+    def count_deviation(self, goal: int) -> float:
+        """Standard deviation of the noise of adaptive clipping's count; Andrew et al. 2021, Section 3.2: m / 20."""
+        return self.count_noise or goal / 20.0

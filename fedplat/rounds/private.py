@@ -1,0 +1,58 @@
+"""What is different in a job with `[privacy]`. Pure functions.
+
+Nothing that is released may depend on how many reports came: an attempt has no minimum of them, and commits at its
+deadline whatever came, noise alone if nothing did. Who waits at the server is not a secret; so an attempt may well be
+put off until enough clients wait, as long as that is decided before any is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedplat.rounds.events import CandidatesDrawn
+from fedplat.rounds.records import Attempt, JobState
+from fedplat.rounds.states import AttemptKind, AttemptPhase
+
+
+def trains(job: JobState, attempt: Attempt) -> bool:
+    """Whether an attempt shall end with a private release."""
+    return job.spec.privacy is not None and attempt.kind is AttemptKind.TRAIN
+
+
+def minimum(job: JobState) -> int:
+    """How many reports an attempt to train needs at its deadline."""
+    return 0 if job.spec.privacy is not None else job.spec.selection.minimum
+
+
+def drew_nobody(job: JobState, attempt: Attempt) -> bool:
+    """Whether an attempt has clients, namely none: its trials drew nobody, and it is a release as any other."""
+    return trains(job, attempt) and attempt.phase is AttemptPhase.COLLECTING and not attempt.num_busy
+
+
+def there_and_needed(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
+    """How many clients were there when an attempt selected, and how many it needs."""
+    selection = job.spec.selection
+    if selection.sampling.is_trial:
+        return event.num_eligible, selection.wait_for
+    return len(event.client_ids), selection.minimum if event.final else 1
+
+
+def kept_metrics(job: JobState, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of a client's metrics those that may be kept beside its name; in a private job, what is released with noise."""
+    options = job.spec.privacy
+    if options is None:
+        return dict(metrics)
+    named = options.metrics.bounds if options.metrics is not None else {}
+    return {name: value for name, value in metrics.items() if name in named}
+
+
+def budget_is_spent(job: JobState) -> str:
+    """Why there is no further round, in words; empty if there is one. Each round so far was one release."""
+    options = job.spec.privacy
+    if options is None or options.max_releases is None or job.round < options.max_releases:
+        return ""
+    budget = f"epsilon = {options.epsilon:g}" if options.epsilon is not None else "max_releases"
+    return (
+        f"its privacy budget ({budget}, delta = {options.delta:g}) is spent: round {job.round + 1} would exceed it; "
+        "the last version stands"
+    )

@@ -1,0 +1,115 @@
+"""Rounds of jobs with `[privacy]`: no minimum, releases of noise alone, metrics withheld, and a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from core.rounds.driver import Driver, commands_of, make_aggregated, make_client, make_job, make_spec
+from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.events import Action
+from fedplat.rounds.states import AttemptPhase, JobStatus
+
+FIXED = {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0}
+
+
+def private(participation: str = "fixed", selection: dict[str, Any] | None = None, **sections: Any) -> Driver:
+    options = {**FIXED, "participation": participation, **sections.pop("privacy", {})}
+    spec = make_spec(
+        selection={"close": "deadline", **(selection or {})},
+        updates={"weighting": "uniform", "clip_norm": 1.0},
+        privacy=options,
+        **sections,
+    )
+    return Driver(make_job(spec=spec))
+
+
+def poisson(rate: float, wait_for: int, **sections: Any) -> Driver:
+    return private("poisson", {"sampling": {"policy": "poisson", "rate": rate}, "wait_for": wait_for}, **sections)
+
+
+def test_an_attempt_commits_at_its_deadline_with_whatever_came() -> None:
+    driver = private().start(2)
+    driver.report("c0")
+    proposals = driver.wait(200.0)
+    assert [each.num_updates for proposal in proposals for each in commands_of(proposal, Commit)] == [1]
+
+
+def test_an_attempt_of_which_nothing_came_is_a_release_all_the_same() -> None:
+    driver = private().start(2)
+    (commit,) = commands_of(driver.give_up("c0", "c1"), Commit)
+    assert commit.num_updates == 0
+    driver.commit()
+    assert driver.job.round == 1
+    assert driver.job.latest.num_updates == 0
+
+
+def test_an_attempt_that_drew_nobody_is_a_release_all_the_same() -> None:
+    driver = poisson(1e-9, 3)
+    driver.start(3)
+    assert driver.attempt.phase is AttemptPhase.COMMITTING
+    assert not driver.attempt.assignments
+    driver.commit()
+    assert driver.job.round == 1
+
+
+def test_nobody_is_drawn_before_enough_wait() -> None:
+    """Who waits is no secret; how many of them were drawn is."""
+    driver = poisson(1.0, 3).start(2)
+    driver.wait(61.0)
+    assert driver.job.round == 0
+    (reason,) = [row.reason for row in driver.ledger.history["j"] if row.to_state == "ABANDONED"]
+    assert "2 of at least 3 needed clients" in reason
+    assert not [row for row in driver.ledger.history["j"] if row.entity == "assignment"]
+    driver.check_in("c2")
+    assert set(driver.attempt.assignments) == {"c0", "c1", "c2"}
+
+
+def test_without_trials_the_selection_needs_as_many_as_ever() -> None:
+    driver = private(selection={"min_fraction": 1.0}).start(1)
+    driver.wait(61.0)
+    assert [row.entity for row in driver.ledger.history["j"] if row.to_state == "ABANDONED"] == ["attempt"]
+
+
+def test_a_client_s_metrics_are_not_kept_unless_they_are_released_with_noise() -> None:
+    metrics = {"noise_multiplier": 2.0, "bounds": {"loss": (0.0, 5.0)}}
+    for options, kept in (({}, {}), ({"metrics": metrics}, {"loss": 2.0})):
+        driver = private(privacy=options).start(2)
+        (fold,) = commands_of(driver.report("c0", loss=2.0, accuracy=0.5), Fold)
+        assert fold.contribution.metrics == kept
+        assert driver.attempt.assignments["c0"].metrics == kept
+        driver.report("c1")
+        driver.do(dataclasses.replace(make_aggregated(driver.job), metrics={"loss": 2.5}))
+        rows = [row for row in driver.ledger.history["j"] if row.to_state == "COMMITTED"]
+        assert [row.metrics for row in rows] == [{"loss": 2.5}]
+
+
+def test_a_job_pauses_before_the_round_that_would_exceed_its_budget() -> None:
+    driver = private(rounds=5, privacy={"max_releases": 1, "epsilon": 2.0}).start(2)
+    driver.play_round()
+    assert driver.job.status is JobStatus.PAUSED
+    assert "epsilon = 2" in driver.job.reason
+    assert "round 2 would exceed it" in driver.job.reason
+    refused = driver.operate(Action.RESUME)
+    assert not refused.accepted
+    assert "cannot resume: its privacy budget" in refused.text
+    assert driver.job.round == 1
+
+
+def test_abandoned_attempts_cost_nothing() -> None:
+    driver = private(rounds=5, privacy={"max_releases": 1}).start(2)
+    driver.operate(Action.PAUSE)
+    driver.operate(Action.RESUME)
+    driver.do(*(make_client(name) for name in ("c0", "c1")))
+    assert driver.attempt.key.number == 2
+    driver.play_round()
+    assert driver.job.round == 1
+
+
+def test_a_private_attempt_goes_on_after_a_crash() -> None:
+    driver = private().start(2)
+    driver.report("c0")
+    driver.crash()
+    driver.wait(200.0)
+    driver.commit()
+    assert driver.job.latest.num_updates == 1
