@@ -71,12 +71,13 @@ def gaussian(deviation: float, interval: float) -> Losses:
 def sampled(release: Mechanism, interval: float) -> Losses:
     """Losses of one release with independent trials, for one client more or less.
 
-    Let K be how many of the other clients are drawn, and the cap a constant. With K below the cap the client is added
-    with probability q, a sensitivity of 1. Else (`overflow`) the client is among those left with a probability below q,
-    and then one of the others is not: a sensitivity of 2. Which of both it was has the same probability with and
-    without the client, but the output may tell it: many were drawn. So it is taken as known, and the losses are the
-    mixture of both cases' losses. One mixture of Gaussians with sensitivities 0, 1 and 2 would be less, and wrong: it
-    takes for granted that the output tells nothing of K.
+    Let K be how many of the other clients are drawn. With K below the cap the client is added with probability q: a
+    sensitivity of 1. Else (`overflow`) the client may take the place of one of the others, a sensitivity of 2, and with
+    a cap that depends on how many clients there are, even if it is not drawn one of the others may be let go: there is
+    no amplification. Which of both it was has the same probability with and without the client, but the output may
+    tell it: many were drawn. So it is taken as known, and the losses are the mixture of both cases' losses. One mixture
+    of Gaussians, with sensitivities 0, 1 and 2, would be less, and wrong: it takes for granted that the output tells
+    nothing of K.
     """
     return _sampled(release.noise_multiplier, release.sampling_probability, release.overflow, interval)
 
@@ -85,11 +86,11 @@ def sampled(release: Mechanism, interval: float) -> Losses:
 def _sampled(deviation: float, probability: float, overflow: float, interval: float) -> Losses:
     make = _distributions().from_gaussian_mechanism
     if overflow == 1.0:
-        return _sampled(deviation / 2, probability, 0.0, interval)
+        return gaussian(deviation / 2, interval)
     losses = cast(Losses, make(deviation, value_discretization_interval=interval, sampling_prob=probability))
     if not overflow:
         return losses
-    return losses.compute_mixture(_sampled(deviation / 2, probability, 0.0, interval), 1.0 - overflow)
+    return losses.compute_mixture(gaussian(deviation / 2, interval), 1.0 - overflow)
 
 
 def renyi_epsilon(releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
@@ -130,7 +131,9 @@ def _divergence(release: Mechanism) -> float:
 
 def _width(release: Mechanism) -> float:
     """From the least to the greatest loss of a release, but for 1e-22 of the probability."""
-    greatest = _greatest(release.noise_multiplier / (2 if release.overflow else 1))
+    if release.overflow:
+        return 2 * _greatest(release.noise_multiplier / 2)
+    greatest = _greatest(release.noise_multiplier)
     if greatest > 500:
         return 2 * greatest
     probability = release.sampling_probability

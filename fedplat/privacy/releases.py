@@ -17,8 +17,8 @@ class Mechanism(Struct, frozen=True, forbid_unknown_fields=True):
     releases taken together.
 
     - `poisson`: each client takes part with `sampling_probability`, by a trial of its own in each round. More than a
-      cap, which does not depend on the number of clients, are never drawn: `overflow` is the chance, in a round, that
-      so many are drawn without a given client that the cap lets one of them go. Adjacency: one client more or less.
+      cap are never drawn: `overflow` is the chance, in a round, that so many are drawn without a given client that the
+      cap lets one of them go if that client is drawn too. Adjacency: one client more or less.
     - `fixed`: independent noise in each round; whoever takes part is known. Adjacency: one client's updates are zeros.
     - `tree`: the noise of round t completes that of a binary tree over the rounds (DP-FTRL, Kairouz et al. 2021, arXiv
       2103.00039), whose every node has `noise_multiplier`. Adjacency: one client's updates are zeros.
