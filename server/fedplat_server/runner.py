@@ -75,7 +75,6 @@ class Runner:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._in_hand: list[_Item] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._rng = np.random.default_rng(secrets.randbits(128))
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._ended: BaseException | None = None
         self._doubt: StoreUnavailableError | None = None
@@ -135,7 +134,9 @@ class Runner:
         self._timers.clear()
 
     async def _do(self, batch: list[_Item], actor: Actor) -> None:
-        context = Context(now=self._clock(), rng=self._rng, new_token=new_token)
+        # Seeded anew, for 15 microseconds: clients see who is drawn for ordinary jobs, and could learn from many such
+        # draws what one long sequence draws next; the samples of private jobs must stay secret.
+        context = Context(now=self._clock(), rng=np.random.default_rng(secrets.randbits(128)), new_token=new_token)
         proposal = self.coordinator.propose([item.event for item in batch], context)
         verdicts = zip(batch, proposal.verdicts, strict=True)
         audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
