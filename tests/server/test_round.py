@@ -221,4 +221,4 @@ async def test_nothing_is_left_over_from_many_rounds(site: Site) -> None:
         return await num_tasks() <= few
 
     await harness.until(as_few, "the tasks of the rounds to be gone")
-    assert not list((site.folder / "uploads").iterdir())
+    await harness.until_spool_is_empty(site.folder)
