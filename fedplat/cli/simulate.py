@@ -172,6 +172,11 @@ def _print(out: Output, run: Run, folder: Path) -> None:
             if summary.rounds_to_target is None or summary.seconds_to_target is None
             else f"after {summary.rounds_to_target:.1f} rounds, {formats.duration(summary.seconds_to_target)}"
         )
+    if (cost := run.privacy) is not None:
+        fields["privacy"] = (
+            f"epsilon {cost.epsilon:.4g} at delta {cost.delta:g} for {cost.releases} releases, noise multiplier "
+            f"{cost.noise_multiplier:g}"
+        )
     if groups := [group for group in result.groups if abs(group.over - 1.0) > 0.05]:
         groups.sort(key=lambda group: -abs(group.over - 1.0))
         shown = (f"{group.name} has {group.over:.2f} of its share" for group in groups[:NUM_GROUPS])

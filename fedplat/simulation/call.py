@@ -14,6 +14,7 @@ import numpy as np
 
 import fedplat
 from fedplat.model import Parameters
+from fedplat.privacy.cost import Cost, cost_of
 from fedplat.simulation import file as files
 from fedplat.simulation.data import Federation
 from fedplat.simulation.file import SimulationFile
@@ -47,13 +48,17 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulation that is over: all its numbers (`result`), the few that count (`summary`), and its data."""
+    """A simulation that is over: all its numbers (`result`), the few that count (`summary`), and its data.
+
+    `privacy` is what a private job's releases would cost in the field.
+    """
 
     file: SimulationFile
     result: Result
     summary: Summary
     computed: Computed
     federation: Federation | None = None
+    privacy: Cost | None = None
 
     @property
     def model(self) -> Parameters | None:
@@ -72,6 +77,7 @@ class Run:
             "simulation": self.file.raw,
             **self.result.to_dict(),
             "computed": msgspec.to_builtins(self.computed),
+            **({"privacy": msgspec.to_builtins(self.privacy)} if self.privacy is not None else {}),
         }
         return folders.finite(numbers)
 
@@ -147,7 +153,15 @@ def execute(
     )
     options = file.simulation
     summary = summarize(result, options.target_metric, options.target)
-    run = Run(file=file, result=result, summary=summary, computed=computed, federation=setup.federation)
+    spec, mechanism = setup.simulation.spec, setup.simulation.spec.mechanism
+    run = Run(
+        file=file,
+        result=result,
+        summary=summary,
+        computed=computed,
+        federation=setup.federation,
+        privacy=cost_of(spec.privacy, mechanism, len(result.rounds)) if spec.privacy and mechanism else None,
+    )
     if keep is not None:
         run.save(keep.folder)
         forget(keep)

@@ -30,7 +30,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.states import ENDED_JOBS, AssignmentState, Reason
+from fedplat.rounds.states import AssignmentState, JobStatus, Reason
 from fedplat.simulation.agenda import Agenda
 from fedplat.simulation.fleet import Fleet
 from fedplat.simulation.idle import Idle
@@ -78,9 +78,9 @@ class Driver:
         return self.coordinator.jobs[self._spec.name]
 
     def run(self, until_s: float) -> None:
-        """Plays until the job has ended, until the time is over, or until nothing will ever happen again."""
+        """Plays until the job has ended or paused itself, until the time is over, or until nothing happens any more."""
         self._do([OperatorCommand(self._spec.name, Action.START)])
-        while self.job.status not in ENDED_JOBS:
+        while self.job.status is JobStatus.RUNNING:
             moment = min(self._timer, self._agenda.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
                 break

@@ -197,3 +197,18 @@ def test_checkpoints_are_seconds_apart() -> None:
     moments = iter([0.0, 1.0, 5.0, 5.0, 6.0, 10.0, 10.0])
     due = Every(5.0, lambda: next(moments))
     assert [due() for _ in range(4)] == [False, True, False, True]
+
+
+def test_a_private_run_says_what_its_releases_cost(tmp_path: Path) -> None:
+    file = parse(
+        DIGITS.replace("goal = 3\nover_selection = 1.5\nmin_fraction = 0.5", 'goal = 3\nclose = "deadline"')
+        + '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n'
+        + '[privacy]\nparticipation = "fixed"\ndelta = 1e-5\nepsilon = 10.0\n',
+        tmp_path,
+    )
+    run = simulate(file)
+    assert run.result.status == "COMPLETED"
+    assert run.privacy is not None
+    assert (run.privacy.releases, run.privacy.budget) == (4, 10.0)
+    assert 9.9 < run.privacy.epsilon <= 10.0 < run.privacy.epsilon_rdp
+    assert json.loads(run.to_json())["privacy"]["epsilon"] == run.privacy.epsilon

@@ -256,3 +256,14 @@ def test_a_private_job_learns_though_everything_that_is_released_has_noise(parti
     assert results[0].model == results[1].model  # of the same seed
     noisier = learn(LeastSquares(40), privacy={**options, "noise_multiplier": 50.0}, **settings)
     assert noisier.rounds[-1].evaluation["distance"] > 10 * results[0].rounds[-1].evaluation["distance"]
+
+
+def test_a_private_job_that_has_spent_its_budget_ends_its_simulation() -> None:
+    options = {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0, "max_releases": 2}
+    settings: dict[str, Any] = {
+        "selection": {"close": "deadline"},
+        "updates": {"weighting": "uniform", "clip_norm": 1.0},
+    }
+    result = learn(LeastSquares(40), privacy=options, **settings)
+    assert (result.status, len(result.rounds)) == ("PAUSED", 2)
+    assert "budget (max_releases, delta = 1e-06) is spent" in result.reason
