@@ -11,6 +11,7 @@ FedplatError
 ├── EngineError       local training in a simulation that failed, or an engine that cannot do what is asked
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
+├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
 └── ServerUnreachableError, ServerRefusedError   what an operator's command may meet (fedplat.cli)
 ```
@@ -59,6 +60,10 @@ class TicketError(FedplatError):
 
 class MissingExtraError(FedplatError):
     """An optional package is needed; the message says what to install."""
+
+
+class PrivacyLimitError(FedplatError):
+    """A training that would cost more privacy than the owner of the data allows: nothing of it is done."""
 
 
 class ProfileError(FedplatError):

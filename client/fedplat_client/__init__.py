@@ -16,7 +16,7 @@ client.run()
 ```
 """
 
-from fedplat.errors import MissingExtraError, TicketError
+from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
 from fedplat.model import Parameters
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
@@ -36,6 +36,7 @@ from fedplat_client.errors import (
     UnknownClientError,
 )
 from fedplat_client.options import ClientOptions
+from fedplat_client.privacy import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 __all__ = [
@@ -52,6 +53,8 @@ __all__ = [
     "IncompatibleServerError",
     "MissingExtraError",
     "Parameters",
+    "PrivacyLimit",
+    "PrivacyLimitError",
     "RevokedError",
     "ServerError",
     "ServerUnavailableError",

@@ -26,6 +26,7 @@ from fedplat_client.errors import (
 )
 from fedplat_client.memories import Memories
 from fedplat_client.options import Backoff, ClientOptions, draw_s
+from fedplat_client.privacy import PrivacyLedger
 from fedplat_client.residuals import Residuals
 from fedplat_client.session import Door, Profile, Session
 from fedplat_client.task import EvaluateFunction, TrainFunction
@@ -192,6 +193,7 @@ class Client:
                 cache=cache,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
                 memories=Memories(self._directory.memories, self._options.cache_limit_bytes),
+                ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,

@@ -8,6 +8,7 @@
                                  models/         the model cache (fedplat_client.cache)
                                  residuals/      what codecs have left out (fedplat_client.residuals)
                                  memories/       what trainers remember (fedplat_client.memories)
+           privacy.json          what was told of single examples, of all servers (fedplat_client.privacy)
 ```
 Files are readable by their owner only.
 """
@@ -66,6 +67,7 @@ class DataDirectory:
         self.models = self.path / "models"
         self.residuals = self.path / "residuals"
         self.memories = self.path / "memories"
+        self.privacy = data_dir / "privacy.json"
         self._server = server
         self._population = population
         self._identity = self.path / "identity.json"

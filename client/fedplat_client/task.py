@@ -13,6 +13,7 @@ from fedplat.memory import Memory
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.options import ClientOptions
+from fedplat_client.privacy import PrivacyLedger
 from fedplat_client.stopping import Stop, StopSignal
 
 Scalar: TypeAlias = bool | int | float | str
@@ -81,6 +82,8 @@ class Task:
     attempt: int = 1
     memory: Memory = field(default_factory=Memory, repr=False)
     """What the client remembers of the job: kept until its next training if the update of this one is merged."""
+    ledger: PrivacyLedger = field(default_factory=PrivacyLedger, repr=False)
+    """What was told of single examples, of all jobs; for trainers that protect them."""
     control: Control = field(default_factory=Control, repr=False, compare=False)
     """The SDK's side of the task; trainers have no business here."""
 

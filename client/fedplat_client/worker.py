@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from fedplat import codecs
-from fedplat.errors import CodecError, ModelError
+from fedplat.errors import CodecError, FedplatError, ModelError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_from_text
@@ -31,6 +31,7 @@ from fedplat_client.heartbeat import Heartbeat
 from fedplat_client.memories import Memories
 from fedplat_client.models import Models
 from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.privacy import PrivacyLedger
 from fedplat_client.provisional import Sent, WasMerged, asking
 from fedplat_client.residuals import Residuals
 from fedplat_client.stopping import Stop, StopSignal, reason_name
@@ -73,6 +74,7 @@ class Worker:
     cache: ModelCache
     residuals: Residuals
     memories: Memories
+    ledger: PrivacyLedger
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
@@ -116,7 +118,7 @@ class Worker:
             merged = asking(self.connection, self.options, control)
             training = assignment.task != fleet_pb2.TASK_EVALUATE
             memory = self.memories.open(assignment.job_id, merged, training=training)
-            result = run(_task(assignment, base, memory, control))
+            result = run(self._task(assignment, base, memory, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
             )
@@ -139,6 +141,20 @@ class Worker:
             return lambda task: _call(evaluator, task, EvaluateResult)
         trainer = _installed(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
+
+    def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
+        return Task(
+            name=assignment.trainer,
+            parameters=base.copy(),
+            config={name: _scalar(value) for name, value in assignment.config.items()},
+            job_id=assignment.job_id,
+            job_name=assignment.job_name,
+            round=assignment.round,
+            attempt=assignment.attempt,
+            memory=memory,
+            ledger=self.ledger,
+            control=control,
+        )
 
     def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         try:
@@ -281,25 +297,12 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
             raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
     except Exception as exc:
         task.control.signal.check()  # however the trainer put it, it was told to stop
-        _logger.exception("The trainer %r raised an error.", task.name)
+        if not isinstance(exc, FedplatError):  # what fedplat raises on purpose says all that there is to say
+            _logger.exception("The trainer %r raised an error.", task.name)
         text = f"{type(exc).__name__}: {exc}"
         raise _AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, text) from exc
     task.control.signal.check()
     return result
-
-
-def _task(assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
-    return Task(
-        name=assignment.trainer,
-        parameters=base.copy(),
-        config={name: _scalar(value) for name, value in assignment.config.items()},
-        job_id=assignment.job_id,
-        job_name=assignment.job_name,
-        round=assignment.round,
-        attempt=assignment.attempt,
-        memory=memory,
-        control=control,
-    )
 
 
 def _scalar(value: model_pb2.Value) -> Scalar:

@@ -82,6 +82,8 @@ def test_the_exported_names_are_pinned() -> None:
         "IncompatibleServerError",
         "MissingExtraError",
         "Parameters",
+        "PrivacyLimit",
+        "PrivacyLimitError",
         "RevokedError",
         "ServerError",
         "ServerUnavailableError",

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedplat.errors import MissingExtraError
+from fedplat_client.privacy import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 
 try:
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedplat.backends import local
+from fedplat_client.trainers import private
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
@@ -53,13 +55,20 @@ class TorchTrainer:
     """Names of tensors that stay with the client, see `fedplat.backends.local.Learner`; the job's model lacks them."""
     optimizer: MakeOptimizer | None = None
     """Makes another optimizer than SGD, from the parameters and the job's configuration."""
+    private: PrivacyLimit | None = None
+    """What the owner of the data allows to be told of single examples, whatever a job asks for (extra "opacus")."""
     device: str = "auto"
     """A PyTorch device; "auto" is CUDA when there is one, else the CPU."""
     seed: int = 0
+    """Of all that is random but who is drawn, and the noise, where single examples are protected."""
 
     def __call__(self, task: Task) -> TrainResult:
-        """Trains for `config["epochs"]` epochs, or until time is up where the job takes partial work."""
+        """Trains for `config["epochs"]` epochs, or until time is up where the job takes partial work.
+
+        Raises `PrivacyLimitError` before anything is computed from the data, where that is not allowed.
+        """
         options, make_optimizer = self._options(task)
+        private.check_training(options, self.private)
         trainee = self._trainee()
         examples = self._examples(task, trainee.device)
         work = local.Training(
@@ -70,12 +79,14 @@ class TorchTrainer:
             memory=task.memory,
             after_step=_Clock(task, options.partial_work).after_step,
             make_optimizer=make_optimizer,
+            ledger=private.TaskLedger(task, self.private),
         )
         metrics = local.train(trainee, task.parameters, work)
         return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
-        """Measures the task's parameters on the dataset, without training."""
+        """Measures the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
+        private.check_evaluation(self.private)
         trainee = self._trainee()
         examples = self._examples(task, trainee.device)
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)

@@ -45,13 +45,15 @@ class _Row:
 class CohortTrainer:
     """Trains clients of one model version together.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, modules with BatchNorm or other values that change
-    in training, modules that draw random numbers, losses that are no mean over examples.
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, modules with BatchNorm or
+    other values that change in training, modules that draw random numbers, losses that are no mean over examples.
     """
 
     def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
         if options.precision != "fp32":
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
+        if options.is_private:
+            raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
         if trainee.has_batch_norm:
             raise UnsuitableError("BatchNorm keeps means of all batches that it has seen, and a batch here is padded")
         self.layout = Layout(trainee)

@@ -24,12 +24,15 @@ from fedplat.model import Bytes, Parameters
 class FlatTrainer:
     """Trains one client after the other with a module that was made once.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, and modules that `Layout` or `Gradients` refuses.
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that `Layout` or
+    `Gradients` refuses.
     """
 
     def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
         if options.precision != "fp32":
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
+        if options.is_private:
+            raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
         self.layout = Layout(trainee)
         self._trainee, self._options = trainee, options
         self._needs_control = options.client_half().needs_control

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -47,6 +47,14 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether a client that is out of time reports the steps that it has done."""
     measure_before: bool = False
     """Whether the client reports `loss_before`: the mean loss on its data of the model that it was given."""
+    dp: Literal["none", "flat", "per_layer", "ghost"] = "none"
+    """Example-level privacy: how gradients of single examples are clipped, see `fedplat.backends.private`."""
+    dp_noise_multiplier: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    """Standard deviation of the noise in a step's sum of clipped gradients, over `dp_max_grad_norm`."""
+    dp_max_grad_norm: Coefficient = 0.0
+    """Bound of the L2 norm of each example's gradient."""
+    dp_delta: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """The δ at which clients report their ε."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
@@ -56,12 +64,36 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f'mu = {self.mu}: only the algorithm "fedprox" has it, and this is "{self.algorithm}"')
         if (self.alpha > 0) != (self.algorithm == "feddyn"):
             raise ValueError(f'alpha = {self.alpha}: expected a number above 0 with the algorithm "feddyn", else none')
+        for mistake in self._private_mistakes():
+            raise ValueError(mistake)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Scalar]) -> LocalOptions:
         """Those of a job; other keys of its `[config]` are left to the trainer. Raises `JobFileError`."""
         own = {name: value for name, value in config.items() if name in cls.__struct_fields__}
         return read_record(own, cls, "config.")
+
+    @property
+    def is_private(self) -> bool:
+        """Whether single examples are protected."""
+        return self.dp != "none"
+
+    def _private_mistakes(self) -> Iterator[str]:
+        """What does not go with `dp`, each beginning with its key."""
+        for name in ("dp_noise_multiplier", "dp_max_grad_norm", "dp_delta"):
+            value: float = getattr(self, name)
+            if self.is_private and not value:
+                yield f'{name} = {value:g}: expected a number above 0 with dp = "{self.dp}"'
+            if value and not self.is_private:
+                yield f'{name} = {value:g}: expected it with dp = "flat", "per_layer" or "ghost" only, and dp is "none"'
+        if not self.is_private:
+            return
+        if self.max_grad_norm:
+            yield f'max_grad_norm = {self.max_grad_norm:g}: expected dp_max_grad_norm alone with dp = "{self.dp}"'
+        if self.precision != "fp32":
+            yield f'precision = "{self.precision}": expected "fp32" with dp = "{self.dp}": noise has to be exact'
+        if self.measure_before:
+            yield f'measure_before = true: expected false with dp = "{self.dp}": a loss on the data tells of them'
 
     def rate(self, round_number: int) -> float:
         """The learning rate of a round, from 1 on."""

@@ -73,6 +73,11 @@ class Stepper:
             loss = loss * share
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
+    def give(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Gives the parameters the gradients of a step, computed elsewhere, in their order."""
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+            parameter.grad = gradient.to(parameter)
+
     def step(self) -> bool:
         """Moves the parameters; False if the gradient was beyond the range of float16, and nothing was done."""
         if self._scaler is None:

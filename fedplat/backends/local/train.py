@@ -20,6 +20,7 @@ from fedplat.backends.local.stepper import MakeOptimizer, Stepper
 from fedplat.errors import ModelError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
+from fedplat.privacy.steps import StepLedger
 
 _EVALUATED_AT_ONCE = 256
 
@@ -30,6 +31,10 @@ class Training:
 
     `seed` decides all that is random. `fraction` is the part of the steps that it has time for. `after_step(done,
     total)` is called after each step; when it says False, the training ends. `make_optimizer` replaces SGD.
+
+    Where single examples are protected, `ledger` counts what that costs, by default in the memory, and `noise_seed`
+    decides who is drawn and which noise is added: None, but in a simulation, because whoever knows it can take the
+    noise away.
     """
 
     examples: Examples
@@ -40,6 +45,8 @@ class Training:
     memory: Memory = field(default_factory=Memory)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
+    ledger: StepLedger | None = None
+    noise_seed: int | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -51,8 +58,9 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     """Trains the job's model in place, and writes what the client remembers into its memory; returns the metrics.
 
     These are `loss` and, where targets are classes, `accuracy` (of the model in training, over the last epoch),
-    `local_steps`, `effective_steps` where they are not the same, and `loss_before` if it was asked for. Raises
-    `ModelError` when the model does not fit the module.
+    `local_steps`, `effective_steps` where they are not the same, and `loss_before` if it was asked for; of a private
+    training `epsilon`, `noise_multiplier` and `private_steps`, all of the job so far, instead of scores. Raises
+    `ModelError` when the model does not fit the module, and `PrivacyLimitError`.
     """
     metrics: dict[str, float] = {}
     if work.options.measure_before:
@@ -69,7 +77,7 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
     metrics["local_steps"] = float(num_steps)
     if way.steps != num_steps:
         metrics["effective_steps"] = way.steps
-    return {**scores.means(), **metrics}
+    return {**scores, **metrics}
 
 
 def evaluate(
@@ -127,8 +135,21 @@ class _Start:
         return ending
 
 
-def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Scores, int]:
-    """All steps; the scores of the last epoch, and the number of steps that moved the weights."""
+def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Mapping[str, float], int]:
+    """All steps; what is told of them, and the number of steps that moved the weights."""
+    stepper = Stepper(
+        trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
+    )
+    if work.options.is_private:
+        from fedplat.backends.local import private
+
+        return private.run(trainee, stepper, work)
+    scores, num_steps = _steps(trainee, stepper, work)
+    return scores.means(), num_steps
+
+
+def _steps(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Scores, int]:
+    """The scores of the last epoch, and the number of steps."""
     plan = Plan(
         num_examples=len(work.examples),
         options=work.options,
@@ -137,9 +158,6 @@ def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Scores, int]:
         drop_single=trainee.has_batch_norm,
     )
     module, loss_of = trainee.module.train(), trainee.learner.loss
-    stepper = Stepper(
-        trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
-    )
     steps, ahead = itertools.tee(plan.steps())
     batches = work.examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
     scores, num_steps = Scores(), 0

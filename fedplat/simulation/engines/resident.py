@@ -46,6 +46,10 @@ class ModuleTrainer:
     def __init__(self, learner: Learner, options: LocalOptions, seed: int = 0, device: str = "cpu") -> None:
         self._options = options
         self.trainee = Trainee(learner, device, seed=seed)
+        if options.is_private:
+            from fedplat.backends import private  # here, and not in each process that is forked later
+
+            private.check(self.trainee.module)
         self._flat = _flat_trainer(self.trainee, options)
         self._bases: dict[int, Base] = {}
         self._schema: Schema | None = None
@@ -89,6 +93,7 @@ class ModuleTrainer:
             round_number=work.version + 1,
             fraction=work.fraction,
             memory=memory,
+            noise_seed=work.seed,
         )
 
     def _train(self, base: Base, work: Training, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:

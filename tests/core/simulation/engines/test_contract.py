@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.simulation.engines.conftest import MakeEngine
+from core.simulation.engines.conftest import ENGINES, MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
@@ -70,6 +70,7 @@ class Reference:
             round_number=work.version + 1,
             fraction=work.fraction,
             memory=memory,
+            noise_seed=work.seed,
         )
         metrics = train(self._trainee, parameters, training)
         self._memories[work.client] = Memory(memory.contents)
@@ -108,6 +109,22 @@ def _with_control(model: Parameters) -> Parameters:
         if name.startswith(CONTROL):
             values += np.float32(0.01)
     return extended
+
+
+@pytest.mark.parametrize("kind", ["flat", "per_layer", "ghost"])
+@pytest.mark.parametrize("name", ["loop", "processes"])
+def test_private_training_draws_and_adds_what_the_seed_says(kind: str, name: str) -> None:
+    """Also for the smallest client, whose only example is in every step; epsilon is that of all rounds."""
+    given = task(two_layers, dp=kind, dp_noise_multiplier=0.8, dp_max_grad_norm=0.5, dp_delta=1e-3, momentum=0.5)
+    model = given.learner.initial()
+    engine = ENGINES[name](given)
+    found = rounds(engine, model, WORKS)
+    engine.close()
+    updates, metrics = differences(found, Reference(given).rounds(model))
+    assert updates < 1e-6
+    assert metrics < 1e-5
+    assert [each[0].metrics["private_steps"] for each in found] == [6, 12, 18]
+    assert "loss" not in found[0][0].metrics
 
 
 def personal() -> Task:

@@ -39,6 +39,7 @@ def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (task(normed), "BatchNorm keeps means"),
         (task(dropping), "random"),
         (task(precision="bf16"), "precision"),
+        (task(dp="flat", dp_noise_multiplier=1, dp_max_grad_norm=1, dp_delta=1e-5), "one client at a time"),
         (task()._replace(learner=task().learner.__class__(model=lenet, loss=first_only)), "no mean over examples"),
     ],
 )

@@ -1,0 +1,169 @@
+"""What the owner of the data allows to be told of single examples, and the ledger of what was told already.
+
+A server asks for steps with so much noise (`config.dp`); the owner's `PrivacyLimit` says how many of them there may be,
+whoever asks. The ledger is one file for all servers, populations and jobs of a data directory, and not a part of what a
+trainer remembers of a job: that is taken back when an update was not merged, and what was computed from the data stays
+computed. It is charged for a whole training, and synced to the disk, before the first step is made. Afterwards steps
+that were not made are taken back. So a crash at any point counts too many steps, and never too few.
+
+Equal data in another data directory are counted there; whoever deletes the ledger, or restores an old one, forgets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from fedplat.privacy import steps
+from fedplat.privacy.steps import StepCharge
+from fedplat_client.errors import DataDirectoryError
+from fedplat_client.identity import sync_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyLimit:
+    """The owner's terms. All jobs that ever trained on the data together cost at most `max_epsilon` at `delta`.
+
+    What is protected is one example, be it there or not, from whoever sees all that the client ever sends. Raises
+    `ValueError` for numbers that are not usable.
+    """
+
+    max_epsilon: float
+    delta: float
+    """Well below one over the number of examples."""
+    min_noise_multiplier: float = 0.0
+    """Least `config.dp_noise_multiplier` of a job."""
+    required: bool = True
+    """Whether the data are for private trainings only. What other ones tell is not limited and not counted."""
+    evaluates: bool = False
+    """Whether evaluations on the data are answered where privacy is required; their numbers have no noise."""
+    dataset: str = "default"
+    """Whose count it is: trainers with data of their own may have one each."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.max_epsilon) and self.max_epsilon > 0):
+            raise ValueError(f"max_epsilon is {self.max_epsilon}; expected a number above 0")
+        if not 0.0 < self.delta < 1.0:
+            raise ValueError(f"delta is {self.delta}; expected a number between 0 and 1, such as 1e-5")
+        if not (math.isfinite(self.min_noise_multiplier) and self.min_noise_multiplier >= 0):
+            raise ValueError(f"min_noise_multiplier is {self.min_noise_multiplier}; expected 0 or more")
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one job has cost one dataset."""
+
+    dataset: str
+    job: str
+    charges: list[StepCharge]
+
+
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    entries: list[_Entry]
+
+
+class PrivacyLedger:
+    """The ledger of a data directory, in a file; without a path in memory, for tasks that are made by hand.
+
+    `scope` is what job ids are unique in. Raises `DataDirectoryError` where the file cannot be used: then nothing may
+    be computed from the data.
+    """
+
+    def __init__(self, path: Path | None = None, scope: str = "") -> None:
+        self._path, self._scope = path, scope
+        self._memory = _Content([])
+
+    def charge(
+        self, dataset: str, job_id: str, planned: StepCharge, allowed: Callable[[Sequence[StepCharge]], None]
+    ) -> None:
+        """Notes steps that will be made. `allowed` is given all of the dataset with them; what it raises, stops it."""
+        with self._held():
+            content = self._read()
+            after = self._with(content, dataset, job_id, steps.added(self._of(content, dataset, job_id), planned))
+            allowed([charge for entry in after.entries if entry.dataset == dataset for charge in entry.charges])
+            self._write(after)
+
+    def settle(self, dataset: str, job_id: str, unmade: StepCharge) -> list[StepCharge]:
+        """Takes back steps that were not made; what the job has cost the dataset so far."""
+        with self._held():
+            content = self._read()
+            charges = self._of(content, dataset, job_id)
+            if unmade.num_steps:
+                charges = steps.taken_back(charges, unmade)
+                self._write(self._with(content, dataset, job_id, charges))
+            return charges
+
+    def spent(self, dataset: str) -> list[StepCharge]:
+        """What all jobs together have cost a dataset."""
+        with self._held():
+            entries = self._read().entries
+        return steps.added(charge for entry in entries if entry.dataset == dataset for charge in entry.charges)
+
+    def _of(self, content: _Content, dataset: str, job_id: str) -> list[StepCharge]:
+        key = (dataset, self._job(job_id))
+        return [charge for entry in content.entries if (entry.dataset, entry.job) == key for charge in entry.charges]
+
+    def _with(self, content: _Content, dataset: str, job_id: str, charges: list[StepCharge]) -> _Content:
+        key = (dataset, self._job(job_id))
+        others = [entry for entry in content.entries if (entry.dataset, entry.job) != key]
+        return _Content([*others, _Entry(*key, charges)])
+
+    def _job(self, job_id: str) -> str:
+        return f"{self._scope} {job_id}"
+
+    @contextlib.contextmanager
+    def _held(self) -> Generator[None]:
+        """Keeps other clients of the same data directory out."""
+        if self._path is None:
+            yield
+            return
+        try:
+            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise self._unusable(exc) from exc
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)  # also frees the lock
+
+    def _read(self) -> _Content:
+        if self._path is None:
+            return self._memory
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=_Content)
+        except FileNotFoundError:
+            return _Content([])
+        except OSError as exc:
+            raise self._unusable(exc) from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise DataDirectoryError(
+                f"{self._path} is damaged ({exc}): what was told of the data is not known, so no private training may "
+                "begin. Restore it from the latest backup"
+            ) from exc
+
+    def _write(self, content: _Content) -> None:
+        if self._path is None:
+            self._memory = content
+            return
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            sync_folder(self._path.parent)
+        except OSError as exc:
+            raise self._unusable(exc) from exc
+
+    def _unusable(self, exc: OSError) -> DataDirectoryError:
+        return DataDirectoryError(
+            f"{self._path} cannot be used: {exc}; no private training may begin before it can be written"
+        )

@@ -1,0 +1,186 @@
+"""Sums of clipped gradients of single examples, by Opacus.
+
+- `flat`: a whole example's gradient is clipped to C (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1).
+- `per_layer`: each of its L tensors is clipped to C/√L, which bounds the whole by C.
+- `ghost`: as `flat`, from norms that are found without the gradients themselves, in two backward passes: less memory
+  (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners", arXiv 2110.05679, Section 4).
+
+The loss of each example is computed on that example alone, whatever the loss does with a batch. An example whose
+gradient is not finite counts as zero, so that it changes no more than any other.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+import torch
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import nn
+
+from fedplat.errors import ModelError
+
+Clipping: TypeAlias = Literal["flat", "per_layer", "ghost"]
+Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_UNUSED = (
+    "{} has no gradient of single examples; expected each parameter to be used in every forward pass, by a layer that "
+    "Opacus knows"
+)
+
+
+class Clipper(Protocol):
+    """Adds up what examples give."""
+
+    def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Adds the clipped gradients of a batch, which has at least one example."""
+        ...
+
+    def take(self) -> list[torch.Tensor]:
+        """The sum of each parameter's clipped gradients since the last time; zeros if there were no examples."""
+        ...
+
+
+@contextmanager
+def clipping(module: nn.Module, loss: Loss, kind: Clipping, max_norm: float) -> Generator[Clipper]:
+    """Within it the module computes gradients of single examples; afterwards it is as it was. Raises `ModelError`."""
+    # Opacus' hooks do without a gradient of the inputs. Set anew and never removed: see `accounting.epsilon`.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients", category=UserWarning)
+    make = _Ghost if kind == "ghost" else _Sampled
+    try:
+        clipper = make(module, _Losses(loss), kind, max_norm)
+    except NotImplementedError as exc:
+        said = "; ".join(str(each) for each in exc.args[0]).strip()
+        raise ModelError(f"the model cannot be trained with example-level privacy. Opacus says: {said}") from exc
+    try:
+        yield clipper
+    finally:
+        clipper.hooks.cleanup()
+        _forget(module)
+
+
+class _Losses:
+    """The losses of single examples, each computed on its example alone."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._one_by_one = False
+
+        def alone(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return loss(output[None], target[None])
+
+        self._together = torch.func.vmap(alone, randomness="different")
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not self._one_by_one:
+            try:
+                return self._together(outputs, targets)
+            except RuntimeError:  # a loss that looks at values, for instance
+                self._one_by_one = True
+        pairs = zip(outputs.split(1), targets.split(1), strict=True)
+        return torch.stack([self._loss(output, target).reshape(()) for output, target in pairs])
+
+
+class _Sampled:
+    """Gradients of single examples as tensors: flat and per layer."""
+
+    def __init__(self, module: nn.Module, losses: _Losses, kind: Clipping, max_norm: float) -> None:
+        self.hooks = GradSampleHooks(module, loss_reduction="sum")
+        self._module, self._losses = module, losses
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        if kind == "flat":
+            self._optimizer = _optimizer(DPOptimizer, parameters, max_norm)
+        else:
+            bounds = [max_norm / math.sqrt(len(parameters))] * len(parameters)
+            self._optimizer = _optimizer(DPPerLayerOptimizer, parameters, bounds)
+
+    def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Adds a batch."""
+        self._losses(self._module(inputs), targets).sum().backward()
+        samples = [_sample(self._module, each) for each in self._optimizer.params]
+        usable = torch.stack([each.flatten(1).isfinite().all(1) for each in samples]).all(0)
+        if not usable.all():
+            for sample in samples:
+                sample[~usable] = 0.0
+        self._optimizer.clip_and_accumulate()
+        for each in self._optimizer.params:
+            each.grad = each.grad_sample = None
+
+    def take(self) -> list[torch.Tensor]:
+        """See `Clipper`."""
+        sums = _zeros(self._optimizer)
+        for total, each in zip(sums, cast(list[Any], self._optimizer.params), strict=True):
+            if each.summed_grad is not None:
+                total.add_(each.summed_grad.view_as(total))
+                each.summed_grad = None
+        return sums
+
+
+class _Ghost:
+    """Gradients of single examples by their norms alone."""
+
+    def __init__(self, module: nn.Module, losses: _Losses, kind: Clipping, max_norm: float) -> None:
+        self.hooks = GradSampleHooksFastGradientClipping(
+            module,
+            loss_reduction="sum",
+            max_grad_norm=max_norm,  # pyright: ignore[reportArgumentType]  # of which Opacus' type is that of 1
+        )
+        self._module, self._losses = module, losses
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        self._optimizer = _optimizer(DPOptimizerFastGradientClipping, parameters, max_norm)
+        self._sums = _zeros(self._optimizer)
+
+    def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Adds a batch."""
+        losses = self._losses(self._module(inputs), targets)
+        try:
+            DPTensorFastGradientClipping(cast(Any, self.hooks), self._optimizer, losses, "sum").backward()
+        except AttributeError as exc:  # no norm of a parameter
+            raise ModelError(_UNUSED.format("some parameter")) from exc
+        usable = self.hooks.per_sample_gradient_norms.isfinite()
+        if usable.all():
+            for total, each in zip(self._sums, self._optimizer.params, strict=True):
+                assert each.grad is not None
+                total.add_(each.grad)
+        elif usable.any():
+            self.add(inputs[usable], targets[usable])
+
+    def take(self) -> list[torch.Tensor]:
+        """See `Clipper`."""
+        sums, self._sums = self._sums, _zeros(self._optimizer)
+        return sums
+
+
+def _optimizer(kind: type[Any], parameters: list[nn.Parameter], max_norm: float | list[float]) -> Any:
+    """Opacus' optimizer, of which only the clipping is used."""
+    inner = torch.optim.SGD(parameters, lr=1.0)
+    return kind(inner, noise_multiplier=0.0, max_grad_norm=max_norm, expected_batch_size=None, loss_reduction="sum")
+
+
+def _sample(module: nn.Module, parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter's gradients of single examples, [examples, ...]."""
+    sample = cast(Any, parameter).grad_sample
+    if not isinstance(sample, torch.Tensor):
+        name = next(name for name, each in module.named_parameters() if each is parameter)
+        raise ModelError(_UNUSED.format(f"the parameter {name!r}"))
+    return sample
+
+
+def _zeros(optimizer: DPOptimizer) -> list[torch.Tensor]:
+    return [torch.zeros_like(each, requires_grad=False) for each in optimizer.params]
+
+
+def _forget(module: nn.Module) -> None:
+    """Takes away what Opacus leaves at a module, as after a training that was stopped between forward and backward."""
+    for part in module.modules():
+        for name in ("activations", "max_batch_len"):
+            if hasattr(part, name):
+                delattr(part, name)
+    for each in module.parameters():
+        each.grad = None
+        if hasattr(each, "summed_grad"):
+            del cast(Any, each).summed_grad
