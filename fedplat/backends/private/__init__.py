@@ -7,21 +7,17 @@ it: that one is no secret to who sees enough of its numbers, and its seed has 32
 
 from __future__ import annotations
 
-import importlib
-
 from fedplat.errors import MissingExtraError
 
 try:
-    importlib.import_module("opacus")
+    from fedplat.backends.private.accounting import NotedLedger, epsilon
+    from fedplat.backends.private.clipping import Clipper, Clipping, clipping
+    from fedplat.backends.private.noise import StepNoise, noise_of
+    from fedplat.backends.private.validation import check
 except ImportError as exc:
     raise MissingExtraError(
         "example-level privacy (config.dp) needs Opacus, which is not installed; install it with: "
         "pip install 'fedplat[opacus]', on a client: pip install 'fedplat-client[opacus]'"
     ) from exc
-
-from fedplat.backends.private.accounting import NotedLedger, epsilon
-from fedplat.backends.private.clipping import Clipper, Clipping, clipping
-from fedplat.backends.private.noise import StepNoise, noise_of
-from fedplat.backends.private.validation import check
 
 __all__ = ["Clipper", "Clipping", "NotedLedger", "StepNoise", "check", "clipping", "epsilon", "noise_of"]

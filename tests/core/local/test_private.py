@@ -367,7 +367,7 @@ def test_options_that_do_not_go_together_are_named(options: dict[str, Any], mess
 
 
 def test_without_opacus_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("fedplat.backends.private")]:
+    for name in [name for name in sys.modules if name.startswith(("fedplat.backends.private", "opacus"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "fedplat.backends.local.private", raising=False)
     monkeypatch.delattr("fedplat.backends.private")
