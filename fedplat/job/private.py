@@ -68,8 +68,10 @@ def mechanism_with(spec: JobSpec, whole: float) -> privacy.Mechanism:
     assert spec.privacy is not None
     sampling = spec.selection.sampling
     if isinstance(sampling, Poisson):
+        # OVERFLOW is the chance that the cap bites; given that one client is drawn it may be so much greater.
+        overflow = min(1.0, OVERFLOW / sampling.rate)
         return privacy.Mechanism(
-            kind="poisson", noise_multiplier=whole, sampling_probability=sampling.rate, overflow=OVERFLOW
+            kind="poisson", noise_multiplier=whole, sampling_probability=sampling.rate, overflow=overflow
         )
     return privacy.Mechanism(
         kind="tree" if spec.privacy.participation == "min_separation" else "fixed",

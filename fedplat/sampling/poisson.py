@@ -11,7 +11,7 @@ and neither does whose updates are in the model. For that a job needs, besides t
   minimum. Private jobs have none.
 
 No more are drawn than a cap, which bounds memory and what a round costs. The chance that it bites is `OVERFLOW` a round
-at most, whatever the binomial's mean, by Chernoff's bound; for large means the cap is 7.4 standard deviations above it.
+at most, whatever the binomial's mean, by Chernoff's bound; for large means the cap is 8.3 standard deviations above it.
 With five it would bite with a chance of 3e-7, or 7e-6 where the mean is 10 (the binomial is skewed): more,
 over a thousand rounds, than the delta of most jobs.
 """
@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 from fedplat.sampling.candidates import Candidates
 from fedplat.sampling.uniform import some_of
 
-OVERFLOW = 1e-12
+OVERFLOW = 1e-15
 """The chance, in a round, that more would have been drawn than the cap lets."""
 
 

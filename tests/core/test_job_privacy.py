@@ -41,7 +41,7 @@ def refusal(*arguments: str, **keywords: str) -> str:
 
 
 def test_what_an_accountant_is_told() -> None:
-    assert job().mechanism == Mechanism("poisson", 1.5, sampling_probability=0.1, overflow=1e-12)
+    assert job().mechanism == Mechanism("poisson", 1.5, sampling_probability=0.1, overflow=1e-15 / 0.1)
     assert job("fixed").mechanism == Mechanism("fixed", 1.5)
     spec = job("min_separation", "noise_multiplier = 3\nmax_participations = 2")
     assert spec.mechanism == Mechanism("tree", 3.0, separation=5, max_participations=2)

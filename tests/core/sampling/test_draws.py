@@ -67,10 +67,10 @@ def test_the_cap_bites_as_rarely_as_it_may(total: int, rate: float) -> None:
     cap = Poisson(rate=rate).cap(total)
     assert cap == total or stats.binom.sf(cap, total, rate) < OVERFLOW
     if total * rate >= 10 and cap < total:  # and it bounds what a round costs
-        assert cap < total * rate + 10 * (total * rate) ** 0.5
+        assert cap < total * rate + 12 * (total * rate) ** 0.5
 
 
-@pytest.mark.parametrize(("total", "rate", "cap"), [(1000, 0.01, 41), (7, 1.0, 7), (0, 0.5, 0)])
+@pytest.mark.parametrize(("total", "rate", "cap"), [(1000, 0.01, 45), (7, 1.0, 7), (0, 0.5, 0)])
 def test_no_more_are_drawn_than_the_cap(total: int, rate: float, cap: int) -> None:
     assert Poisson(rate=rate).cap(total) == cap
 
