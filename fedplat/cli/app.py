@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedplat
-from fedplat.cli import clients, enrolments, formats, jobs, models, operators, simulate
+from fedplat.cli import clients, enrolments, formats, jobs, models, operators, privacy, simulate
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, ServerOption, Settings, session
 from fedplat.wire.v1 import admin_pb2
@@ -26,6 +26,7 @@ app.add_typer(clients.app, name="client")
 app.add_typer(enrolments.app, name="enrolment")
 app.add_typer(models.app, name="model")
 app.add_typer(operators.app, name="operator")
+app.add_typer(privacy.app, name="privacy")
 app.command("audit")(operators.audit)
 app.command("simulate")(simulate.simulate)
 

@@ -61,7 +61,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
     """Simulate a job and its fleet in virtual time, with the production coordinator."""
     with reporting(context, as_json) as out:
         chosen = _changes(training, engine, workers, seed, rounds) + (changes or [])
-        read = _read(file, chosen)
+        read = read_file(file, chosen)
         if show_data:
             _show_data(out, read)
             return
@@ -91,7 +91,8 @@ def _changes(
     return [f"{key}={value}" for key, value in named.items() if value is not None]
 
 
-def _read(file: Path, changes: list[str]) -> SimulationFile:
+def read_file(file: Path, changes: list[str]) -> SimulationFile:
+    """Reads a simulation file, or a job file. Raises `JobFileError`, whose lines name the file."""
     try:
         return files.read(file, changes)
     except JobFileError as exc:

@@ -25,6 +25,11 @@ _FLOAT_ERROR = 1e-12
 _FLOAT_ERROR_PER_RELEASE = 1e-16
 """What Fourier transforms of 64-bit floats may lose of delta; 2e-17 a release was seen."""
 
+_COARSER, _NEAR = 16, 16
+"""How much coarser the grid is on which the noise is sought first, and how many steps the result is off."""
+_RARE = 1e-3
+"""The part of delta that overflows may take without a look at what they cost."""
+
 _Sampled = list[tuple[Mechanism, int]]
 
 
@@ -33,17 +38,23 @@ def epsilon(charges: Sequence[Charge], delta: float) -> float:
 
     Raises `ValueError` for a delta that is no probability between 0 and 1, and `MissingExtraError`.
     """
+    return _epsilon(charges, delta)
+
+
+def _epsilon(charges: Sequence[Charge], delta: float, coarser: int = 1) -> float:
+    """Epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled:
         return losses.gaussian_epsilon(deviation, delta) if math.isfinite(deviation) else 0.0
+    sampled, usable = _without_rare(sampled, delta)
+    usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
     interval = losses.interval(sampled, deviation)
     if interval > losses.WIDEST:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
-    count = sum(count for _, count in sampled)
-    usable = delta - _FLOAT_ERROR - count * _FLOAT_ERROR_PER_RELEASE
     if usable <= 0.0:
         return math.inf
+    interval *= coarser
     parts = [losses.sampled(mechanism, interval).self_compose(count) for mechanism, count in sampled]
     if math.isfinite(deviation):
         parts.append(losses.gaussian(deviation, interval))
@@ -73,8 +84,11 @@ def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) 
     The multiplier of `mechanism` itself does not matter. Raises `ValueError` where no noise is enough.
     """
 
-    def quieter(step: int) -> float:
-        return epsilon([Charge(_with_noise(mechanism, _multiplier(-step)), releases)], delta)
+    def quieter(step: int, coarser: int = 1) -> float:
+        return _epsilon([Charge(_with_noise(mechanism, _multiplier(-step)), releases)], delta, coarser)
+
+    def scale(step: int) -> float:
+        return -math.log(_multiplier(-step))
 
     if not budget > 0.0:
         raise ValueError(f"epsilon is {budget:g}; expected a number above 0")
@@ -84,8 +98,14 @@ def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) 
             f"no noise multiplier up to {_multiplier(-loudest):g} keeps {releases} releases within epsilon {budget:g} "
             f"at delta {delta:g}; allow a larger epsilon or delta, or fewer rounds"
         )
-    step = _last(quieter, budget, (loudest, quietest), lambda step: -math.log(_multiplier(-step)))
-    return _with_noise(mechanism, _multiplier(-step))
+    low = _last(lambda step: quieter(step, _COARSER), budget, (loudest, quietest), scale)
+    width = _NEAR
+    while quieter(low) > budget:
+        low, width = max(loudest, low - width), 4 * width
+    high = min(quietest, low + width)
+    while high < quietest and quieter(high) <= budget:
+        low, high, width = high, min(quietest, high + 4 * width), 4 * width
+    return _with_noise(mechanism, _multiplier(-_last(quieter, budget, (low, high), scale)))
 
 
 def max_releases(mechanism: Mechanism, budget: float, delta: float, limit: int, before: Sequence[Charge] = ()) -> int:
@@ -115,6 +135,17 @@ def _grouped(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
     others = [_length(charge) / charge.mechanism.noise_multiplier for charge in charges]
     length = math.hypot(*others)
     return sampled, 1.0 / length if length else math.inf
+
+
+def _without_rare(sampled: _Sampled, delta: float) -> tuple[_Sampled, float]:
+    """The mechanisms without overflows that are so rare that all of them may be a part of delta, and what is left."""
+    kept: _Sampled = []
+    for mechanism, count in sampled:
+        chance = mechanism.overflow * count
+        rare = 0.0 < chance <= _RARE * delta / len(sampled)
+        kept.append((msgspec.structs.replace(mechanism, overflow=0.0) if rare else mechanism, count))
+        delta -= chance if rare else 0.0
+    return kept, delta
 
 
 def _length(charge: Charge) -> float:

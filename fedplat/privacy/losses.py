@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast
+
+import numpy as np
 
 from fedplat.errors import MissingExtraError
 from fedplat.privacy.releases import Mechanism
@@ -39,6 +42,10 @@ class Losses(Protocol):
         ...
 
 
+def _silence(record: logging.LogRecord) -> bool:
+    return False
+
+
 def _library() -> Any:
     try:
         return cast(Any, importlib.import_module("dp_accounting"))
@@ -60,7 +67,8 @@ def _rdp() -> Any:
 
 def gaussian_epsilon(deviation: float, delta: float) -> float:
     """Epsilon of one Gaussian release of sensitivity 1, exactly (Balle and Wang 2018, arXiv 1805.06530, Theorem 8)."""
-    return float(_library().get_epsilon_gaussian(deviation, delta))
+    with np.errstate(divide="ignore"):  # log 0 is what it reckons with
+        return float(_library().get_epsilon_gaussian(deviation, delta))
 
 
 def gaussian(deviation: float, interval: float) -> Losses:
@@ -96,6 +104,16 @@ def _sampled(deviation: float, probability: float, overflow: float, interval: fl
 def renyi_epsilon(releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
     """Epsilon by Rényi divergences (Mironov 2017, arXiv 1702.07476); `fixed` is the deviation of one more release."""
     library = _library()
+    # It warns of every order that it leaves out, which only makes the result larger.
+    logger = logging.getLogger("absl")
+    logger.addFilter(_silence)
+    try:
+        return _renyi(library, releases, fixed, delta)
+    finally:
+        logger.removeFilter(_silence)
+
+
+def _renyi(library: Any, releases: Sequence[tuple[Mechanism, int]], fixed: float, delta: float) -> float:
     accountant = _rdp().RdpAccountant()
     for release, count in releases:
         noise = library.GaussianDpEvent(release.noise_multiplier)

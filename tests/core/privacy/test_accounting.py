@@ -15,7 +15,7 @@ from fedplat.privacy import losses
 from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
-FEW = settings(max_examples=5, deadline=None)
+FEW = settings(max_examples=3, deadline=None)
 LEARNED = Mechanism("poisson", 1.2, 120 / 3383)
 FIXED = Mechanism("fixed", 3.0, separation=4)
 TREE = Mechanism("tree", 5.0, separation=7, max_participations=3)
@@ -58,14 +58,14 @@ def test_rounding_and_floats_err_upwards_and_little(multiplier: float, releases:
     "charge",
     [
         Charge(LEARNED, 3000),
-        Charge(Mechanism("poisson", 1.0, 0.002), 20_000),
+        Charge(Mechanism("poisson", 1.0, 0.004), 5_000),
         Charge(Mechanism("poisson", 0.3, 0.2), 5),
     ],
 )
 def test_a_finer_grid_gives_no_more_and_little_less(charge: Charge) -> None:
     delta = 1e-6
     spent = epsilon([charge], delta)
-    finer = losses.sampled(charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 4)
+    finer = losses.sampled(charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 2)
     assert 0.99 * spent <= finer.self_compose(charge.releases).get_epsilon_for_delta(delta) <= spent
 
 
@@ -118,7 +118,7 @@ def test_more_rounds_cost_more_and_more_noise_less(mechanism: Mechanism) -> None
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=["poisson", "capped", "fixed", "tree"])
-@pytest.mark.parametrize("budget", [0.3, 4.0])
+@pytest.mark.parametrize("budget", [0.3, 4.0, 300.0])
 def test_the_calibrated_noise_is_just_enough(mechanism: Mechanism, budget: float) -> None:
     calibrated = calibrate(mechanism, 50, budget, 1e-5)
     multiplier = calibrated.noise_multiplier

@@ -1,0 +1,240 @@
+"""`fedplat privacy plan`: epsilon against rounds, cohort and noise, and what the simulator expects of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from fedplat.cli import progress
+from fedplat.cli.output import Output
+from fedplat.cli.session import JsonOption, reporting
+from fedplat.cli.simulate import read_file
+from fedplat.errors import JobFileError
+from fedplat.functions import blamed
+from fedplat.job import planning
+from fedplat.job.planning import Noise, Plan
+from fedplat.privacy import Mechanism
+from fedplat.simulation import call
+from fedplat.simulation.data import Federation
+from fedplat.simulation.file import TABLE, SimulationFile
+from fedplat.simulation.report import folder as folders
+from fedplat.simulation.setup import load_data
+
+WITHOUT_NOISE = 1e-9
+"""A multiplier that changes no digit of a model."""
+
+
+def plan(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A job file or a simulation file (TOML).")],
+    clients: Annotated[
+        int, typer.Option(min=0, max=10**9, metavar="N", help="Size of the population; else what the file says of it.")
+    ] = 0,
+    noise: Annotated[
+        list[float] | None, typer.Option(metavar="Z", help="A noise multiplier to compare; repeatable.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the file; repeatable.")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Simulate the job with each noise multiplier, and without noise.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a picture.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a private job costs, and what other rounds, cohorts and noise would."""
+    with reporting(context, as_json) as out:
+        if plot is not None and plot.suffix.lower() != ".png":
+            raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
+        read = read_file(file, changes or [])
+        data = _data(out, read) if simulate else None
+        found = _planned(read, clients or _clients(read, data), noise or [])
+        scores = _simulated(out, read, found, data) if simulate else None
+        if plot is not None:
+            _draw(plot, read, found, scores)
+        if out.as_json:
+            out.json(_record(read, found, scores))
+        else:
+            _print(out, read, found, scores)
+
+
+def _planned(file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
+    for multiplier in noise:
+        if not 0.0 < multiplier <= 1e6:
+            raise JobFileError(f"--noise {multiplier:g}: expected a number above 0, and 1e6 at most")
+    if clients and clients < file.job.selection.goal:
+        raise JobFileError(
+            f"selection.goal = {file.job.selection.goal}: expected at most the {clients:,} clients of the population"
+        )
+    return planning.plan(file.job, clients, noise)
+
+
+def _clients(file: SimulationFile, data: Federation | None) -> int:
+    """What a simulation file says of its population."""
+    if data is not None:
+        return data.num_clients
+    return getattr(file.simulation.partition, "clients", 0) or file.simulation.fleet.num_clients
+
+
+def _data(out: Output, file: SimulationFile) -> Federation | None:
+    if TABLE not in file.raw:
+        raise JobFileError(f"{TABLE}: there is no such table; --simulate needs one that says what surrounds the job")
+    planning.private(file.job)
+    return load_data(file, (lambda text: None) if out.as_json else out.note)
+
+
+def _simulated(out: Output, file: SimulationFile, plan: Plan, data: Federation | None) -> dict[float, float | None]:
+    """The metric at the end, by noise multiplier; the key 0 is without noise. None where there is no such job."""
+    scores: dict[float, float | None] = {}
+    runs = (0.0, *(choice.noise_multiplier for choice in plan.by_noise))
+    for place, multiplier in enumerate(runs, start=1):
+        try:
+            job = planning.with_noise(file.job, multiplier or WITHOUT_NOISE)
+        except ValueError as exc:
+            out.note(f"not simulated with noise multiplier {multiplier:g}: {exc}")
+            scores[multiplier] = None
+            continue
+        name = f"noise multiplier {multiplier:g}" if multiplier else "without noise"
+        if not out.as_json:
+            out.note(f"simulation {place} of {len(runs)}: {name}")
+        scores[multiplier] = _run(out, dataclasses.replace(file, job=job), name, data)
+    return scores
+
+
+def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
+    board = progress.Board(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+    with (
+        blamed("the training"),
+        call.prepared(file, data) as setup,
+        progress.showing(out, board) as observe,
+    ):
+        last = call.execute(file, setup, observe, begins=board.begin).summary.last
+    return None if last is None else last.value
+
+
+def _draw(path: Path, file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> None:
+    from fedplat.simulation.report import plots, privacy
+
+    lines = [
+        (multiplier, *planning.curve(file.job, multiplier))
+        for multiplier in (found.noise_multiplier / 2, found.noise_multiplier, 2 * found.noise_multiplier)
+    ]
+    known = [(choice.epsilon, scores[choice.noise_multiplier]) for choice in found.by_noise] if scores else []
+    points = [(epsilon, value) for epsilon, value in known if value is not None]
+    baseline = scores[0.0] if scores else None
+    metric = file.simulation.target_metric
+    picture = privacy.Picture(plan=found, lines=lines, scores=points, baseline=baseline, metric=metric)
+    try:
+        plots.save(path, lambda figure: privacy.draw(figure, picture))
+    except (OSError, ValueError) as exc:
+        raise JobFileError(f"--plot {path}: the picture cannot be written: {exc}") from exc
+
+
+def _record(file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> dict[str, Any]:
+    record: dict[str, Any] = msgspec.to_builtins(found)
+    if scores is not None:
+        record["metric"] = file.simulation.target_metric
+        record["without_noise"] = scores[0.0]
+        for row in record["by_noise"]:
+            row["value"] = scores[row["noise_multiplier"]]
+    return folders.finite(record)
+
+
+def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> None:
+    out.fields(_facts(found))
+    own = found.noise_multiplier
+    out.line("")
+    out.line("epsilon after so many rounds")
+    rows = [
+        (f"{each.rounds:,}", _number(each.epsilon), _number(each.epsilon_rdp), _mark(each.rounds == found.rounds))
+        for each in found.by_rounds
+    ]
+    out.table(("#ROUNDS", "#EPSILON", "#BY RENYI", ""), rows, "")
+    out.line("")
+    out.line(f"what other cohorts need for epsilon {found.budget:.4g}")
+    spread = "#PROBABILITY" if found.mechanism.kind == "poisson" else "#ONCE IN"
+    rows = [
+        (
+            f"{each.expected_reports:,}",
+            f"{each.sampling_probability:.4g}" if found.mechanism.kind == "poisson" else _rounds(each.separation),
+            "-" if each.noise_multiplier is None else f"{each.noise_multiplier:.4g}",
+            "-" if each.deviation is None else f"{each.deviation:.3g}",
+            _mark(each.expected_reports == found.expected_reports),
+        )
+        for each in found.by_cohort
+    ]
+    out.table(("#REPORTS", spread, "#NOISE MULTIPLIER", "#IN THE MEAN", ""), rows, "")
+    out.line("")
+    out.line(f"what other noise costs in {_rounds(found.rounds)}")
+    columns = ["#NOISE MULTIPLIER", "#EPSILON", f"#ROUNDS WITHIN {found.budget:.4g}", "#IN THE MEAN"]
+    if scores is not None:
+        columns.append("#" + file.simulation.target_metric.upper())
+    table: list[tuple[str, ...]] = []
+    if scores is not None:
+        table.append(("none", "-", "-", "0", _score(scores[0.0]), ""))
+    for each in found.by_noise:
+        shown = (f"{each.noise_multiplier:.4g}", _number(each.epsilon), _most(found, each), f"{each.deviation:.3g}")
+        score = () if scores is None else (_score(scores[each.noise_multiplier]),)
+        table.append((*shown, *score, _mark(each.noise_multiplier == own)))
+    out.table((*columns, ""), table, "")
+    for remark in found.remarks:
+        out.note(f"note: {remark}")
+
+
+def _facts(found: Plan) -> dict[str, str]:
+    who = {
+        "add-or-remove": "one client more or less changes no more than that",
+        "zero-out": "one client's updates, or zeros in their place, change no more than that",
+    }
+    spent = next(each.epsilon for each in found.by_rounds if each.rounds == found.rounds)
+    why = f"calibrated for epsilon {found.budget:.4g}" if found.calibrated else "given"
+    return {
+        "job": f"{found.job}, of population {found.population}"
+        + (f" ({found.num_clients:,} clients)" if found.num_clients else ""),
+        "promise": f"epsilon {_number(spent)} at delta {found.delta:g} after {_rounds(found.rounds)}; "
+        + who[found.adjacency],
+        "participation": f"{_participation(found.mechanism)}; {found.expected_reports:,} reports are expected",
+        "noise": f"multiplier {found.noise_multiplier:.4g} ({why}); in each entry of {_what(found)} it is "
+        f"{found.deviation:.3g} clip norms",
+        "budget": f"enough for {_rounds(found.max_rounds)}"
+        + ("" if found.max_rounds >= found.rounds else ": the job pauses before the next"),
+    }
+
+
+def _participation(mechanism: Mechanism) -> str:
+    if mechanism.kind == "poisson":
+        return f"each client with probability {mechanism.sampling_probability:.4g} in each round"
+    turns = "every round" if mechanism.separation == 1 else f"one of any {_rounds(mechanism.separation)}"
+    most = mechanism.max_participations
+    return f"a client may take part in {turns}" + (f", and in {_rounds(most)} of the job" if most else "")
+
+
+def _what(found: Plan) -> str:
+    return "a node of the tree over the rounds" if found.mechanism.kind == "tree" else "a round's mean"
+
+
+def _most(found: Plan, noise: Noise) -> str:
+    far = min(planning.MOST_ROUNDS, planning.FAR * found.rounds)
+    return f"{noise.max_rounds:,}" + ("+" if noise.max_rounds == far else "")
+
+
+def _rounds(count: int) -> str:
+    return f"{count:,} round" + ("" if count == 1 else "s")
+
+
+def _number(epsilon: float) -> str:
+    return f"{epsilon:.2f}" if 0.1 <= epsilon < 1000 else f"{epsilon:.3g}"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _mark(is_own: bool) -> str:
+    return "this job" if is_own else ""

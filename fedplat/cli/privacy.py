@@ -1,0 +1,10 @@
+"""`fedplat privacy`: what jobs promise, before and after they are run."""
+
+from __future__ import annotations
+
+import typer
+
+from fedplat.cli import planning
+
+app = typer.Typer(no_args_is_help=True, help="Plan what a private job promises, and check it.")
+app.command("plan")(planning.plan)

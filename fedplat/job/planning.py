@@ -1,0 +1,232 @@
+"""What a private job could promise: epsilon against rounds, cohort and noise, before anything is trained.
+
+Like the job's own accounting it needs the extra `privacy`; a plan takes some seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from fedplat.errors import JobFileError
+from fedplat.job.sections import Selection
+from fedplat.job.spec import JobSpec
+from fedplat.privacy import Charge, Mechanism, Privacy
+from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
+from fedplat.sampling import Poisson
+
+PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+MOST_ROUNDS = 1_000_000
+FAR = 100
+"""Of a choice's rounds so many times those of the job are counted at most."""
+CURVE_POINTS = 24
+
+
+class Rounds(Struct, frozen=True, kw_only=True):
+    """Epsilon after so many rounds, by privacy loss distributions and by Rényi divergences."""
+
+    rounds: int
+    epsilon: float
+    epsilon_rdp: float
+
+
+class Cohort(Struct, frozen=True, kw_only=True):
+    """What a number of expected reports needs for the epsilon of the plan.
+
+    `noise_multiplier` is None where no noise is enough. `deviation` is that of the noise in each entry of the mean
+    update, in units of the clip norm: how much of what clients say is left.
+    """
+
+    expected_reports: int
+    sampling_probability: float
+    separation: int
+    noise_multiplier: float | None
+    deviation: float | None
+
+
+class Noise(Struct, frozen=True, kw_only=True):
+    """What a noise multiplier costs in the job's rounds.
+
+    `max_rounds` are those that the epsilon of the plan is enough for, but a hundred times the job's at most.
+    """
+
+    noise_multiplier: float
+    epsilon: float
+    max_rounds: int
+    deviation: float
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A private job before it is submitted. `num_clients` is 0 where nothing says it.
+
+    `budget` is the epsilon that other choices are compared at: the job's, or what its noise comes to.
+    """
+
+    job: str
+    population: str
+    rounds: int
+    max_rounds: int
+    delta: float
+    budget: float
+    calibrated: bool
+    mechanism: Mechanism
+    adjacency: Literal["add-or-remove", "zero-out"]
+    num_clients: int
+    expected_reports: int
+    noise_multiplier: float
+    deviation: float
+    by_rounds: tuple[Rounds, ...]
+    by_cohort: tuple[Cohort, ...]
+    by_noise: tuple[Noise, ...]
+    remarks: tuple[str, ...]
+
+
+def private(spec: JobSpec) -> Privacy:
+    """The job's promise. Raises `JobFileError` if it makes none."""
+    if spec.privacy is None:
+        raise JobFileError(
+            "privacy: there is no such table, so nothing is promised; expected [privacy] with participation, delta and "
+            "epsilon or noise_multiplier"
+        )
+    return spec.privacy
+
+
+def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ()) -> Plan:
+    """All of it; `multipliers` are compared in place of some around the job's own.
+
+    Raises `JobFileError` for a job that cannot keep its promise, and `MissingExtraError`.
+    """
+    options = private(spec)
+    settled = spec.settled()
+    mechanism, found = settled.mechanism, private(settled)
+    assert mechanism is not None
+    assert found.noise_multiplier is not None
+    assert found.max_releases is not None
+    num_clients = num_clients or _population(spec)
+    budget = options.epsilon or epsilon([Charge(mechanism, spec.rounds)], options.delta)
+    chosen = multipliers or [_rounded(found.noise_multiplier * factor) for factor in FACTORS]
+    return Plan(
+        job=spec.name,
+        population=spec.population,
+        rounds=spec.rounds,
+        max_rounds=found.max_releases,
+        delta=options.delta,
+        budget=budget,
+        calibrated=options.noise_multiplier is None,
+        mechanism=mechanism,
+        adjacency="add-or-remove" if mechanism.kind == "poisson" else "zero-out",
+        num_clients=num_clients,
+        expected_reports=spec.selection.goal,
+        noise_multiplier=found.noise_multiplier,
+        deviation=found.noise_multiplier / (spec.selection.goal * options.expected_weight),
+        by_rounds=tuple(_rounds(mechanism, options.delta, count) for count in _counts(spec.rounds, found.max_releases)),
+        by_cohort=tuple(_cohorts(spec, budget, num_clients)),
+        by_noise=tuple(noise_of(spec, multiplier, budget) for multiplier in chosen),
+        remarks=tuple(_remarks(spec, num_clients)),
+    )
+
+
+def noise_of(spec: JobSpec, multiplier: float, budget: float) -> Noise:
+    """What another `privacy.noise_multiplier` of the same job costs."""
+    options = private(spec)
+    mechanism = spec.mechanism_with(options.whole(multiplier))
+    return Noise(
+        noise_multiplier=multiplier,
+        epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta),
+        max_rounds=max_releases(mechanism, budget, options.delta, min(MOST_ROUNDS, FAR * spec.rounds)),
+        deviation=multiplier / (spec.selection.goal * options.expected_weight),
+    )
+
+
+def curve(spec: JobSpec, multiplier: float) -> tuple[list[int], list[float]]:
+    """Rounds, evenly spaced on a logarithmic scale, and epsilon after them; for a picture."""
+    options = private(spec)
+    last = 4 * spec.rounds
+    counts = sorted({round(last ** (step / (CURVE_POINTS - 1))) for step in range(CURVE_POINTS)})
+    return counts, epsilons(spec.mechanism_with(options.whole(multiplier)), counts, options.delta)
+
+
+def with_noise(spec: JobSpec, multiplier: float) -> JobSpec:
+    """The job with this noise and without a budget. Raises `ValueError` where the noise does not go with the rest."""
+    options = structs.replace(private(spec), noise_multiplier=multiplier, epsilon=None, max_releases=None)
+    return structs.replace(spec, privacy=options)
+
+
+def _population(spec: JobSpec) -> int:
+    sampling = spec.selection.sampling
+    return round(spec.selection.goal / sampling.rate) if isinstance(sampling, Poisson) else 0
+
+
+def _counts(rounds: int, most: int) -> list[int]:
+    counts = {min(MOST_ROUNDS, max(1, round(part * rounds))) for part in PARTS_OF_ROUNDS}
+    return sorted(counts | ({most} if most else set()))
+
+
+def _rounds(mechanism: Mechanism, delta: float, count: int) -> Rounds:
+    charges = [Charge(mechanism, count)]
+    return Rounds(rounds=count, epsilon=epsilon(charges, delta), epsilon_rdp=epsilon_rdp(charges, delta))
+
+
+def _cohorts(spec: JobSpec, budget: float, num_clients: int) -> Iterator[Cohort]:
+    for goal in sorted({max(1, round(factor * spec.selection.goal)) for factor in FACTORS}):
+        if goal <= (num_clients or goal):
+            yield _cohort(spec, goal, budget, num_clients)
+
+
+def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort:
+    options = private(spec)
+    mechanism = spec.mechanism_with(1.0)
+    if mechanism.kind == "poisson":
+        rate = min(1.0, goal / num_clients)
+        mechanism = structs.replace(
+            mechanism,
+            sampling_probability=rate,
+            overflow=min(1.0, mechanism.overflow * mechanism.sampling_probability / rate),
+        )
+    elif mechanism.separation > 1 and num_clients:
+        mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
+    try:
+        whole = calibrate(mechanism, spec.rounds, budget, options.delta).noise_multiplier
+        multiplier = options.of_model(whole)
+    except ValueError:
+        multiplier = None
+    return Cohort(
+        expected_reports=goal,
+        sampling_probability=mechanism.sampling_probability,
+        separation=mechanism.separation,
+        noise_multiplier=multiplier,
+        deviation=None if multiplier is None else multiplier / (goal * options.expected_weight),
+    )
+
+
+def _widest(selection: Selection, goal: int, num_clients: int) -> int:
+    """In how many consecutive rounds a client takes part once, if all clients take turns."""
+    return max(1, num_clients // structs.replace(selection, goal=goal).target)
+
+
+def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
+    selection = spec.selection
+    if not num_clients:
+        return
+    if isinstance(selection.sampling, Poisson):
+        drawn = selection.sampling.rate * num_clients
+        if not 0.8 <= drawn / selection.goal <= 1.25:
+            yield (
+                f"of {num_clients:,} clients {drawn:,.1f} are drawn in a round, and their sum is divided by "
+                f"selection.goal = {selection.goal}; expected selection.sampling.rate near "
+                f"{min(1.0, selection.goal / num_clients):.3g}"
+            )
+        return
+    needed = (selection.min_separation + 1) * selection.target
+    if needed > num_clients:
+        yield (
+            f"{num_clients:,} clients are too few: with selection.min_separation = {selection.min_separation} and "
+            f"{selection.target} assignments a round {needed:,} take turns, and a round waits, or goes on with fewer"
+        )
+
+
+def _rounded(multiplier: float) -> float:
+    return float(f"{multiplier:.4g}")

@@ -1,0 +1,114 @@
+"""The picture of a plan: epsilon against rounds, the noise that each cohort needs, and what the simulator expects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fedplat.job.planning import Plan
+from fedplat.simulation.report.plots import BAD, MAIN, QUIET, SECOND
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HARDLY_ANY = 100.0
+"""An epsilon beyond which nothing is promised that is worth a place in a picture."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A plan; epsilon against rounds for some noise multipliers; scores by epsilon, and without noise."""
+
+    plan: Plan
+    lines: Sequence[tuple[float, Sequence[int], Sequence[float]]]
+    scores: Sequence[tuple[float, float]] = ()
+    baseline: float | None = None
+    metric: str = "accuracy"
+
+
+def draw(figure: Figure, picture: Picture) -> None:
+    """Two panels, or three where the job was simulated."""
+    has_scores = bool(picture.scores)
+    figure.set_size_inches(15 if has_scores else 10.5, 4.6)
+    axes = figure.subplots(1, 3 if has_scores else 2)
+    _rounds(axes[0], picture)
+    _cohorts(axes[1], picture.plan)
+    if has_scores:
+        _scores(axes[2], picture)
+    figure.suptitle(f"{picture.plan.job}: delta = {picture.plan.delta:g}, {picture.plan.adjacency}")
+
+
+def _rounds(axes: Axes, picture: Picture) -> None:
+    plan = picture.plan
+    middle = len(picture.lines) // 2
+    for place, (multiplier, counts, values) in enumerate(picture.lines):
+        own = place == middle
+        colour = MAIN if own else (BAD if place < middle else SECOND)
+        label = f"noise multiplier {multiplier:.3g}" + (" (this job)" if own else "")
+        axes.plot(counts, values, color=colour, linewidth=2.4 if own else 1.4, label=label)
+    axes.axhline(plan.budget, color=QUIET, linestyle="--", linewidth=1, label=f"epsilon {plan.budget:.3g}")
+    axes.axvline(plan.rounds, color=QUIET, linestyle=":", linewidth=1, label=f"{plan.rounds:,} rounds")
+    axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="epsilon", title="What rounds cost")
+    axes.set_ylim(bottom=min(min(values) for _, _, values in picture.lines) / 8)  # room for the legend
+    axes.legend(fontsize=8, loc="lower right")
+    _plain(axes)
+
+
+def _cohorts(axes: Axes, plan: Plan) -> None:
+    known = [
+        (each.expected_reports, each.deviation, each.noise_multiplier)
+        for each in plan.by_cohort
+        if each.deviation is not None and each.noise_multiplier is not None
+    ]
+    axes.plot([each[0] for each in known], [each[1] for each in known], color=MAIN, marker="o", linewidth=1.8)
+    for reports, deviation, multiplier in known:
+        label = f"z = {multiplier:.3g}"
+        axes.annotate(label, (reports, deviation), xytext=(4, 5), textcoords="offset points", fontsize=8)
+    axes.axvline(plan.expected_reports, color=QUIET, linestyle=":", linewidth=1)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="reports expected in a round",
+        ylabel=f"noise in each entry of {'a node' if plan.mechanism.kind == 'tree' else 'the mean'} / clip norm",
+        title=f"What cohorts need for epsilon {plan.budget:.3g}",
+    )
+    axes.margins(x=0.2, y=0.15)
+    axes.set_xticks([each.expected_reports for each in plan.by_cohort], minor=False)
+    axes.set_xticks([], minor=True)
+    _plain(axes)
+
+
+def _scores(axes: Axes, picture: Picture) -> None:
+    shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= HARDLY_ANY)
+    axes.plot([each[0] for each in shown], [each[1] for each in shown], color=MAIN, marker="o", linewidth=1.8)
+    if picture.baseline is not None:
+        axes.axhline(picture.baseline, color=QUIET, linestyle="--", linewidth=1, label="without noise")
+        axes.legend(fontsize=8)
+    axes.axvline(picture.plan.budget, color=QUIET, linestyle=":", linewidth=1)
+    axes.set(
+        xscale="log",
+        xlabel=f"epsilon after {picture.plan.rounds:,} rounds",
+        ylabel=f"{picture.metric} at the end",
+        title="What the simulator expects",
+    )
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    """Numbers as people write them, also on logarithmic axes, and a grid."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(_number))
+        if axis.get_scale() == "log":
+            low, high = sorted(axis.get_view_interval())
+            if high / low < 50.0 and isinstance(axis.get_major_locator(), LogLocator):
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+
+
+def _number(value: float, place: int | None) -> str:
+    return f"{value:,.6g}"
