@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from fedplat import codecs
-from fedplat.errors import CodecError, FedplatError, ModelError
+from fedplat.errors import CodecError, FedplatError, ModelError, PrivacyLimitError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_from_text
@@ -299,8 +299,9 @@ def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]
         task.control.signal.check()  # however the trainer put it, it was told to stop
         if not isinstance(exc, FedplatError):  # what fedplat raises on purpose says all that there is to say
             _logger.exception("The trainer %r raised an error.", task.name)
-        text = f"{type(exc).__name__}: {exc}"
-        raise _AssignmentFailedError(model_pb2.REASON_TRAINER_ERROR, text) from exc
+        limited = isinstance(exc, PrivacyLimitError)
+        reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
+        raise _AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
     task.control.signal.check()
     return result
 

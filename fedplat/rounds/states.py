@@ -77,6 +77,7 @@ class Reason(StrEnum):
     CLIENT_STOPPED = "CLIENT_STOPPED"
     TRANSFER_FAILED = "TRANSFER_FAILED"
     UNKNOWN_CODEC = "UNKNOWN_CODEC"
+    PRIVACY_LIMIT = "PRIVACY_LIMIT"
     REVOKED = "REVOKED"
     REJECTED_SCHEMA = "REJECTED_SCHEMA"
     REJECTED_NONFINITE = "REJECTED_NONFINITE"
@@ -105,6 +106,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
     Reason.UNKNOWN_CODEC: "the client does not know the job's codec or one of its options",
+    Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
@@ -122,6 +124,7 @@ FAILURES = frozenset(
         Reason.CLIENT_STOPPED,
         Reason.TRANSFER_FAILED,
         Reason.UNKNOWN_CODEC,
+        Reason.PRIVACY_LIMIT,
     }
 )
 """What a client may say when it gives an assignment up."""

@@ -136,8 +136,8 @@ def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_p
     for _ in range(4):
         fleet_of.work(trainer(limit))
     assert len(fleet_of.epsilons) == 2
-    assert len(fleet_of.failures) == 2
-    assert fleet_of.failures[0].startswith("PrivacyLimitError: the training would take the data beyond epsilon ")
+    assert [each.reason for each in fleet_of.fake.requests["Fail"]] == [model_pb2.REASON_PRIVACY_LIMIT] * 2
+    assert fleet_of.failures[0].startswith("the training would take the data beyond epsilon ")
     assert "the limit of their owner; nothing was computed" in fleet_of.failures[0]
     assert PrivacyLedger(tmp_path / "data" / "privacy.json").spent("default") == [StepCharge(1.0, 0.25, 16)]
 
@@ -170,6 +170,25 @@ def test_a_late_joiner_is_private_from_its_first_step(tmp_path: Path) -> None:
     assert charged[0] == [StepCharge(1.0, 1.0, 1)]  # before the first example was read
     assert metrics["private_steps"] == 1
     assert np.std(task.parameters["weight"]) == pytest.approx(0.1 / 20, rel=0.1)
+
+
+def test_a_crash_counts_the_whole_training(tmp_path: Path) -> None:
+    """What is on the disk while the second step is made."""
+    path, reads = tmp_path / "privacy.json", [0]
+
+    class Dying(Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            reads[0] += 1
+            if reads[0] == 6:
+                (tmp_path / "left.json").write_bytes(path.read_bytes())
+            return torch.ones(40), 1
+
+    task = make_task(CONFIG | {"batch_size": 4, "epochs": 10}, ledger=PrivacyLedger(path))
+    trainer(dataset=Dying())(task)
+    assert PrivacyLedger(tmp_path / "left.json").spent("default") == [StepCharge(1.0, 1.0, 10)]
 
 
 def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:

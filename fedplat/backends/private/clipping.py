@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
-from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from torch import nn
 
 from fedplat.errors import ModelError
@@ -71,7 +70,7 @@ class _Losses:
         self._one_by_one = False
 
         def alone(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(output[None], target[None])
+            return loss(output[None], target[None]).reshape(())
 
         self._together = torch.func.vmap(alone, randomness="different")
 
@@ -101,7 +100,7 @@ class _Sampled:
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds a batch."""
         self._losses(self._module(inputs), targets).sum().backward()
-        samples = [_sample(self._module, each) for each in self._optimizer.params]
+        samples = [_sample(self._module, each, len(inputs)) for each in self._optimizer.params]
         usable = torch.stack([each.flatten(1).isfinite().all(1) for each in samples]).all(0)
         if not usable.all():
             for sample in samples:
@@ -112,7 +111,7 @@ class _Sampled:
 
     def take(self) -> list[torch.Tensor]:
         """See `Clipper`."""
-        sums = _zeros(self._optimizer)
+        sums = _zeros(self._optimizer.params)
         for total, each in zip(sums, cast(list[Any], self._optimizer.params), strict=True):
             if each.summed_grad is not None:
                 total.add_(each.summed_grad.view_as(total))
@@ -130,28 +129,39 @@ class _Ghost:
             max_grad_norm=max_norm,  # pyright: ignore[reportArgumentType]  # of which Opacus' type is that of 1
         )
         self._module, self._losses = module, losses
-        parameters = [each for each in module.parameters() if each.requires_grad]
-        self._optimizer = _optimizer(DPOptimizerFastGradientClipping, parameters, max_norm)
-        self._sums = _zeros(self._optimizer)
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._sums = _zeros(self._parameters)
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds a batch."""
         losses = self._losses(self._module(inputs), targets)
+        losses.sum().backward(retain_graph=True)
         try:
-            DPTensorFastGradientClipping(cast(Any, self.hooks), self._optimizer, losses, "sum").backward()
+            factors = self.hooks.get_clipping_coef()
         except AttributeError as exc:  # no norm of a parameter
             raise ModelError(_UNUSED.format("some parameter")) from exc
-        usable = self.hooks.per_sample_gradient_norms.isfinite()
+        norms = self.hooks.per_sample_gradient_norms
+        _check_count("some parameter", len(norms), len(inputs))
+        usable = norms.isfinite()
         if usable.all():
-            for total, each in zip(self._sums, self._optimizer.params, strict=True):
-                assert each.grad is not None
-                total.add_(each.grad)
+            self._add_clipped((factors * losses).sum())
         elif usable.any():
             self.add(inputs[usable], targets[usable])
 
+    def _add_clipped(self, loss: torch.Tensor) -> None:
+        for each in self._parameters:
+            each.grad = None
+        self.hooks.disable_hooks()
+        loss.backward()
+        self.hooks.enable_hooks()
+        for total, each in zip(self._sums, self._parameters, strict=True):
+            assert each.grad is not None
+            total.add_(each.grad)
+            each.grad = None
+
     def take(self) -> list[torch.Tensor]:
         """See `Clipper`."""
-        sums, self._sums = self._sums, _zeros(self._optimizer)
+        sums, self._sums = self._sums, _zeros(self._parameters)
         return sums
 
 
@@ -161,17 +171,33 @@ def _optimizer(kind: type[Any], parameters: list[nn.Parameter], max_norm: float 
     return kind(inner, noise_multiplier=0.0, max_grad_norm=max_norm, expected_batch_size=None, loss_reduction="sum")
 
 
-def _sample(module: nn.Module, parameter: nn.Parameter) -> torch.Tensor:
+def _sample(module: nn.Module, parameter: nn.Parameter, num_examples: int) -> torch.Tensor:
     """A parameter's gradients of single examples, [examples, ...]."""
     sample = cast(Any, parameter).grad_sample
+    name = f"the parameter {_name_of(module, parameter)!r}"
     if not isinstance(sample, torch.Tensor):
-        name = next(name for name, each in module.named_parameters() if each is parameter)
-        raise ModelError(_UNUSED.format(f"the parameter {name!r}"))
+        raise ModelError(_UNUSED.format(name))
+    _check_count(name, len(sample), num_examples)
+    if sample.ndim == 1:  # of a parameter that is one number: Opacus' optimizers want a dimension to take norms along
+        sample = cast(Any, parameter).grad_sample = sample[:, None]
     return sample
 
 
-def _zeros(optimizer: DPOptimizer) -> list[torch.Tensor]:
-    return [torch.zeros_like(each, requires_grad=False) for each in optimizer.params]
+def _check_count(name: str, found: int, num_examples: int) -> None:
+    """Where they differ, it is no examples that are clipped: a layer has time, for instance, in the first dimension."""
+    if found != num_examples:
+        raise ModelError(
+            f"{name} has {found} gradients for a batch of {num_examples} examples; expected layers that keep examples "
+            "in the first dimension, as with batch_first=True"
+        )
+
+
+def _name_of(module: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, each in module.named_parameters() if each is parameter)
+
+
+def _zeros(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [torch.zeros_like(each, requires_grad=False) for each in parameters]
 
 
 def _forget(module: nn.Module) -> None:

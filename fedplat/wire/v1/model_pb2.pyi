@@ -60,6 +60,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The client could not transfer the model or the update."""
     REASON_UNKNOWN_CODEC: _Reason.ValueType  # 25
     """The client does not know the codec of the job, or one of its options."""
+    REASON_PRIVACY_LIMIT: _Reason.ValueType  # 26
+    """The training would cost more privacy than the owner of the client's data allows."""
     REASON_REVOKED: _Reason.ValueType  # 24
     """An operator revoked the client."""
     REASON_REJECTED_SCHEMA: _Reason.ValueType  # 30
@@ -115,6 +117,8 @@ REASON_TRANSFER_FAILED: Reason.ValueType  # 23
 """The client could not transfer the model or the update."""
 REASON_UNKNOWN_CODEC: Reason.ValueType  # 25
 """The client does not know the codec of the job, or one of its options."""
+REASON_PRIVACY_LIMIT: Reason.ValueType  # 26
+"""The training would cost more privacy than the owner of the client's data allows."""
 REASON_REVOKED: Reason.ValueType  # 24
 """An operator revoked the client."""
 REASON_REJECTED_SCHEMA: Reason.ValueType  # 30

@@ -315,6 +315,57 @@ def test_a_parameter_without_a_gradient_is_named_and_costs_nothing(kind: str) ->
     assert private.NotedLedger(memory).settle(StepCharge(1.0, 1.0, 0), 0) == []
 
 
+class Scaled(nn.Module):
+    """A layer that Opacus does not know, with a parameter of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 1), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.linear(inputs).tanh()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_ones_own_are_trained_as_without_privacy(kind: str) -> None:
+    learner = Learner(model=Scaled, loss=nn.functional.mse_loss)
+    plain, found = learner.initial(), learner.initial()
+    train(Trainee(learner), plain, work(batch_size=0))
+    train(Trainee(learner), found, work(batch_size=0, **quiet(dp=kind)))
+    close(dict(found), dict(plain))
+    assert found["scale"] != 2.0
+
+
+class Folded(nn.Module):
+    """Two examples' worth of rows for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.cat([inputs, inputs])).view(2, -1, 1).mean(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_moves_examples_out_of_the_first_dimension_is_refused(kind: str) -> None:
+    learner = Learner(model=Folded, loss=nn.functional.mse_loss)
+    with pytest.raises(ModelError, match="has 22 gradients for a batch of 11 examples; expected layers that keep"):
+        train(Trainee(learner), learner.initial(), work(batch_size=0, **quiet(dp=kind)))
+
+
+def one_each(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that is not reduced."""
+    return (outputs - targets).square()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_without_a_mean_is_clipped_as_well(kind: str) -> None:
+    training = work(**quiet(dp=kind, dp_max_grad_norm=0.5))
+    learner = Learner(model=LEARNER.model, loss=one_each)
+    close(trained(training, learner)[0], reference(training, draws(training)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_module_is_as_it_was_afterwards(kind: str) -> None:
     trainee, before = Trainee(LEARNER), trained(work())[0]
