@@ -1,0 +1,86 @@
+"""`fedplat privacy audit`: a job's claim beside what canaries show in one simulated run of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from fedplat.cli import progress
+from fedplat.cli.output import Output
+from fedplat.cli.session import FAILED, JsonOption, reporting
+from fedplat.cli.simulate import read_file
+from fedplat.errors import JobFileError
+from fedplat.functions import blamed
+from fedplat.job import planning
+from fedplat.simulation import audit as audits
+from fedplat.simulation import call
+from fedplat.simulation.audit import Audit
+from fedplat.simulation.file import TABLE, SimulationFile
+from fedplat.simulation.report import folder as folders
+
+
+def audit(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A simulation file (TOML) of a private job.")],
+    canaries: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How many of the clients are canaries; else half of them.")
+    ] = 0,
+    confidence: Annotated[float, typer.Option(help="Of the lower bound, between 0.5 and 1.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Instead of the file's simulation.seed.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the file; repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a private job with canaries, and bound its epsilon from below by what they show.
+
+    The exit status is 1 if the bound is above what the job claims.
+    """
+    with reporting(context, as_json) as out:
+        if not 0.5 <= confidence < 1.0:
+            raise JobFileError(f"--confidence {confidence:g}: expected from 0.5 to below 1")
+        read = read_file(file, (changes or []) + ([] if seed is None else [f"simulation.seed={seed}"]))
+        found = _audited(out, read, canaries, confidence)
+        if out.as_json:
+            out.json(folders.finite({**msgspec.to_builtins(found), "holds": found.holds}))
+        else:
+            _print(out, read, found)
+        if not found.holds:
+            raise typer.Exit(FAILED)
+
+
+def _audited(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
+    planning.private(file.job)
+    if TABLE not in file.raw:
+        raise JobFileError(f"{TABLE}: there is no such table; expected one that says what surrounds the job")
+    board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+    tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
+    with (
+        blamed("the training"),
+        call.prepared(file, tell=tell) as setup,
+        progress.showing(out, board) as observe,
+    ):
+        return audits.audited(
+            file, setup, num_canaries=canaries, confidence=confidence, observe=observe, begins=board.begin
+        )
+
+
+def _print(out: Output, file: SimulationFile, found: Audit) -> None:
+    best, claimed = found.bound.best, found.claimed
+    out.fields(
+        {
+            "claimed": f"epsilon {claimed.epsilon:.4g} at delta {claimed.delta:g} for {claimed.releases} releases",
+            "canaries": f"{best.canaries} of {found.num_clients:,} clients, of which {found.included} were in, each in "
+            f"{found.merged:.3g} of {file.job.rounds} rounds",
+            "guesses": f"{best.guesses}, of which {best.right} were right",
+            "lower bound": f"epsilon {found.bound.epsilon:.4g} with {found.confidence:.4g} confidence",
+            "verdict": "nothing contradicts the claim, which does not prove it"
+            if found.holds
+            else f"THE CLAIM IS WRONG, unless chance was against it, as it is in {1 - found.confidence:.2g} of audits",
+        }
+    )
