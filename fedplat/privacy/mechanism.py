@@ -21,7 +21,7 @@ import numpy as np
 
 from fedplat.aggregate import AdaptiveClip, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, following
-from fedplat.model import Blocks, Vector
+from fedplat.model import Blocks, Schema, Vector
 from fedplat.privacy.noise import Noise, Normals
 from fedplat.privacy.options import PublishedMetrics
 from fedplat.privacy.tree import Tree
@@ -109,9 +109,20 @@ def privatized(release: Release, noise: Noise | None) -> Wrapper:
         def publish(partial: Partial) -> Mapping[str, float]:
             return _published(release, partial, _certain(noise)) if release.metrics is not None else {}
 
-        return dataclasses.replace(inner, start=start, fold=fold, apply=apply, remember=remember, publish=publish)
+        counterpart = dataclasses.replace(inner.counterpart, misfit=lambda schema: _misfit(inner, schema))
+        changes = {"apply": apply, "remember": remember, "publish": publish, "counterpart": counterpart}
+        return dataclasses.replace(inner, start=start, fold=fold, **changes)
 
     return wrap
+
+
+def _misfit(inner: Rule, schema: Schema) -> str:
+    if schema.carry == "max":
+        return (
+            'the model carries its integer entries by "max", so the largest of any client would be released without '
+            'noise; a private job needs a model that keeps them (carry = "keep")'
+        )
+    return inner.counterpart.misfit(schema)
 
 
 def _certain(noise: Noise | None) -> Noise:
