@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat.aggregate import AdaptiveClip, Contribution, Partial, Rule, State, Wrapper
+from fedplat.aggregate import AdaptiveClip, Contribution, Counterpart, Partial, Rule, State, Wrapper
 from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, following
 from fedplat.model import Blocks, Schema, Vector
 from fedplat.privacy.noise import Noise, Normals
@@ -109,20 +109,22 @@ def privatized(release: Release, noise: Noise | None) -> Wrapper:
         def publish(partial: Partial) -> Mapping[str, float]:
             return _published(release, partial, _certain(noise)) if release.metrics is not None else {}
 
-        counterpart = dataclasses.replace(inner.counterpart, misfit=lambda schema: _misfit(inner, schema))
-        changes = {"apply": apply, "remember": remember, "publish": publish, "counterpart": counterpart}
-        return dataclasses.replace(inner, start=start, fold=fold, **changes)
+        rule = dataclasses.replace(inner, start=start, fold=fold, apply=apply, remember=remember, publish=publish)
+        return dataclasses.replace(rule, counterpart=_counterpart(inner.counterpart))
 
     return wrap
 
 
-def _misfit(inner: Rule, schema: Schema) -> str:
-    if schema.carry == "max":
-        return (
-            'the model carries its integer entries by "max", so the largest of any client would be released without '
-            'noise; a private job needs a model that keeps them (carry = "keep")'
-        )
-    return inner.counterpart.misfit(schema)
+def _counterpart(inner: Counterpart) -> Counterpart:
+    def misfit(schema: Schema) -> str:
+        if schema.carry == "max":
+            return (
+                'the model carries its integer entries by "max", so the largest of any client would be released '
+                'without noise; a private job needs a model that keeps them (carry = "keep")'
+            )
+        return inner.misfit(schema)
+
+    return dataclasses.replace(inner, misfit=misfit)
 
 
 def _certain(noise: Noise | None) -> Noise:
