@@ -94,6 +94,16 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return self.mode if isinstance(self.mode, modes.Buffered) else None
 
     @property
+    def max_participations(self) -> int:
+        """In how many rounds a client may take part; 0: in any number."""
+        return self.privacy.max_participations if self.privacy is not None else 0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether selection asks what clients did in earlier rounds."""
+        return self.selection.remembers or self.max_participations > 0
+
+    @property
     def num_wanted(self) -> int:
         """How many clients the job wants at work at the same time."""
         return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target

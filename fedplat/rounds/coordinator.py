@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from fedplat.rounds import pacing, selection, sync
+from fedplat.rounds import pacing, private, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse, SetTimer
 from fedplat.rounds.copies import changed
@@ -54,12 +54,18 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class _Outlook:
-    """What refused clients of a population may expect: the jobs that run, and what these have and need together."""
+    """What refused clients of a population may expect: the jobs that run, and what these have and need together.
+
+    `fleet` is how many clients there are, for all that is said to any of them: 0 unless a job of the population hides
+    its sample. Whoever was drawn does not wait, and for a while after its work nobody knows where it is.
+    """
 
     running: tuple[JobState, ...]
     num_busy: int
     num_needed: int
     round_s: float
+    fleet: int
+    hides: bool
 
 
 class Coordinator:
@@ -153,27 +159,38 @@ class Coordinator:
         """What to tell a client that waited for nothing: the reason, and when to come back."""
         outlook = self._outlooks.get(client.population) or self._look_out(client.population)
         reason, rest_s = Reason.NOT_ELIGIBLE if outlook.running else Reason.NO_WORK, 0.0
-        rests = [self._rest_s(client.client_id, job) for job in outlook.running if selection.may_train(job, client)]
+        train = [job for job in outlook.running if selection.may_train(job, client)]
+        rests = [self._rest_s(client.client_id, job) for job in train if not self._is_spent(client.client_id, job)]
         rests += [0.0 for job in outlook.running if selection.may_evaluate(job, client)]
         if rests:
             reason, rest_s = Reason.NOT_SELECTED, min(rests)
-        num_clients = self.room.num_waiting(client.population) + outlook.num_busy
-        if reason is Reason.NO_WORK:
+        elif train:
+            reason = Reason.LIMIT_REACHED
+        num_clients = outlook.fleet or self.room.num_waiting(client.population) + outlook.num_busy
+        if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
+            num_clients = pacing.rounded(num_clients) if outlook.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
         window = pacing.busy_window(num_clients, outlook.num_needed, outlook.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
 
     def _look_out(self, population: str) -> _Outlook:
         """Looked up once between two changes of jobs: thousands of clients are refused meanwhile."""
-        jobs = (job for job in self.jobs.values() if job.spec.population == population)
+        jobs = [job for job in self.jobs.values() if job.spec.population == population]
         running = tuple(job for job in jobs if job.status is JobStatus.RUNNING)
         outlook = self._outlooks[population] = _Outlook(
             running,
             num_busy=sum(job.num_busy for job in running),
             num_needed=sum(job.spec.num_wanted for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
+            fleet=max((job.spec.selection.wait_for for job in running if private.hides_sample(job)), default=0),
+            hides=any(private.hides_sample(job) for job in jobs),
         )
         return outlook
+
+    def _is_spent(self, client_id: str, job: JobState) -> bool:
+        """Whether the client took part in as many rounds of a job as it may."""
+        memory = self.memories.get(job.job_id)
+        return memory is not None and memory.has_had_its_share(client_id)
 
     def _rest_s(self, client_id: str, job: JobState) -> float:
         """About how long it takes until the job may draw the client again."""
@@ -264,12 +281,12 @@ class Coordinator:
                     progress = True
 
     def _draw(self, proposal: Proposal, job_id: str, context: Context, *, final: bool) -> None:
-        demand, num_resting = self.room.demands[job_id], self.room.num_resting(job_id)
-        num_eligible = self.room.num_eligible(job_id)
+        demand, room = self.room.demands[job_id], self.room
+        counts = room.num_resting(job_id), room.num_eligible(job_id), room.num_spent(job_id)
         key, drawn = demand.key, self.room.draw(job_id, context.rng)
         client_ids = tuple(client.client_id for client in drawn)
         final = final or demand.sampling.is_trial  # nobody has a second trial
-        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, num_resting, num_eligible), context)
+        self._step(proposal, CandidatesDrawn(job_id, client_ids, final, *counts), context)
         attempt = proposal.jobs[job_id].attempt
         taken = attempt.assignments if attempt is not None and attempt.key == key else {}
         for client in drawn:

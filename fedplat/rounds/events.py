@@ -64,7 +64,8 @@ class ClientLeft:
 class CandidatesDrawn:
     """The waiting room gives clients to an attempt that selects. `final`: nobody else will come.
 
-    They were drawn of `num_eligible`. `num_resting` others waited, who may not be drawn before a later round.
+    They were drawn of `num_eligible`. `num_resting` others waited, who may not be drawn before a later round, and
+    `num_spent`, who may never be: they took part in as many rounds as they may.
     """
 
     job_id: str
@@ -72,6 +73,7 @@ class CandidatesDrawn:
     final: bool = False
     num_resting: int = 0
     num_eligible: int = 0
+    num_spent: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

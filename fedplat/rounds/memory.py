@@ -37,25 +37,32 @@ def participations_of(assignments: Iterable[Assignment]) -> list[Participation]:
     ]
 
 
+NEVER = 1 << 40
+"""Beyond all rounds."""
+
+
 class Memory:
     """The clients of one job. `min_separation`: how many rounds a client rests after one that it took part in.
 
-    A client that was assigned in round r is not drawn before round r + min_separation + 1; but a further attempt at
-    round r may draw it, since nothing came of the attempt before.
+    A client that was assigned in round r is not drawn before round r + min_separation + 1, and never again once it was
+    assigned in `max_participations` rounds (0: any number). But a further attempt at round r may draw it, since nothing
+    came of the attempt before. Rounds count in which its update was lost, or is not there yet: whether it is in the
+    version is not known when the next round draws, and a limit that counts too much costs use, not privacy.
     """
 
-    def __init__(self, min_separation: int = 0) -> None:
+    def __init__(self, min_separation: int = 0, max_participations: int = 0) -> None:
         self.clients: dict[str, Past] = {}
         self.utilities: list[float] = []
         self._rest = min_separation
+        self._most = max_participations
         self._reported: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def recall(cls, spec: JobSpec, participations: Iterable[Participation]) -> Memory | None:
         """The memory of a job with these in its store, in the order of rounds; None if it has no use for one."""
-        if not spec.selection.remembers:
+        if not spec.remembers:
             return None
-        memory = cls(spec.selection.min_separation)
+        memory = cls(spec.selection.min_separation, spec.max_participations)
         for each in participations:
             memory.note(each)
         return memory
@@ -68,6 +75,7 @@ class Memory:
         if past is None:
             past = self.clients[now.client_id] = Past(*name)
         elif is_new:
+            past.num_rounds += past.round < now.round
             past.round, past.attempt = name
             past.num_participations += 1
         if now.took_s is not None and self._reported.get(now.client_id, (0, 0)) < name:
@@ -78,19 +86,32 @@ class Memory:
         return is_new
 
     def rounds_to_rest(self, client_id: str, round_: int, attempt: int = 0) -> int:
-        """How many rounds have to pass before the client may be drawn; 0: it may be for this attempt at this round."""
+        """How many rounds have to pass before the client may be drawn; 0: it may be for this attempt at this round.
+
+        `NEVER` for one at its limit; but in the last round that it took part in, and while it rests, it is asked about
+        again, since a further attempt at that round may draw it.
+        """
         past = self.clients.get(client_id)
-        if past is None or not self._rest or (past.round == round_ and past.attempt != attempt):
+        if past is None or not (self._rest or self._most) or (past.round == round_ and past.attempt != attempt):
             return 0
-        return max(past.round + self._rest + 1 - round_, 0)
+        is_last = self.has_had_its_share(client_id)
+        if past.round + self._rest < round_:
+            return NEVER if is_last else 0
+        return past.round + self._rest + 1 - round_ if self._rest or is_last else 0
+
+    def has_had_its_share(self, client_id: str) -> bool:
+        """Whether the client took part in as many rounds as it may."""
+        past = self.clients.get(client_id)
+        return past is not None and 0 < self._most <= past.num_rounds
 
 
 def rounds_to_recall(job: JobState) -> range:
     """The rounds whose participations a memory needs; none for a job that has no use for one."""
-    selection = job.spec.selection
-    if job.status in ENDED_JOBS or not selection.remembers:
+    spec, selection = job.spec, job.spec.selection
+    if job.status in ENDED_JOBS or not spec.remembers:
         return range(0)
-    first = 1 if selection.sampling.remembers else max(1, job.round + 1 - selection.min_separation)
+    whole = selection.sampling.remembers or spec.max_participations > 0
+    first = 1 if whole else max(1, job.round + 1 - selection.min_separation)
     return range(first, job.round + 2)
 
 

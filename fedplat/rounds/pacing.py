@@ -44,6 +44,11 @@ def after_rest(window: RetryWindow, rest_s: float) -> RetryWindow:
     return RetryWindow(max(window.min_s, rest_s / 2), max(window.max_s, rest_s))
 
 
+def rounded(num_clients: int) -> int:
+    """The next power of two: whoever hears a window that follows from it hardly learns how many there are."""
+    return 1 << max(num_clients - 1, 0).bit_length()
+
+
 def idle_window(num_clients: int) -> RetryWindow:
     """For clients whose population has no running job."""
     spread = min(num_clients / IDLE_ARRIVALS_PER_S, LONGEST_WAIT_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fedplat.rounds.events import ClientCheckedIn
-from fedplat.rounds.memory import Memory
+from fedplat.rounds.memory import NEVER, Memory
 from fedplat.rounds.records import AttemptKey
 from fedplat.sampling import Past
 
@@ -34,6 +34,8 @@ class Pool:
         self._resting: dict[int, dict[str, ClientCheckedIn]] = {}
         self._until: dict[str, int] = {}
         self._again: dict[str, None] = {}
+        # Who of those that rest will never be drawn again, unless this very round is tried again.
+        self._spent: set[str] = set()
         # Who takes part in the attempt already, and those of them that wait.
         self._attempt: AttemptKey | None = None
         self._barred: Mapping[str, object] = {}
@@ -51,7 +53,12 @@ class Pool:
     @property
     def num_resting(self) -> int:
         """How many others wait that may be drawn in a later round."""
-        return len(self._until)
+        return len(self._until) - len(self._spent)
+
+    @property
+    def num_spent(self) -> int:
+        """How many others wait that took part in as many rounds as they may."""
+        return len(self._spent)
 
     def __getitem__(self, index: int) -> ClientCheckedIn:
         return self._clients[index]
@@ -91,6 +98,7 @@ class Pool:
             self._again.pop(client_id, None)
         elif (until := self._until.pop(client_id, None)) is not None:
             del self._resting[until][client_id]
+            self._spent.discard(client_id)
         else:
             self._aside.pop(client_id, None)
 
@@ -100,8 +108,10 @@ class Pool:
         if key == self.key:
             return
         moved = [self._clients[self._places[client_id]] for client_id in self._again]
-        # Those who took part in the latest round rest longest.
-        latest = max(self._resting) if self._resting and key.round == self.key.round else 0
+        # Those who took part in the latest round rest longest, but for those who have had their share.
+        latest = max((until for until in self._resting if until < NEVER), default=0)
+        if key.round > self.key.round:
+            latest = 0
         self.key = key
         for until in [until for until in self._resting if until <= key.round or until == latest]:
             moved += self._resting[until].values()
@@ -124,8 +134,10 @@ class Pool:
     def _put(self, client: ClientCheckedIn) -> None:
         client_id, memory = client.client_id, self._memory
         if memory is not None and (rest := memory.rounds_to_rest(client_id, self.round, self.key.number)):
-            self._until[client_id] = until = self.round + rest
+            self._until[client_id] = until = min(self.round + rest, NEVER)
             self._resting.setdefault(until, {})[client_id] = client
+            if memory.has_had_its_share(client_id):
+                self._spent.add(client_id)
             return
         if client_id in self._barred:
             self._aside[client_id] = client

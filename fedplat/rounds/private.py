@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 
 
 def trains(job: JobState, attempt: Attempt) -> bool:
@@ -35,6 +35,36 @@ def there_and_needed(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
     if selection.sampling.is_trial:
         return event.num_eligible, selection.wait_for
     return len(event.client_ids), selection.minimum if event.final else 1
+
+
+def hides_sample(job: JobState) -> bool:
+    """Whether what the job promises rests on this: nobody knows who was drawn, or how many."""
+    return job.spec.privacy is not None and job.spec.privacy.participation == "poisson"
+
+
+TRIES_IN_VAIN = 3
+"""After so many failed attempts in a row a job whose clients have had their share is paused.
+
+Not after one: others may be away, at night as in the minutes after a restart of the server.
+"""
+
+
+def selects_in_vain(job: JobState, event: CandidatesDrawn, needed: int) -> str:
+    """Why a job shall wait for an operator, not for clients, in words; empty if it is to be tried again.
+
+    It is if enough clients would be there without the limit, or the rest: nothing of that passes by itself.
+    """
+    would_be_there = len(event.client_ids) + event.num_resting + event.num_spent
+    if job.status is not JobStatus.RUNNING or not event.num_spent or would_be_there < needed:
+        return ""
+    if job.failures < TRIES_IN_VAIN:
+        return ""
+    most = job.spec.max_participations
+    return (
+        f"round {job.round + 1} cannot have the {needed} clients that it needs: {event.num_spent} of those that wait "
+        f"took part in as many rounds as they may (privacy.max_participations = {most}), {event.num_resting} rest, and "
+        f"{len(event.client_ids)} are left; resume it when there are new clients, or cancel it: the last version stands"
+    )
 
 
 def kept_metrics(job: JobState, metrics: Mapping[str, float]) -> dict[str, float]:

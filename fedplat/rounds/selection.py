@@ -183,6 +183,10 @@ class WaitingRoom:
         """How many clients wait that the job may draw in a later round only."""
         return self._pool(job_id).num_resting
 
+    def num_spent(self, job_id: str) -> int:
+        """How many clients wait that took part in as many rounds of the job as they may."""
+        return self._pool(job_id).num_spent
+
     def draw(self, job_id: str, rng: np.random.Generator) -> list[ClientCheckedIn]:
         """Takes those whom the job's policy draws out of the room."""
         demand, pool = self.demands[job_id], self._pool(job_id)

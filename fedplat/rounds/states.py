@@ -64,6 +64,7 @@ class Reason(StrEnum):
     NOT_ELIGIBLE = "NOT_ELIGIBLE"
     DRAINING = "DRAINING"
     OVERLOADED = "OVERLOADED"
+    LIMIT_REACHED = "LIMIT_REACHED"
     TRAIN_TIMEOUT = "TRAIN_TIMEOUT"
     UPLOAD_TIMEOUT = "UPLOAD_TIMEOUT"
     SURPLUS = "SURPLUS"
@@ -93,6 +94,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
     Reason.DRAINING: "the server is stopping",
     Reason.OVERLOADED: "the server holds as many waiting clients as it may",
+    Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",
     Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
     Reason.UPLOAD_TIMEOUT: "the deadline passed while the client was uploading",
     Reason.SURPLUS: "the attempt reached its goal without this client",

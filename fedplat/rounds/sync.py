@@ -167,14 +167,27 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
             return closing.nobody_came(job, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were there to be selected"
-        if event.num_resting:
-            selection = job.spec.selection
-            text += (
-                f"; {event.num_resting} more have to rest (selection.min_separation = {selection.min_separation}, "
-                f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
-            )
-        return closing.fail_attempt(job, text, context)
+        failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
+        if in_vain := private.selects_in_vain(failed.job, event, needed):
+            return dataclasses.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
+        return failed
     return _assign(job, attempt, event.client_ids, context)
+
+
+def _kept_out(job: JobState, event: CandidatesDrawn) -> str:
+    """Why others that waited were not there to be selected, in words."""
+    text, selection = "", job.spec.selection
+    if event.num_resting:
+        text += (
+            f"; {event.num_resting} more have to rest (selection.min_separation = {selection.min_separation}, "
+            f"for which {(selection.min_separation + 1) * selection.target} eligible clients are needed)"
+        )
+    if event.num_spent:
+        most = job.spec.max_participations
+        text += (
+            f"; {event.num_spent} more took part in as many rounds as they may (privacy.max_participations = {most})"
+        )
+    return text
 
 
 def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context: Context) -> Transition:

@@ -16,15 +16,16 @@ LARGEST_UTILITY = 1e100
 class Past:
     """What is remembered of a client that took part, which is: was assigned in an attempt to train.
 
-    `round` and `attempt` name the last time, `num_participations` counts them all. The rest is of its last accepted
-    report and None before there is one: the number of examples, the time from the assignment to the report in
-    seconds, and the root mean square of the loss over the examples (`loss_squared` of the report's metrics is the mean
-    square; where it is missing, the mean `loss` stands for its root).
+    `round` and `attempt` name the last time, `num_participations` counts them all, `num_rounds` the rounds that they
+    were in. The rest is of its last accepted report and None before there is one: the number of examples, the time from
+    the assignment to the report in seconds, and the root mean square of the loss over the examples (`loss_squared` of
+    the report's metrics is the mean square; where it is missing, the mean `loss` stands for its root).
     """
 
     round: int
     attempt: int
     num_participations: int = 1
+    num_rounds: int = 1
     num_examples: float | None = None
     loss: float | None = None
     duration_s: float | None = None

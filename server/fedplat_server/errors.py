@@ -9,6 +9,7 @@ ServerError
 │   ├── EnrolmentError          a client that is enrolled already, in another way
 │   ├── TokenRefusedError       an enrolment token that is unknown, foreign or of no use any more
 │   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
+│   ├── ParticipationError      an assignment with which a client of a private job would take part too often
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
 ├── BlobError              bytes that are missing or damaged, or cannot be written
@@ -62,6 +63,10 @@ class OperatorError(StoreError):
 
 class LeadershipLostError(StoreError):
     """Another daemon leads the jobs of this database by now, or may do so: what this one writes is rejected."""
+
+
+class ParticipationError(StoreError):
+    """An assignment with which a client would take part in more of a private job than the job's promise rests on."""
 
 
 class StaleRevisionError(StoreError):

@@ -26,7 +26,13 @@ from fedplat.rounds.commands import Command, SetTimer
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs
 from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import LeadershipLostError, StaleRevisionError, StoreError, StoreUnavailableError
+from fedplat_server.errors import (
+    LeadershipLostError,
+    ParticipationError,
+    StaleRevisionError,
+    StoreError,
+    StoreUnavailableError,
+)
 from fedplat_server.store.port import Store
 
 MAX_BATCH = 1000
@@ -200,6 +206,10 @@ class Runner:
             raise StaleRevisionError(
                 f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"
             ) from exc
+        if isinstance(exc, ParticipationError):
+            # What is remembered here of who took part is wrong, and is read back at the next start only.
+            logs.get().error("the database refused assignments", error=str(exc))
+            raise ParticipationError(f"{exc}; start the server again: it reads back who took part in what") from exc
         if isinstance(exc, LeadershipLostError):
             raise exc
         if len(batch) > 1:

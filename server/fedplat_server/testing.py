@@ -23,6 +23,7 @@ from fedplat.rounds import (
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StaleRevisionError, StoreError
+from fedplat_server.store import shares
 from fedplat_server.store.memory_fleet import MemoryFleet
 from fedplat_server.store.port import (
     AttemptRecord,
@@ -260,6 +261,21 @@ class MemoryStore(MemoryFleet):
                 if tokens.get(token, self._tokens.get(token, place)) != place:
                     raise StoreError("another assignment has this token")
                 tokens[token] = place
+        self._check_shares(changes)
+
+    def _check_shares(self, changes: Sequence[Change]) -> None:
+        """Raises `ParticipationError` if a client of a private job would take part too often."""
+        begun = {key: share for change in changes for key, share in shares.begun(change)}
+        now = [(each.key, each.client_id) for change in changes for each in change.assignments] if begun else []
+        for key, share in begun.items():
+            places = [place for place in (*self._jobs[key.job_id].assignments, *now) if place[0].job_id == key.job_id]
+            rounds: dict[str, set[int]] = {}
+            for made_in, client_id in places:
+                rounds.setdefault(client_id, set()).add(made_in.round)
+            for client_id in [client_id for made_in, client_id in places if made_in == key]:
+                mine = rounds[client_id]
+                if 0 < share.max_participations < len(mine) or any(share.is_too_near(key.round, one) for one in mine):
+                    raise share.refusal(key, client_id, len(mine))
 
     def _apply(self, change: Change, now: float, epoch_unix_s: float) -> None:
         job = self._jobs[change.job.job_id]

@@ -34,6 +34,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """The server is stopping; come back later."""
     REASON_OVERLOADED: _Reason.ValueType  # 5
     """The server holds as many waiting clients as it may."""
+    REASON_LIMIT_REACHED: _Reason.ValueType  # 6
+    """Check-in: the client took part in as many rounds of the only jobs for it as it may."""
     REASON_TRAIN_TIMEOUT: _Reason.ValueType  # 10
     """The assignment's deadline passed while the client was training."""
     REASON_UPLOAD_TIMEOUT: _Reason.ValueType  # 11
@@ -91,6 +93,8 @@ REASON_DRAINING: Reason.ValueType  # 4
 """The server is stopping; come back later."""
 REASON_OVERLOADED: Reason.ValueType  # 5
 """The server holds as many waiting clients as it may."""
+REASON_LIMIT_REACHED: Reason.ValueType  # 6
+"""Check-in: the client took part in as many rounds of the only jobs for it as it may."""
 REASON_TRAIN_TIMEOUT: Reason.ValueType  # 10
 """The assignment's deadline passed while the client was training."""
 REASON_UPLOAD_TIMEOUT: Reason.ValueType  # 11

@@ -13,9 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
+from fedplat.rounds.states import AttemptKind
 from fedplat_server.audit import AuditHead, AuditRow, head_after
 from fedplat_server.store import schema, tables
 from fedplat_server.store.engine import async_url, create_engine, translated
+from fedplat_server.store.shares import share_of
 from fedplat_server.verify.records import (
     AssignmentRow,
     Attempt,
@@ -26,12 +28,15 @@ from fedplat_server.verify.records import (
     Job,
     JobRow,
     Strays,
+    Turns,
     Unit,
     VersionRow,
 )
 
 _Record = TypeVar("_Record")
 _Number = tuple[int, int]
+CLIENTS = 1000
+"""The rounds of how many clients are looked at at a time."""
 AUDIT_ROWS = 1000
 """How many rows of the audit log are read at a time."""
 
@@ -65,6 +70,8 @@ async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIt
         yield job
         async for unit in _attempts(connection, job, now_unix_s):
             yield unit
+        async for turns in _turns(connection, job):
+            yield turns
     async for part in _audit(connection):
         yield part
 
@@ -132,6 +139,29 @@ async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> 
     taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
     query = _query(AssignmentRow, tables.assignments, {}, ("client_id", "round", "number")).where(made | taken)
     return [AssignmentRow(*row) for row in await connection.execute(query)]
+
+
+async def _turns(connection: AsyncConnection, job: Job) -> AsyncIterator[Turns]:
+    """Who took part in which rounds of a job that limits that, some clients at a time."""
+    if job.spec is None or share_of(job.spec) is None:
+        return
+    rows, made_in = tables.assignments.c, tables.attempts.c
+    same = [rows[name] == made_in[name] for name in ("job_id", "round", "number")]
+    query = (
+        select(rows.client_id, rows.round)
+        .distinct()
+        .join(tables.attempts, sqlalchemy.and_(*same))
+        .where(rows.job_id == job.row.job_id, made_in.kind == AttemptKind.TRAIN)
+        .order_by(rows.client_id, rows.round)
+    )
+    rounds: dict[str, tuple[int, ...]] = {}
+    async with connection.stream(query) as result:
+        async for client_id, round_ in result:
+            if client_id not in rounds and len(rounds) >= CLIENTS:
+                yield Turns(job.row, job.spec, rounds)
+                rounds = {}
+            rounds[client_id] = (*rounds.get(client_id, ()), round_)
+    yield Turns(job.row, job.spec, rounds)
 
 
 class _History:

@@ -1,9 +1,10 @@
 """What the server asks of its database.
 
 Every method is atomic. Every adapter passes the contract suite `tests/server/store/test_contract*.py`. Errors are
-`StoreUnavailableError` (try again later), `StaleRevisionError` (read again first) and `LeadershipLostError`; nothing
-of a database library leaves an adapter. Moments are stored as seconds since 1970 on the wall clock. People read them,
-and the deadlines of assignments are found again by them after a restart; nothing in a running server decides by them.
+`StoreUnavailableError` (try again later), `StaleRevisionError` and `ParticipationError` (read again first) and
+`LeadershipLostError`; nothing of a database library leaves an adapter. Moments are stored as seconds since 1970 on the
+wall clock. People read them, and the deadlines of assignments are found again by them after a restart; nothing in a
+running server decides by them.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol)
         """Writes changes in order, all or none: job, attempt, assignments, version, history, audit log.
 
         `now` is this moment on the clock of the changes' moments. Raises `StaleRevisionError` when a job's revision
-        is not the expected one. After `StoreUnavailableError` nobody knows; `last_save` tells.
+        is not the expected one, and `ParticipationError` when a client of a private job would take part too often, by
+        the assignments that are stored. After `StoreUnavailableError` nobody knows; `last_save` tells.
         """
         ...
 

@@ -180,6 +180,7 @@ assignments = Table(
         ["attempts.job_id", "attempts.round", "attempts.number"],
     ),
     Index(None, "job_id", "reported_revision"),
+    Index(None, "job_id", "client_id", "round"),
 )
 
 _later = text("into_round IS NOT NULL")

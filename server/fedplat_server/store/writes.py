@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from fedplat.rounds import AttemptKey, Change
 from fedplat_server import crash
 from fedplat_server.errors import StaleRevisionError
-from fedplat_server.store import rows, tables
+from fedplat_server.store import rows, shares, tables
 from fedplat_server.store.rows import Values
 
 # The columns to be set are those that a row of values has.
@@ -31,7 +31,8 @@ _COMPARE_AND_SET = tables.jobs.update().where(
 class Batch:
     """The rows of a sequence of changes, made at `unix_s` on the wall clock and at `now` on the clock of their moments.
 
-    `expected` holds the revision that each job must have before.
+    `expected` holds the revision that each job must have before, `shares` what must hold of the attempts of private
+    jobs that assignments are made in.
     """
 
     unix_s: float
@@ -43,6 +44,7 @@ class Batch:
     assignments: dict[tuple[AttemptKey, str], Values] = dataclasses.field(
         default_factory=dict[tuple[AttemptKey, str], Values]
     )
+    shares: dict[AttemptKey, shares.Share] = dataclasses.field(default_factory=dict[AttemptKey, shares.Share])
     versions: list[Values] = dataclasses.field(default_factory=list[Values])
     history: list[Values] = dataclasses.field(default_factory=list[Values])
 
@@ -55,6 +57,7 @@ class Batch:
         self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
         if change.attempt is not None:
             self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
+        self.shares.update(shares.begun(change))
         for assignment in change.assignments:
             values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now)
             place = (assignment.key, assignment.client_id)
@@ -80,7 +83,10 @@ def flatten(changes: Iterable[Change], batch: Batch) -> Batch:
 
 
 def write(connection: Connection, batch: Batch) -> None:
-    """Writes a batch. The jobs come first: their rows stay locked, so nobody else writes to these jobs meanwhile."""
+    """Writes a batch. The jobs come first: their rows stay locked, so nobody else writes to these jobs meanwhile.
+
+    Raises `StaleRevisionError`, and `ParticipationError`, with which the transaction must end.
+    """
     # In one order for everybody, else two writers of the same jobs may wait for each other.
     for job_id in sorted(batch.jobs):
         names = {"this_job": job_id, "expected_revision": batch.expected[job_id]}
@@ -90,6 +96,8 @@ def write(connection: Connection, batch: Batch) -> None:
     dialect = connection.dialect.name
     _execute(connection, upsert_attempts(dialect), list(batch.attempts.values()))
     _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
+    for key, share in batch.shares.items():
+        shares.require(connection, key, share)
     _execute(connection, tables.model_versions.insert(), batch.versions)
     _execute(connection, tables.history.insert(), batch.history)
     crash.point("save.uncommitted")

@@ -24,7 +24,7 @@ from fedplat.rounds.states import (
     JobStatus,
 )
 from fedplat_server import audit
-from fedplat_server.verify import histories
+from fedplat_server.verify import histories, limits
 from fedplat_server.verify.records import (
     AssignmentRow,
     Attempt,
@@ -35,6 +35,7 @@ from fedplat_server.verify.records import (
     Job,
     Place,
     Strays,
+    Turns,
     Unit,
     VersionRow,
     Wrong,
@@ -352,6 +353,7 @@ CHECKS: Sequence[Check] = (
     Check("I7", Job, one_open_attempt, RESTART),
     Check("I7", Job, open_attempts_belong_to_jobs_at_work, RESTART),
     Check("I9", Job, job_file_is_readable, "Run the version of fedplat that wrote it, or cancel the job there."),
+    Check("limits", Turns, limits.takes_part_seldom_enough, limits.ADVICE),
     Check("history", Job, histories.of_job),
     Check("history", Job, histories.of_versions),
     Check("history", Attempt, histories.of_attempt),

@@ -153,6 +153,15 @@ class Strays:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turns:
+    """In which rounds some clients took part in a job that limits that; each with all of its rounds, in order."""
+
+    job: JobRow
+    spec: JobSpec
+    rounds: Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class AuditPart:
     """Some rows of the audit log, and where it stood before them."""
 
@@ -168,7 +177,7 @@ class AuditEnd:
     head: AuditHead | None
 
 
-Unit = Job | Attempt | Strays | AuditPart | AuditEnd
+Unit = Job | Attempt | Strays | Turns | AuditPart | AuditEnd
 """What is read, and checked, at a time."""
 
 

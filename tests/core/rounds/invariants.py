@@ -29,7 +29,7 @@ from fedplat.rounds.buffered import restored
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.records import NOBODY
-from fedplat.rounds.selection import demand_of
+from fedplat.rounds.selection import Demand, demand_of
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -338,12 +338,14 @@ class Ledger:
         if self.attempts[key].kind is AttemptKind.TRAIN:
             rounds = {p.round for p in self.participations(key.job_id) if p.client_id == client_id}
             assert not rounds & set(range(key.round - rest, key.round)), f"{client_id} has to rest in {key}"
+            most = self.jobs[key.job_id].spec.max_participations
+            assert not most or len(rounds) <= most, f"{client_id} took part too often in {key}"
 
     def _check_memory(self, job: JobState) -> None:
         """What is remembered follows from what is stored; and so does who may be drawn."""
         job_id, room = job.job_id, self.coordinator.room
         memory = self.coordinator.memories.get(job_id)
-        if job.status in ENDED_JOBS or not job.spec.selection.remembers:
+        if job.status in ENDED_JOBS or not job.spec.remembers:
             assert memory is None
         else:
             recalled = Memory.recall(job.spec, self.participations(job_id))
@@ -358,8 +360,21 @@ class Ledger:
             rest = range(demand.key.round - job.spec.selection.min_separation, demand.key.round)
             now = demand.key[1:] if rest else ()
             rests = {p.client_id for p in self.participations(job_id) if p.round in rest or (p.round, p.attempt) == now}
-        assert room.num_eligible(job_id) == len(accepted - rests - set(demand.barred))
-        assert room.num_resting(job_id) == len(accepted & rests)
+        spent, out = self._share(demand) if job.spec.max_participations else (set[str](), set[str]())
+        assert room.num_eligible(job_id) == len(accepted - rests - out - set(demand.barred))
+        assert room.num_resting(job_id) == len((accepted & rests) - spent)
+        assert room.num_spent(job_id) == len(accepted & spent & (rests | out))
+
+    def _share(self, demand: Demand) -> tuple[set[str], set[str]]:
+        """Who took part in as many rounds as it may; and who of them may not be drawn for this attempt."""
+        rounds: dict[str, set[int]] = {}
+        last: dict[str, tuple[int, int]] = {}
+        for p in self.participations(demand.key.job_id):
+            rounds.setdefault(p.client_id, set()).add(p.round)
+            last[p.client_id] = max(last.get(p.client_id, (0, 0)), (p.round, p.attempt))
+        most = self.jobs[demand.key.job_id].spec.max_participations
+        spent = {name for name, each in rounds.items() if len(each) >= most}
+        return spent, {name for name in spent if last[name][0] < demand.key.round or last[name] == demand.key[1:]}
 
     def _check_rows(self, job: JobState) -> None:
         """The rows say what the coordinator says."""

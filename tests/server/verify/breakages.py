@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedplat_server.verify import files, histories, invariants
+from fedplat_server.verify import files, histories, invariants, limits
 
 
 def job(name: str, values: str) -> str:
@@ -163,6 +163,10 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         "UPDATE audit_head SET num_rows = num_rows - 1",
     ),
     "the audit log's head is gone": (invariants.audit_end, "DELETE FROM audit_head"),
+    "clients that did not rest": (
+        limits.takes_part_seldom_enough,
+        job("done", "job_file = replace(job_file, 'min_fraction', 'min_separation = 1\nmin_fraction')"),
+    ),
     "a job file of another world": (invariants.job_file_is_readable, job("draft", "job_file = 'name = 3'")),
     "a state that nobody noted": (histories.of_job, job("draft", "status = 'RUNNING'")),
     "a state that nobody knows": (

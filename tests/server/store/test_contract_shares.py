@@ -1,0 +1,160 @@
+"""No store lets a client of a private job take part too often, whatever the coordinator believes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fedplat.rounds import AttemptKey
+from fedplat.rounds.commands import Assign
+from fedplat.rounds.events import Action, ClientCheckedIn
+from fedplat_server.errors import ParticipationError
+from fedplat_server.store.participations import read_back
+from fedplat_server.store.port import Store
+from fedplat_server.store.shares import Share
+from server.store.driver import Driver
+
+PRIVATE = """
+name = "digits"
+population = "demo"
+trainer = "digits"
+rounds = 20
+model.initial = "model.safetensors"
+updates = {{ weighting = "uniform", clip_norm = 1.0 }}
+privacy = {{ participation = "{kind}", delta = 1e-6, noise_multiplier = 1.0, max_participations = {most} }}
+selection = {{ goal = 2, over_selection = 1.0, close = "deadline", min_separation = {rest} }}
+"""
+LIMITED = PRIVATE.format(kind="fixed", most=2, rest=0)
+SEPARATED = PRIVATE.format(kind="min_separation", most=0, rest=2)
+BOTH = PRIVATE.format(kind="min_separation", most=2, rest=1)
+
+
+async def play(driver: Driver, job_id: str, *names: str) -> None:
+    """A round with these clients."""
+    await driver.check_in(*names)
+    assert set(driver.cohort(job_id)[1]) == set(names)
+    await driver.report(job_id, names)
+
+
+def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
+    """The coordinator forgets who took part in what, but for one client."""
+    driver.coordinator.room.clients.clear()
+    memory = driver.coordinator.memories[job_id]
+    memory.clients = {name: past for name, past in memory.clients.items() if name == keep}
+
+
+async def stored(store: Store, job_id: str) -> object:
+    job = next(record for record in await store.load_jobs() if record.state.job_id == job_id)
+    history, attempts = await store.history(job_id), await store.list_attempts(job_id, all_attempts=True)
+    return job.state.revision, history, attempts, await store.participations(job_id, range(1, 99))
+
+
+async def refused(driver: Driver, job_id: str, *names: str) -> str:
+    """What the store says to a draw of these clients; nothing of it is written."""
+    before = await stored(driver.store, job_id)
+    handlers = frozenset({"digits"})
+    proposal = driver.propose(*(ClientCheckedIn(name, "demo", {}, handlers, handlers) for name in names))
+    assert {c.client_id for c in proposal.commands if isinstance(c, Assign)} == set(names)
+    with pytest.raises(ParticipationError) as raised:
+        await driver.store.save(proposal.changes, driver.now)
+    driver.coordinator.reject(proposal)
+    assert await stored(driver.store, job_id) == before
+    return str(raised.value)
+
+
+async def test_not_beyond_the_limit(store: Store) -> None:
+    driver = Driver(store, check=False)
+    await driver.create("j", LIMITED)
+    await play(driver, "j", "a", "b")
+    await play(driver, "j", "a", "c")
+    forgetful(driver, "j")
+    text = await refused(driver, "j", "a", "d")
+    assert text == (
+        "j round 3 attempt 1 must not have client a: it would take part in 3 rounds (privacy.max_participations = 2); "
+        "nothing was written"
+    )
+    forgetful(driver, "j")
+    await play(driver, "j", "b", "c")
+
+
+async def test_not_within_the_separation(store: Store) -> None:
+    driver = Driver(store, check=False)
+    await driver.create("j", SEPARATED)
+    await play(driver, "j", "a", "b")
+    for names in (("a", "c"), ("a", "d")):
+        forgetful(driver, "j")
+        text = await refused(driver, "j", *names)
+        await play(driver, "j", *(f"{name}-{names[1]}" for name in ("x", "y")))
+    assert text == (
+        "j round 3 attempt 1 must not have client a: it takes part in a round too near by "
+        "(selection.min_separation = 2); nothing was written"
+    )
+    forgetful(driver, "j")
+    await play(driver, "j", "a", "b")  # two rounds lie between
+
+
+async def test_both_hold(store: Store) -> None:
+    driver = Driver(store, check=False)
+    await driver.create("j", BOTH)
+    await play(driver, "j", "a", "b")
+    forgetful(driver, "j")
+    assert "min_separation" in await refused(driver, "j", "a", "c")
+    await play(driver, "j", "c", "d")
+    await play(driver, "j", "a", "e")
+    await play(driver, "j", "f", "g")
+    forgetful(driver, "j")
+    assert "max_participations" in await refused(driver, "j", "h", "a")
+
+
+@pytest.mark.parametrize("job_file", [LIMITED.replace("= 2 }", "= 1 }"), SEPARATED])
+async def test_another_attempt_at_the_same_round_is_no_other_participation(store: Store, job_file: str) -> None:
+    driver = Driver(store)
+    await driver.create("j", job_file)
+    for _ in range(3):
+        await driver.check_in("a", "b")
+        assert len(driver.cohort("j")[1]) == 2
+        await driver.restart()
+        await driver.operate("j", Action.PAUSE)
+        await driver.operate("j", Action.RESUME)
+    await play(driver, "j", "a", "b")
+    forgetful(driver, "j")
+    await refused(driver, "j", "a", "c")
+
+
+async def test_the_coordinator_never_proposes_what_is_refused(store: Store) -> None:
+    """Restarts in between, and whole memories read back."""
+    driver = Driver(store)
+    await driver.create("j", BOTH)
+    for _ in range(5):
+        busy = driver.cohort("j")[1]
+        await driver.check_in(*(f"c{i}" for i in range(6) if f"c{i}" not in busy))
+        await driver.report("j", driver.cohort("j")[1])
+        await driver.restart()
+    rounds: dict[str, list[int]] = {}
+    for each in await read_back(store, driver.coordinator.jobs["j"]):
+        rounds.setdefault(each.client_id, []).append(each.round)
+    assert max(len(each) for each in rounds.values()) == 2
+    assert min(each[1] - each[0] for each in rounds.values() if len(each) > 1) >= 2
+
+
+async def test_other_jobs_have_no_such_limit(store: Store) -> None:
+    driver = Driver(store, check=False)
+    await driver.create("limited", LIMITED)
+    for number in range(3):
+        await play(driver, "limited", f"a{number}", f"b{number}")
+    other = LIMITED.replace('"demo"', '"other"').replace("max_participations = 2", "max_participations = 0")
+    await driver.create("other", other)
+    handlers = frozenset({"digits"})
+    for _ in range(4):
+        await driver.send(*(ClientCheckedIn(name, "other", {}, handlers, handlers) for name in ("a0", "b0")))
+        assert sorted(driver.cohort("other")[1]) == ["a0", "b0"]
+        await driver.report("other", ["a0", "b0"])
+
+
+def test_what_is_said_tells_both_apart() -> None:
+    share = Share(2, 0)
+    assert [other for other in range(1, 10) if share.is_too_near(5, other)] == [3, 4, 6, 7]
+    both = dataclasses.replace(share, max_participations=3)
+    said = [str(both.refusal(AttemptKey("j", 1, 1), "c", number)) for number in (3, 4)]
+    assert ["min_separation" in text for text in said] == [True, False]
