@@ -13,7 +13,7 @@ from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import Action, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server import runner as module
-from fedplat_server.errors import StaleRevisionError, StoreError, StoreUnavailableError
+from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
 from server.harness import Gate
 from server.runner_bench import PATIENCE_S, bench, settle
 
@@ -171,6 +171,21 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
         with pytest.raises(StoreUnavailableError, match="the server stops"):  # nobody waits for ever
             await it.act(Action.START)
         waiting.cancel()
+
+
+async def test_a_memory_that_the_database_contradicts_ends_the_runner() -> None:
+    """Nothing else would mend it: it is read back when the next daemon leads."""
+    async with bench() as it:
+
+        async def refuse() -> None:
+            raise ParticipationError("toy round 3 attempt 1 must not have client c")
+
+        it.store.before["save"] = refuse
+        with pytest.raises(StoreUnavailableError, match="the server stops"):
+            await it.act(Action.START)
+        assert it.task is not None
+        with pytest.raises(ParticipationError, match="client c; start the server again"):
+            await it.task
 
 
 async def test_stopping_in_the_middle_of_a_write_lets_it_end() -> None:

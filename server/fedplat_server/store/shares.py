@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, and_, case, distinct, func, or_, select
+from sqlalchemy import Connection, distinct, func, or_, select
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change
@@ -56,22 +56,16 @@ def begun(change: Change) -> Iterable[tuple[AttemptKey, Share]]:
 
 def require(connection: Connection, key: AttemptKey, share: Share) -> None:
     """Raises `ParticipationError` if the attempt has a client that takes part too often; its rows are written."""
-    mine, all_of_it = assignments.alias("mine"), assignments.alias("all_of_it")
-    round_, low, high = all_of_it.c.round, key.round - share.min_separation, key.round + share.min_separation
-    num_rounds = func.count(distinct(round_))
-    near = func.sum(case((and_(round_ != key.round, round_.between(low, high)), 1), else_=0))
-    same = and_(all_of_it.c.job_id == mine.c.job_id, all_of_it.c.client_id == mine.c.client_id)
-    query = (
-        select(mine.c.client_id, num_rounds)
-        .join(all_of_it, same)
-        .where(mine.c.job_id == key.job_id, mine.c.round == key.round, mine.c.number == key.number)
-        .group_by(mine.c.client_id)
-        .limit(1)
-    )
-    if share.max_participations:
-        query = query.having(or_(near > 0, num_rounds > share.max_participations))
-    else:
-        query = query.where(round_.between(low, high)).having(near > 0)
+    mine, other = assignments.alias("mine"), assignments.alias("other")
+    # Of each client by itself, so that no planner is tempted to join all assignments of a long job.
+    same = (other.c.job_id == key.job_id) & (other.c.client_id == mine.c.client_id)
+    near = other.c.round.between(key.round - share.min_separation, key.round + share.min_separation)
+    num_near = select(func.count()).where(same, near, other.c.round != key.round).scalar_subquery()
+    num_rounds = select(func.count(distinct(other.c.round))).where(same).scalar_subquery()
+    wrong = [num_near > 0] if share.min_separation else []
+    wrong += [num_rounds > share.max_participations] if share.max_participations else []
+    made = (mine.c.job_id == key.job_id) & (mine.c.round == key.round) & (mine.c.number == key.number)
+    query = select(mine.c.client_id, num_rounds).where(made, or_(*wrong)).limit(1)
     found = connection.execute(query).one_or_none()
     if found is not None:
         raise share.refusal(key, *found)

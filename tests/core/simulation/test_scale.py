@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from core.simulation.cases import job, make_fleet
-from fedplat.simulation.play import Simulation, run
+from fedplat.rounds import Proposal
+from fedplat.rounds.commands import Assign
+from fedplat.rounds.events import Event
+from fedplat.simulation.play import Hooks, Simulation, run
 from fedplat.simulation.result import Result
 
 PHONES: dict[str, Any] = {
@@ -66,3 +70,27 @@ def test_twenty_thousand_clients_give_the_same_numbers_everywhere() -> None:
     assert (slow.name, fast.name) == ("speed 1/10", "speed 10/10")
     assert slow.over < 0.5 < 1.0 < fast.over
     assert phones().to_dict(clients=True) == result.to_dict(clients=True)
+
+
+def test_nobody_takes_part_too_often_or_too_soon_however_many_there_are() -> None:
+    most, rest, rounds_of = 2, 3, dict[str, set[int]]()
+
+    def note(_: Sequence[Event], __: float, proposal: Proposal) -> None:
+        for command in proposal.commands:
+            if isinstance(command, Assign):
+                rounds_of.setdefault(command.client_id, set()).add(command.key.round)
+
+    spec = job(
+        300,
+        12,
+        selection={"close": "deadline", "min_separation": rest, "min_fraction": 0.8},
+        deadlines={"training_s": 60.0},
+        updates={"weighting": "uniform", "clip_norm": 1.0},
+        privacy={"participation": "min_separation", "delta": 1e-6, "noise_multiplier": 1.0, "max_participations": most},
+    )
+    fleet = make_fleet(20_000, 7, **{**PHONES, "availability": {"kind": "always"}})
+    result = run(Simulation(spec=spec, fleet=fleet, seed=1), Hooks(trace=note))
+    assert result.status == "COMPLETED"
+    assert {len(rounds) for rounds in rounds_of.values()} == {1, most}
+    pairs = [sorted(rounds) for rounds in rounds_of.values() if len(rounds) == most]
+    assert min(later - earlier for earlier, later in pairs) > rest
