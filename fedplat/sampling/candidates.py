@@ -25,10 +25,10 @@ class Past:
     round: int
     attempt: int
     num_participations: int = 1
-    num_rounds: int = 1
     num_examples: float | None = None
     loss: float | None = None
     duration_s: float | None = None
+    num_rounds: int = 1
 
     @property
     def utility(self) -> float:
