@@ -85,6 +85,8 @@ def _clients(file: SimulationFile, data: Federation | None) -> int:
 def _data(out: Output, file: SimulationFile) -> Federation | None:
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: there is no such table; --simulate needs one that says what surrounds the job")
+    if not file.simulation.training:
+        raise JobFileError("simulation.training = false: expected true with --simulate, which scores models")
     planning.private(file.job)
     return load_data(file, (lambda text: None) if out.as_json else out.note)
 
@@ -188,17 +190,13 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
 
 
 def _facts(found: Plan) -> dict[str, str]:
-    who = {
-        "add-or-remove": "one client more or less changes no more than that",
-        "zero-out": "one client's updates, or zeros in their place, change no more than that",
-    }
     spent = next(each.epsilon for each in found.by_rounds if each.rounds == found.rounds)
     why = f"calibrated for epsilon {found.budget:.4g}" if found.calibrated else "given"
     return {
         "job": f"{found.job}, of population {found.population}"
         + (f" ({found.num_clients:,} clients)" if found.num_clients else ""),
-        "promise": f"epsilon {_number(spent)} at delta {found.delta:g} after {_rounds(found.rounds)}; "
-        + who[found.adjacency],
+        "promise": f"epsilon {_number(spent)} at delta {found.delta:g} after {_rounds(found.rounds)}; adjacency: "
+        f"{found.adjacency}",
         "participation": f"{_participation(found.mechanism)}; {found.expected_reports:,} reports are expected",
         "noise": f"multiplier {found.noise_multiplier:.4g} ({why}); in each entry of {_what(found)} it is "
         f"{found.deviation:.3g} clip norms",

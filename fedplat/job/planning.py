@@ -6,7 +6,6 @@ Like the job's own accounting it needs the extra `privacy`; a plan takes some se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from msgspec import Struct, structs
 
@@ -15,6 +14,7 @@ from fedplat.job.sections import Selection
 from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy
 from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
+from fedplat.privacy.cost import ADJACENCY
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -73,7 +73,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     budget: float
     calibrated: bool
     mechanism: Mechanism
-    adjacency: Literal["add-or-remove", "zero-out"]
+    adjacency: str
     num_clients: int
     expected_reports: int
     noise_multiplier: float
@@ -117,7 +117,7 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
         budget=budget,
         calibrated=options.noise_multiplier is None,
         mechanism=mechanism,
-        adjacency="add-or-remove" if mechanism.kind == "poisson" else "zero-out",
+        adjacency=ADJACENCY[mechanism.kind],
         num_clients=num_clients,
         expected_reports=spec.selection.goal,
         noise_multiplier=found.noise_multiplier,

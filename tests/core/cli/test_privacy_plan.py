@@ -71,7 +71,7 @@ def test_a_plan_is_what_the_accountant_says() -> None:
     found = planned(POISSON, "--noise", "1.2", "--noise", "2.5")
     mechanism = parse_job(POISSON).mechanism
     assert mechanism is not None
-    assert (found["rounds"], found["max_rounds"], found["adjacency"]) == (40, 40, "add-or-remove")
+    assert (found["rounds"], found["max_rounds"], found["adjacency"]) == (40, 40, "one client more or less")
     assert found["num_clients"] == 3380  # goal / rate
     assert found["deviation"] == pytest.approx(1.2 / 120)
     for row in found["by_rounds"]:
@@ -94,7 +94,10 @@ def test_a_plan_for_people() -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0] == "job            digits, of population demo (3,383 clients)"
-    assert lines[1].startswith("promise        epsilon 8.00 at delta 1e-05 after 40 rounds; one client's updates, or")
+    assert (
+        lines[1]
+        == "promise        epsilon 8.00 at delta 1e-05 after 40 rounds; adjacency: one client's updates are zeros"
+    )
     assert lines[2] == "participation  a client may take part in every round; 120 reports are expected"
     assert "noise          multiplier 3.797 (calibrated for epsilon 8); in each entry of a round's mean" in lines[3]
     assert lines[4] == "budget         enough for 40 rounds"
@@ -110,7 +113,7 @@ def test_a_plan_for_people() -> None:
 
 def test_a_larger_population_takes_longer_turns() -> None:
     found = planned(TREE, "--clients", "6552")
-    assert found["adjacency"] == "zero-out"
+    assert found["adjacency"] == "one client's updates are zeros"
     assert found["mechanism"]["separation"] == 21
     by_cohort = {row["expected_reports"]: row for row in found["by_cohort"]}
     assert by_cohort[120]["separation"] == 42  # 156 are assigned in a round
@@ -119,7 +122,7 @@ def test_a_larger_population_takes_longer_turns() -> None:
     assert "3,000 clients are too few: with selection.min_separation = 20" in run(TREE, "--clients", "3000").stderr
     assert (
         "of 500 clients 17.8 are drawn in a round"
-        in run(POISSON, "--clients", "500", "--noise", "2", "--set", "rounds=2").stderr
+        in run(POISSON, "--clients", "500", "--noise", "2", "--set", "rounds=1").stderr
     )
 
 
@@ -157,6 +160,8 @@ def test_wrong_arguments_are_said_in_a_line() -> None:
         "and epsilon or noise_multiplier\n"
     )
     assert refused(FIXED, "--simulate").startswith("error: simulation: there is no such table; --simulate needs one")
+    untrained = FIXED + "[simulation]\ntraining = false\n"
+    assert "simulation.training = false: expected true with --simulate" in refused(untrained, "--simulate")
     assert "selection.goal = 120: expected at most the 5 clients" in refused(FIXED, "--clients", "5")
     assert "--noise 0: expected a number above 0" in refused(FIXED, "--noise", "0")
     assert "--plot a.svg: expected a name that ends in .png" in refused(FIXED, "--plot", "a.svg")

@@ -15,7 +15,7 @@ from fedplat.privacy import losses
 from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
-FEW = settings(max_examples=3, deadline=None)
+FEW = settings(max_examples=2, deadline=None)
 LEARNED = Mechanism("poisson", 1.2, 120 / 3383)
 FIXED = Mechanism("fixed", 3.0, separation=4)
 TREE = Mechanism("tree", 5.0, separation=7, max_participations=3)
@@ -117,8 +117,9 @@ def test_more_rounds_cost_more_and_more_noise_less(mechanism: Mechanism) -> None
     check()
 
 
-@pytest.mark.parametrize("mechanism", ALL, ids=["poisson", "capped", "fixed", "tree"])
-@pytest.mark.parametrize("budget", [0.3, 4.0, 300.0])
+@pytest.mark.parametrize(
+    ("mechanism", "budget"), [*itertools.product((LEARNED, FIXED, TREE), (0.3, 4.0, 300.0)), (ALL[1], 4.0)]
+)
 def test_the_calibrated_noise_is_just_enough(mechanism: Mechanism, budget: float) -> None:
     calibrated = calibrate(mechanism, 50, budget, 1e-5)
     multiplier = calibrated.noise_multiplier

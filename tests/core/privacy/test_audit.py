@@ -65,13 +65,13 @@ def test_bounds_of_randomized_response_are_near_the_truth_and_seldom_above() -> 
     rng = np.random.default_rng(1)
     truth, canaries = 2.0, 2000
     above, found = 0, 0.0
-    for _ in range(20):
+    for _ in range(8):
         included = rng.random(canaries) < 0.5
         told = included ^ (rng.random(canaries) < 1 / (1 + math.exp(truth)))
         found = bound_of(told + 0.1 * rng.random(canaries), included, 1e-6).epsilon
         above += found > truth
         assert found > truth - 0.4
-    assert above <= 2
+    assert above <= 1
 
 
 def test_guesses_are_the_highest_and_the_lowest_scores() -> None:
