@@ -52,6 +52,15 @@ def new_token() -> tuple[str, bytes]:
     return secret, hash_secret(secret)
 
 
+def new_rng() -> np.random.Generator:
+    """What a batch of events draws from, seeded anew, for 15 microseconds.
+
+    Clients see who is drawn for ordinary jobs, and could learn from many such draws what one long sequence draws next; the
+    samples of private jobs must stay secret.
+    """
+    return np.random.default_rng(secrets.randbits(128))
+
+
 class Actor(Protocol):
     """Carries out commands, and hears of every stored change. Neither may block or fail."""
 
@@ -140,9 +149,7 @@ class Runner:
         self._timers.clear()
 
     async def _do(self, batch: list[_Item], actor: Actor) -> None:
-        # Seeded anew, for 15 microseconds: clients see who is drawn for ordinary jobs, and could learn from many such
-        # draws what one long sequence draws next; the samples of private jobs must stay secret.
-        context = Context(now=self._clock(), rng=np.random.default_rng(secrets.randbits(128)), new_token=new_token)
+        context = Context(now=self._clock(), rng=new_rng(), new_token=new_token)
         proposal = self.coordinator.propose([item.event for item in batch], context)
         verdicts = zip(batch, proposal.verdicts, strict=True)
         audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]

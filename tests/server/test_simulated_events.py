@@ -46,7 +46,8 @@ async def test_the_daemon_stores_what_the_simulator_decided(monkeypatch: pytest.
     await store.create_job(state, "", "key")
     runner = Runner(Coordinator([state]), store)
     monkeypatch.setattr(runner, "_clock", lambda: now)
-    monkeypatch.setattr(runner, "_rng", coordinator_rng(SEED))
+    rng = coordinator_rng(SEED)
+    monkeypatch.setattr(module, "new_rng", lambda: rng)
     monkeypatch.setattr(runner, "_set_timer", ignore)  # the simulator's timers are among the events
     monkeypatch.setattr(module, "new_token", Tokens())
     running = asyncio.create_task(runner.run(notes))
