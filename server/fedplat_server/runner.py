@@ -55,8 +55,8 @@ def new_token() -> tuple[str, bytes]:
 def new_rng() -> np.random.Generator:
     """What a batch of events draws from, seeded anew, for 15 microseconds.
 
-    Clients see who is drawn for ordinary jobs, and could learn from many such draws what one long sequence draws next; the
-    samples of private jobs must stay secret.
+    Clients see who is drawn for ordinary jobs, and could learn from many such draws what one long sequence draws next;
+    the samples of private jobs must stay secret.
     """
     return np.random.default_rng(secrets.randbits(128))
 
