@@ -119,6 +119,8 @@ def _of_others(spec: JobSpec) -> Iterator[str]:
         yield 'mode.kind = "buffered": expected "sync", since a buffer closes at a number of reports'
     if spec.evaluation.clients is not None:
         yield "evaluation.clients: expected none, since its results would be releases without noise"
+    if spec.deadlines.adaptive is not None:
+        yield "deadlines.adaptive: expected none, since it tells clients how long others took"
 
 
 def _of_participation(spec: JobSpec, options: privacy.Privacy) -> Iterator[str]:

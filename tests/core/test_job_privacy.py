@@ -81,6 +81,7 @@ ADAPTIVE = '[updates]\nweighting = "uniform"\n[updates.adaptive_clip]\n'
         ("max_examples = 1e+06", {"more": "[updates]\nclip_norm = 1\n"}),
         ('aggregation.rule = "fednova"', {"more": '[aggregation]\nrule = "fednova"\n'}),
         ("robust", {"more": '[robust]\nbyzantine = 1\nrule = { name = "median" }\n'}),
+        ("deadlines.adaptive", {"more": "[deadlines.adaptive]\npercentile = 80\n"}),
         ("evaluation.clients", {"more": '[evaluation.clients]\nevaluator = "e"\ngoal = 2\n'}),
         (
             "expected selection.goal above 120",
