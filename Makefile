@@ -77,12 +77,13 @@ references: $(STAMP) $(PEERS)/.installed ## server rules beside Flower's strateg
 	$(BIN)/python -m pytest -q tests/core/aggregate/test_server_references.py
 
 papers: $(STAMP) ## tables of papers beside what we get: runs what has no log yet, for hours; wants FEDPLAT_DATA
-	for paper in mcmahan fedprox_stragglers niid_bench robust_rules; do \
+	for paper in mcmahan fedprox_stragglers niid_bench robust_rules private_utility; do \
 		$(BIN)/python benchmarks/papers/$$paper.py || exit 1; done
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 
-papers-page: $(STAMP) ## put the kept logs into docs/reproductions.md
+papers-page: $(STAMP) ## put the kept logs into docs/reproductions.md and docs/privacy.md, and draw its picture
 	$(BIN)/python benchmarks/papers/reproductions_page.py
+	$(BIN)/python benchmarks/papers/private_picture.py
 
 bench-page: $(STAMP) ## put the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py

@@ -1,4 +1,4 @@
-"""Puts the tables of the kept logs into docs/reproductions.md.
+"""Puts the tables of the kept logs into docs/reproductions.md and docs/privacy.md.
 
     python benchmarks/papers/reproductions_page.py
 
@@ -15,8 +15,12 @@ from reproduction import HERE, RESULTS, Paper, read_logs, table
 
 import report
 
-PAGE = HERE.parents[1] / "docs" / "reproductions.md"
-PAPERS = ("mcmahan", "fedprox_stragglers", "niid_bench", "robust_rules")
+_DOCS = HERE.parents[1] / "docs"
+PAGES = {
+    _DOCS / "reproductions.md": ("mcmahan", "fedprox_stragglers", "niid_bench", "robust_rules"),
+    _DOCS / "privacy.md": ("private_utility",),
+}
+PAPERS = tuple(paper for papers in PAGES.values() for paper in papers)
 _PLACE = re.compile(r"(<!-- paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -35,4 +39,5 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text("utf-8")), "utf-8")

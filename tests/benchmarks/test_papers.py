@@ -78,10 +78,11 @@ def test_tables_have_a_row_for_what_was_run_and_what_was_not(paper: Paper):
     assert reproduction.table(paper, logs).date == "2026-01-02"
 
 
-def test_the_page_shows_the_kept_logs():
-    text = reproductions_page.PAGE.read_text("utf-8")
+@pytest.mark.parametrize("page", reproductions_page.PAGES, ids=lambda page: page.name)
+def test_the_pages_show_the_kept_logs(page: Path):
+    text = page.read_text("utf-8")
     assert reproductions_page.filled(text) == text, "run make papers-page"
-    assert all(f"<!-- paper: {paper.name} -->" in text for paper in PAPERS)
+    assert all(f"<!-- paper: {name} -->" in text for name in reproductions_page.PAGES[page])
 
 
 def test_a_cell_leaves_a_whole_log_and_is_not_run_again(mnist: Path, capsys: pytest.CaptureFixture[str]):
