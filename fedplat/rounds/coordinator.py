@@ -180,7 +180,8 @@ class Coordinator:
         outlook = self._outlooks[population] = _Outlook(
             running,
             num_busy=sum(job.num_busy for job in running),
-            num_needed=sum(job.spec.num_wanted for job in running),
+            # Whoever waits for a pool needs all of it there at once, however few it draws.
+            num_needed=sum(max(job.spec.num_wanted, job.spec.selection.wait_for) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
             fleet=max((job.spec.selection.wait_for for job in running if private.hides_sample(job)), default=0),
             hides=any(private.hides_sample(job) for job in jobs),

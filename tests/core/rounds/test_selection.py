@@ -11,7 +11,7 @@ from scipy import stats
 from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.job import Deadlines, Retry
 from fedplat.rounds import pacing
-from fedplat.rounds.commands import Assign, Refuse
+from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import Action, ClientLeft
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
@@ -155,14 +155,21 @@ def test_a_small_population_is_not_steered_by_a_large_one() -> None:
     """Four clients that a job needs must not be sent away for an hour because others are many."""
     driver = Driver(
         make_job("small", make_spec(4, population="small")),
-        make_job("large", make_spec(4, selection={"wait_for": 900})),
+        make_job("large", make_spec(4, selection={"over_selection": 1.0})),
     )
     for job_id in ("small", "large"):
         driver.operate(Action.START, job_id)
     driver.check_in(*(f"c{i}" for i in range(800)))
     driver.do(make_client("s", population="small"))
+    left = next(iter(driver.coordinator.room.clients))
     assert driver.leave("s").retry == pacing.busy_window(1, 4, 100.0)
-    assert driver.leave("c0").retry == pacing.busy_window(799, 4, 100.0)
+    assert driver.leave(left).retry == pacing.busy_window(799, 4, 100.0)
+
+
+def test_a_job_that_waits_for_a_pool_sends_nobody_away_for_long() -> None:
+    """Else some always rest while the others wait, and the pool is never whole."""
+    driver = Driver(make_job(spec=make_spec(4, selection={"wait_for": 900}))).start(800)
+    assert driver.leave("c0").retry == pacing.busy_window(799, 900, 100.0) == RetryWindow(0.0, 0.5)
 
 
 def test_working_clients_count_as_part_of_the_fleet() -> None:
