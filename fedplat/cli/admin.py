@@ -253,6 +253,19 @@ class AdminClient:
         """Rows of the audit log after a sequence number, 1,000 at most."""
         return self._call(self._stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=after_sequence)).events
 
+    def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
+        """What a job has released and may release, and what that costs; without a name all that are private."""
+        return self._call(self._stub.ShowPrivacy, admin_pb2.ShowPrivacyRequest(job=job))
+
+    def set_privacy_budget(self, population: str, epsilon: float, delta: float) -> admin_pb2.PopulationPrivacy:
+        """Bounds what all private jobs of a population may cost together."""
+        request = admin_pb2.SetPrivacyBudgetRequest(population=population, epsilon=epsilon, delta=delta)
+        return self._call(self._stub.SetPrivacyBudget, request)
+
+    def remove_privacy_budget(self, population: str) -> None:
+        """Takes a population's budget away."""
+        self._call(self._stub.RemovePrivacyBudget, admin_pb2.RemovePrivacyBudgetRequest(population=population))
+
     def _receive_model(
         self, request: admin_pb2.ExportModelRequest, file: BinaryIO, progress: Progress | None
     ) -> model_pb2.ModelRef:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from fedplat.cli import auditing, planning
+from fedplat.cli import auditing, budgets, planning
 
-app = typer.Typer(no_args_is_help=True, help="Plan what a private job promises, and check it.")
+app = typer.Typer(no_args_is_help=True, help="Plan what a private job promises, see what it costs, and bound it.")
 app.command("plan")(planning.plan)
 app.command("audit")(auditing.audit)
+app.command("show")(budgets.show)
+app.command("budget")(budgets.budget)

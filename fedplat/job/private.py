@@ -45,6 +45,11 @@ def settled(spec: JobSpec) -> JobSpec:
         elif options.epsilon is not None:
             found = mechanism_with(spec, options.whole(options.noise_multiplier))
             most = accounting.max_releases(found, options.epsilon, options.delta, most)
+            if not most:
+                raise ValueError(
+                    f"not even one release with noise_multiplier = {options.noise_multiplier:g} is within epsilon = "
+                    f"{options.epsilon:g} at delta = {options.delta:g}; expected more of either"
+                )
         return _with(spec, max_releases=most)
     except ValueError as exc:
         raise JobFileError(f"privacy: {exc}") from exc

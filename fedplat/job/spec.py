@@ -71,6 +71,14 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """How the job's releases are made; None if it is not private, or its noise was not calibrated yet."""
         return private.mechanism(self)
 
+    @property
+    def planned(self) -> privacy.Charge | None:
+        """What the job may release in all, once it was settled; None if it is not private, or was not."""
+        mechanism = self.mechanism
+        if self.privacy is None or self.privacy.max_releases is None or mechanism is None:
+            return None
+        return privacy.Charge(mechanism, self.privacy.max_releases)
+
     def mechanism_with(self, whole: float) -> privacy.Mechanism:
         """How the releases of a private job would be made with this noise multiplier of a whole round."""
         return private.mechanism_with(self, whole)

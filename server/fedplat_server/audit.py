@@ -40,6 +40,8 @@ class Action(StrEnum):
     CLIENT_FENCED = "client fenced"
     CERTIFICATES_CHANGED = "certificates changed"
     REPORT_CONFLICT = "report with other content refused"
+    BUDGET_SET = "privacy budget set"
+    BUDGET_REMOVED = "privacy budget removed"
     SERVER_STARTED = "server started"
     SERVER_STOPPED = "server stopped"
 

@@ -21,6 +21,7 @@ from fedplat.rounds.states import AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
+from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
@@ -261,6 +262,7 @@ class _Parts:
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),
             conflicts=Conflicts(store),
+            budgets=Budgets(store),
             started_unix_s=time.time(),
             new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
             certificates=endpoint.certificates,

@@ -10,6 +10,7 @@ ServerError
 │   ├── TokenRefusedError       an enrolment token that is unknown, foreign or of no use any more
 │   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
 │   ├── ParticipationError      an assignment with which a client of a private job would take part too often
+│   ├── PopulationChangedError  jobs or the budget of a population are others than those that were looked at
 │   ├── StaleRevisionError      somebody else changed the job: our view of it is out of date
 │   └── SchemaVersionError      the database's schema is not this code's; names the command that mends it
 ├── BlobError              bytes that are missing or damaged, or cannot be written
@@ -71,6 +72,10 @@ class ParticipationError(StoreError):
 
 class StaleRevisionError(StoreError):
     """A job was changed by somebody else since it was read."""
+
+
+class PopulationChangedError(StoreError):
+    """A population's jobs, or its budget, were changed by somebody else since they were read."""
 
 
 class SchemaVersionError(StoreError):

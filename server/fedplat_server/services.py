@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fedplat.rounds import AttemptKey, JobState, Participation
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
+from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
@@ -118,6 +119,7 @@ class Services:
     evaluation: Evaluation
     quotas: Quotas
     conflicts: Conflicts
+    budgets: Budgets
     started_unix_s: float
     new_id: Callable[[str], str]
     certificates: Certificates | None = None

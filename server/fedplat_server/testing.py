@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fedplat.rounds import (
     Assignment,
@@ -23,8 +23,9 @@ from fedplat.rounds import (
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StaleRevisionError, StoreError
-from fedplat_server.store import shares
-from fedplat_server.store.memory_fleet import MemoryFleet
+from fedplat_server.store import rows, shares, writes
+from fedplat_server.store.ledger import LedgerRow
+from fedplat_server.store.memory_ledger import MemoryLedger
 from fedplat_server.store.port import (
     AttemptRecord,
     HistoryRecord,
@@ -114,7 +115,7 @@ class _Job:
         return [kept.record(counted.get(key, [])) for key, kept in self.attempts.items()]
 
 
-class MemoryStore(MemoryFleet):
+class MemoryStore(MemoryLedger):
     """The adapter of `port.Store` in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -137,18 +138,30 @@ class MemoryStore(MemoryFleet):
         """Nothing is ever under way."""
 
     async def create_job(
-        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+        self,
+        state: JobState,
+        job_file: str,
+        idempotency_key: str,
+        audit: Sequence[AuditEntry] = (),
+        expected: int | None = None,
     ) -> JobRecord:
         """Adds a job with its version 0 and a history row; see the port."""
         if idempotency_key not in self._job_keys:
             if state.job_id in self._jobs:
                 raise StoreError(f"there is a job {state.job_id} already")
+            rows.settled_values(state.spec)
+            self._advance(state.spec.population, expected)
             now = self._clock()
             self._job_keys[idempotency_key] = state.job_id
             self._jobs[state.job_id] = _Job(state, job_file, now, [VersionRecord(state.latest, now, {})])
             self._note(state.job_id, HistoryRow("job", "", state.status), now)
             await self.append_audit(audit)
         return self._jobs[self._job_keys[idempotency_key]].record(self._clock())
+
+    async def find_job(self, idempotency_key: str) -> JobRecord | None:
+        """The job that was created with this key."""
+        job_id = self._job_keys.get(idempotency_key)
+        return None if job_id is None else self._jobs[job_id].record(self._clock())
 
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""
@@ -242,6 +255,9 @@ class MemoryStore(MemoryFleet):
         named = (digest for one in versions for digest in (one.digest, one.state_digest, one.delta_digest))
         return frozenset(digest for digest in named if digest)
 
+    def _states(self) -> Iterable[JobState]:
+        return (job.state for job in self._jobs.values())
+
     def _check(self, changes: Sequence[Change]) -> None:
         """Raises whatever a database would refuse the changes for, before any is applied."""
         revisions = {job_id: job.state.revision for job_id, job in self._jobs.items()}
@@ -256,6 +272,8 @@ class MemoryStore(MemoryFleet):
                 if change.version.version != versions[job_id]:
                     raise StoreError(f"job {job_id} cannot have version {change.version.version} now")
                 versions[job_id] += 1
+                if (self._jobs[job_id].state.spec.privacy is None) != (change.job.spec.mechanism is None):
+                    raise writes.uncharged(job_id, change.version.version)
             for assignment in change.assignments:
                 place, token = (assignment.key, assignment.client_id), assignment.token_hash
                 if tokens.get(token, self._tokens.get(token, place)) != place:
@@ -294,6 +312,9 @@ class MemoryStore(MemoryFleet):
             self._tokens[assignment.token_hash] = place
         if change.version is not None:
             job.versions.append(VersionRecord(change.version, now, {}))
+            if (mechanism := change.job.spec.mechanism) is not None:
+                row = LedgerRow(change.version.version, change.version.round, mechanism, now)
+                self._ledger.setdefault(change.job.job_id, []).append(row)
         for row in change.history:
             self._note(change.job.job_id, row, now)
 

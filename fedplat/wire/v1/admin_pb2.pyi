@@ -1319,3 +1319,271 @@ class ListAuditResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListAuditResponse: _TypeAlias = ListAuditResponse  # noqa: Y015
+
+@_typing.final
+class ShowPrivacyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """A job id, or a name that only one job has; empty for all private jobs."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowPrivacyRequest: _TypeAlias = ShowPrivacyRequest  # noqa: Y015
+
+@_typing.final
+class ShowPrivacyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    POPULATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobPrivacy]:
+        """The job that was asked for, private or not; else all that are private, in the order of creation."""
+
+    @_builtins.property
+    def populations(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationPrivacy]:
+        """Those of these jobs, and all with a budget, by name."""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobPrivacy] | None = ...,
+        populations: _abc.Iterable[Global___PopulationPrivacy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "populations", b"populations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowPrivacyResponse: _TypeAlias = ShowPrivacyResponse  # noqa: Y015
+
+@_typing.final
+class PrivacyCost(_message.Message):
+    """So many releases, and what they cost at a delta."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASES_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    EPSILON_RDP_FIELD_NUMBER: _builtins.int
+    releases: _builtins.int
+    epsilon: _builtins.float
+    """By privacy loss distributions. Infinite where delta is too small for that arithmetic."""
+    epsilon_rdp: _builtins.float
+    """By Renyi divergences: a cross-check, which is larger."""
+    def __init__(
+        self,
+        *,
+        releases: _builtins.int = ...,
+        epsilon: _builtins.float = ...,
+        epsilon_rdp: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epsilon", b"epsilon", "epsilon_rdp", b"epsilon_rdp", "releases", b"releases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrivacyCost: _TypeAlias = PrivacyCost  # noqa: Y015
+
+@_typing.final
+class JobPrivacy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    IS_PRIVATE_FIELD_NUMBER: _builtins.int
+    PARTICIPATION_FIELD_NUMBER: _builtins.int
+    ADJACENCY_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    NOISE_MULTIPLIER_FIELD_NUMBER: _builtins.int
+    MODEL_NOISE_MULTIPLIER_FIELD_NUMBER: _builtins.int
+    CLIP_NORM_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_CLIP_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
+    NOT_COVERED_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    name: _builtins.str
+    population: _builtins.str
+    status: Global___JobStatus.ValueType
+    is_private: _builtins.bool
+    """All that follows is empty if not."""
+    participation: _builtins.str
+    """"poisson", "fixed" or "min_separation"."""
+    adjacency: _builtins.str
+    """"add-or-remove" or "zero-out"."""
+    sampling: _builtins.str
+    """What the accounting takes for granted of who takes part, in words."""
+    delta: _builtins.float
+    epsilon: _builtins.float
+    """The job's own budget, if it has one."""
+    noise_multiplier: _builtins.float
+    """Of all that a round releases, over what one client can change in it."""
+    model_noise_multiplier: _builtins.float
+    """Of the model alone; both differ if metrics are released too."""
+    clip_norm: _builtins.float
+    """The L2 norm that no update is above; the first one if it is adaptive."""
+    adaptive_clip: _builtins.bool
+    @_builtins.property
+    def released(self) -> Global___PrivacyCost:
+        """What has been released, by the ledger."""
+
+    @_builtins.property
+    def planned(self) -> Global___PrivacyCost:
+        """What will have been released at most."""
+
+    @_builtins.property
+    def not_covered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is not promised, in words."""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        population: _builtins.str = ...,
+        status: Global___JobStatus.ValueType = ...,
+        is_private: _builtins.bool = ...,
+        participation: _builtins.str = ...,
+        adjacency: _builtins.str = ...,
+        sampling: _builtins.str = ...,
+        delta: _builtins.float = ...,
+        epsilon: _builtins.float | None = ...,
+        noise_multiplier: _builtins.float = ...,
+        model_noise_multiplier: _builtins.float = ...,
+        clip_norm: _builtins.float = ...,
+        adaptive_clip: _builtins.bool = ...,
+        released: Global___PrivacyCost | None = ...,
+        planned: Global___PrivacyCost | None = ...,
+        not_covered: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon", "epsilon", b"epsilon", "planned", b"planned", "released", b"released"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon", "adaptive_clip", b"adaptive_clip", "adjacency", b"adjacency", "clip_norm", b"clip_norm", "delta", b"delta", "epsilon", b"epsilon", "is_private", b"is_private", "job_id", b"job_id", "model_noise_multiplier", b"model_noise_multiplier", "name", b"name", "noise_multiplier", b"noise_multiplier", "not_covered", b"not_covered", "participation", b"participation", "planned", b"planned", "population", b"population", "released", b"released", "sampling", b"sampling", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
+    _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon) -> _WhichOneofReturnType__epsilon | None: ...
+
+Global___JobPrivacy: _TypeAlias = JobPrivacy  # noqa: Y015
+
+@_typing.final
+class PopulationPrivacy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    NUM_PRIVATE_FIELD_NUMBER: _builtins.int
+    NUM_OTHERS_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    epsilon: _builtins.float
+    """The budget, if there is one."""
+    delta: _builtins.float
+    num_private: _builtins.int
+    num_others: _builtins.int
+    """Jobs without [privacy], which no budget covers."""
+    @_builtins.property
+    def committed(self) -> Global___PrivacyCost:
+        """What its private jobs have released, if they have ended, or may release, by the budget's delta."""
+
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        epsilon: _builtins.float | None = ...,
+        delta: _builtins.float | None = ...,
+        committed: Global___PrivacyCost | None = ...,
+        num_private: _builtins.int = ...,
+        num_others: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "_epsilon", b"_epsilon", "committed", b"committed", "delta", b"delta", "epsilon", b"epsilon"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta", b"_delta", "_epsilon", b"_epsilon", "committed", b"committed", "delta", b"delta", "epsilon", b"epsilon", "num_others", b"num_others", "num_private", b"num_private", "population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
+    _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
+    _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
+    _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon) -> _WhichOneofReturnType__epsilon | None: ...
+
+Global___PopulationPrivacy: _TypeAlias = PopulationPrivacy  # noqa: Y015
+
+@_typing.final
+class SetPrivacyBudgetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    epsilon: _builtins.float
+    delta: _builtins.float
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+        epsilon: _builtins.float = ...,
+        delta: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "epsilon", b"epsilon", "population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPrivacyBudgetRequest: _TypeAlias = SetPrivacyBudgetRequest  # noqa: Y015
+
+@_typing.final
+class RemovePrivacyBudgetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    population: _builtins.str
+    def __init__(
+        self,
+        *,
+        population: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePrivacyBudgetRequest: _TypeAlias = RemovePrivacyBudgetRequest  # noqa: Y015
+
+@_typing.final
+class RemovePrivacyBudgetResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePrivacyBudgetResponse: _TypeAlias = RemovePrivacyBudgetResponse  # noqa: Y015

@@ -144,6 +144,21 @@ class AdminStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
                 _registered_method=True)
+        self.ShowPrivacy = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/ShowPrivacy',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.FromString,
+                _registered_method=True)
+        self.SetPrivacyBudget = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/SetPrivacyBudget',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.FromString,
+                _registered_method=True)
+        self.RemovePrivacyBudget = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/RemovePrivacyBudget',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -291,6 +306,26 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShowPrivacy(self, request, context):
+        """What private jobs have released and may release, what that costs, and the budgets of populations.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPrivacyBudget(self, request, context):
+        """Bounds what all private jobs of a population may cost together; from then on it takes no others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePrivacyBudget(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -403,6 +438,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListAudit,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
+            ),
+            'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowPrivacy,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.SerializeToString,
+            ),
+            'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrivacyBudget,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.SerializeToString,
+            ),
+            'RemovePrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePrivacyBudget,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -999,6 +1049,87 @@ class Admin:
             '/fedplat.wire.v1.Admin/ListAudit',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShowPrivacy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/ShowPrivacy',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPrivacyBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/SetPrivacyBudget',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePrivacyBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/RemovePrivacyBudget',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

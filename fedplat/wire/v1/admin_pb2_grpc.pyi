@@ -63,6 +63,11 @@ class AdminStub:
     """The operator's token is refused from the next call on."""
     ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
     """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    ShowPrivacy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]
+    """What private jobs have released and may release, what that costs, and the budgets of populations."""
+    SetPrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]
+    """Bounds what all private jobs of a population may cost together; from then on it takes no others."""
+    RemovePrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemovePrivacyBudgetRequest, _admin_pb2.RemovePrivacyBudgetResponse]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -99,6 +104,11 @@ class AdminAsyncStub(AdminStub):
     """The operator's token is refused from the next call on."""
     ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
     """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    ShowPrivacy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]  # type: ignore[assignment]
+    """What private jobs have released and may release, what that costs, and the budgets of populations."""
+    SetPrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]  # type: ignore[assignment]
+    """Bounds what all private jobs of a population may cost together; from then on it takes no others."""
+    RemovePrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemovePrivacyBudgetRequest, _admin_pb2.RemovePrivacyBudgetResponse]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -264,5 +274,28 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
         """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+
+    @_abc_1.abstractmethod
+    def ShowPrivacy(
+        self,
+        request: _admin_pb2.ShowPrivacyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ShowPrivacyResponse, _abc.Awaitable[_admin_pb2.ShowPrivacyResponse]]:
+        """What private jobs have released and may release, what that costs, and the budgets of populations."""
+
+    @_abc_1.abstractmethod
+    def SetPrivacyBudget(
+        self,
+        request: _admin_pb2.SetPrivacyBudgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PopulationPrivacy, _abc.Awaitable[_admin_pb2.PopulationPrivacy]]:
+        """Bounds what all private jobs of a population may cost together; from then on it takes no others."""
+
+    @_abc_1.abstractmethod
+    def RemovePrivacyBudget(
+        self,
+        request: _admin_pb2.RemovePrivacyBudgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RemovePrivacyBudgetResponse, _abc.Awaitable[_admin_pb2.RemovePrivacyBudgetResponse]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,6 +27,7 @@ from fedplat_server.rpc import convert, gate, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
+from fedplat_server.rpc.privacy import PrivacyMethods
 from fedplat_server.services import Services
 from fedplat_server.store.port import JobRecord
 
@@ -40,7 +41,7 @@ _NOTED = {
 }
 
 
-class AdminService(MembersMethods, OperatorMethods):
+class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
     """Every method: find the job, ask or tell, encode."""
 
     def __init__(self, services: Services) -> None:
@@ -96,7 +97,7 @@ class AdminService(MembersMethods, OperatorMethods):
         )
         entry = AuditEntry(gate.caller(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
         key = requests.key(request.idempotency_key)
-        record = await services.store.create_job(state, request.job_file, key, [entry])
+        record = await services.budgets.create_job(state, request.job_file, key, [entry])
         services.jobs.add(record)
         return await self._job(services.jobs.find(record.state.job_id))
 

@@ -16,7 +16,7 @@ REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
 }
 _REASONS_BACK = {wire: reason for reason, wire in REASONS.items()}
-_STATUSES = {status: admin_pb2.JobStatus.Value(f"JOB_STATUS_{status.name}") for status in JobStatus}
+STATUSES = {status: admin_pb2.JobStatus.Value(f"JOB_STATUS_{status.name}") for status in JobStatus}
 _KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind in AttemptKind}
 _PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
 TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb2.TASK_EVALUATE}
@@ -86,7 +86,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         job_id=state.job_id,
         name=state.spec.name,
         population=state.spec.population,
-        status=_STATUSES[state.status],
+        status=STATUSES[state.status],
         reason=state.reason,
         round=state.round,
         num_rounds=state.spec.rounds,

@@ -38,6 +38,7 @@ NEEDED_ROLES: Mapping[str, Role] = {
     "ListClients": Role.VIEWER,
     "ListModelVersions": Role.VIEWER,
     "ExportModel": Role.VIEWER,
+    "ShowPrivacy": Role.VIEWER,
     "UploadModel": Role.OPERATOR,
     "CreateJob": Role.OPERATOR,
     "StartJob": Role.OPERATOR,
@@ -52,6 +53,8 @@ NEEDED_ROLES: Mapping[str, Role] = {
     "AddOperator": Role.ADMIN,
     "ListOperators": Role.ADMIN,
     "RemoveOperator": Role.ADMIN,
+    "SetPrivacyBudget": Role.ADMIN,
+    "RemovePrivacyBudget": Role.ADMIN,
 }
 """The least role for each method of the Admin service."""
 

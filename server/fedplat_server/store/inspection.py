@@ -7,15 +7,16 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
+import msgspec
 import sqlalchemy
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec
 from fedplat.rounds.states import AttemptKind
 from fedplat_server.audit import AuditHead, AuditRow, head_after
-from fedplat_server.store import schema, tables
+from fedplat_server.store import rows, schema, tables
 from fedplat_server.store.engine import async_url, create_engine, translated
 from fedplat_server.store.shares import share_of
 from fedplat_server.verify.records import (
@@ -27,6 +28,7 @@ from fedplat_server.verify.records import (
     HistoryRow,
     Job,
     JobRow,
+    LedgerRow,
     Strays,
     Turns,
     Unit,
@@ -98,6 +100,7 @@ async def _job(connection: AsyncConnection, row: JobRow) -> Job:
         spec=spec,
         unreadable=unreadable,
         versions=tuple(await _rows(connection, VersionRow, tables.model_versions, mine, ("version",))),
+        ledger=tuple(await _rows(connection, LedgerRow, tables.ledger, mine, ("version",))),
         attempts=tuple(await _rows(connection, AttemptRow, tables.attempts, mine, ("round", "number"))),
         history=tuple(HistoryRow(*one) for one in await connection.execute(history)),
     )
@@ -105,8 +108,8 @@ async def _job(connection: AsyncConnection, row: JobRow) -> Job:
 
 def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
     try:
-        return parse_job(row.job_file), ""
-    except JobFileError as exc:
+        return rows.with_settled(rows.parse_job_once(row.job_file), row.privacy), ""
+    except (JobFileError, msgspec.ValidationError) as exc:
         return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
 
 

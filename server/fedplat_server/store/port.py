@@ -17,6 +17,7 @@ from fedplat.rounds import Assignment, AttemptKey, Change, HistoryRow, JobState,
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
 from fedplat_server.store.fleet import FleetStore
+from fedplat_server.store.ledger import LedgerStore
 from fedplat_server.store.participations import ParticipationStore
 from fedplat_server.store.people import AuditStore, OperatorStore
 
@@ -80,7 +81,7 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol):
+class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerStore, Protocol):
     """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:
@@ -103,12 +104,23 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol)
         ...
 
     async def create_job(
-        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+        self,
+        state: JobState,
+        job_file: str,
+        idempotency_key: str,
+        audit: Sequence[AuditEntry] = (),
+        expected: int | None = None,
     ) -> JobRecord:
-        """Adds a job (status DRAFT, version 0) with a history row.
+        """Adds a job (status DRAFT, version 0) with a history row, and with what was settled if it is private.
 
-        A known idempotency key returns the job that has it, unchanged, and notes nothing.
+        A known idempotency key returns the job that has it, unchanged, and notes nothing. Raises `StoreError` if a
+        private job was not settled, and `PopulationChangedError` if its population is at another revision than the
+        `expected` one (None: any).
         """
+        ...
+
+    async def find_job(self, idempotency_key: str) -> JobRecord | None:
+        """The job that was created with this key."""
         ...
 
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
@@ -125,8 +137,9 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, Protocol)
     async def save(
         self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
     ) -> None:
-        """Writes changes in order, all or none: job, attempt, assignments, version, history, audit log.
+        """Writes changes in order, all or none: job, attempt, assignments, version, ledger, history, audit log.
 
+        Each version of a private job has its row of the ledger: `StoreError` if it would have none.
         `now` is this moment on the clock of the changes' moments. Raises `StaleRevisionError` when a job's revision
         is not the expected one, and `ParticipationError` when a client of a private job would take part too often, by
         the assignments that are stored. After `StoreUnavailableError` nobody knows; `last_save` tells.

@@ -7,14 +7,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
+from fedplat.privacy import Privacy
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
+from fedplat_server.store.ledger import spelled
 from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
 
 Row = sqlalchemy.Row[Any]
@@ -233,7 +236,7 @@ def job_record(
     """A row of `jobs` with what belongs to it."""
     state = JobState(
         job_id=row.job_id,
-        spec=job_spec(row.job_id, row.job_file),
+        spec=job_spec(row),
         latest=latest,
         status=JobStatus(row.status),
         reason=row.reason,
@@ -247,13 +250,49 @@ def job_record(
     return JobRecord(state, row.job_file, row.created_unix_s)
 
 
-@functools.lru_cache(maxsize=1024)
-def job_spec(job_id: str, job_file: str) -> JobSpec:
-    """Reads a stored job file. Raises `StoreError` if this version of fedplat cannot."""
+def settled_values(spec: JobSpec) -> Values:
+    """What was settled of a job, as columns of `jobs`. Raises `StoreError` if a private one was not settled."""
+    options = spec.privacy
+    if options is not None and (spec.mechanism is None or options.max_releases is None):
+        raise StoreError("a private job cannot be stored before its noise and its releases are settled")
+    return {"privacy": msgspec.to_builtins(options)}
+
+
+def job_spec(row: Row) -> JobSpec:
+    """The job file of a row of `jobs`, with what was settled. Raises `StoreError` if this fedplat cannot read it."""
     try:
-        return parse_job(job_file)
-    except JobFileError as exc:
-        raise StoreError(f"the stored job file of {job_id} cannot be read by this version of fedplat: {exc}") from exc
+        spec = parse_job_once(row.job_file)
+        return with_settled(spec, row.privacy)
+    except (JobFileError, msgspec.ValidationError) as exc:
+        raise StoreError(
+            f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
+        ) from exc
+
+
+parse_job_once = functools.lru_cache(maxsize=1024)(parse_job)
+
+
+def with_settled(spec: JobSpec, settled: object) -> JobSpec:
+    """A job with what was settled of it. Raises `JobFileError` or `ValidationError` if they do not belong together."""
+    if (spec.privacy is None) != (settled is None):
+        raise JobFileError("privacy: the job file and what was settled of it do not agree")
+    if settled is None:
+        return spec
+    return msgspec.structs.replace(spec, privacy=msgspec.convert(settled, Privacy))
+
+
+def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
+    """The row of `ledger` that belongs to a version of a job; None if that is not private."""
+    mechanism = job.spec.mechanism
+    if mechanism is None:
+        return None
+    return {
+        "job_id": job.job_id,
+        "version": version.version,
+        "round": version.round,
+        "mechanism": spelled(mechanism),
+        "unix_s": unix_s,
+    }
 
 
 def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:

@@ -25,7 +25,7 @@ from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StoreError
-from fedplat_server.store import rows, schema, sql_people, transactions, writes
+from fedplat_server.store import rows, schema, sql_ledger, sql_people, transactions, writes
 from fedplat_server.store.database import Database
 from fedplat_server.store.engine import async_url
 from fedplat_server.store.port import (
@@ -59,7 +59,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(transactions.to(url), clock)
 
 
-class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
+class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:
@@ -87,12 +87,18 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
     # --- jobs ------------------------------------------------------------------------------------------------
 
     async def create_job(
-        self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry] = ()
+        self,
+        state: JobState,
+        job_file: str,
+        idempotency_key: str,
+        audit: Sequence[AuditEntry] = (),
+        expected: int | None = None,
     ) -> JobRecord:
         """Adds a job with its version 0 and a history row; see the port."""
         now = self._clock()
         values = {
             **rows.job_values(state),
+            **rows.settled_values(state.spec),
             "job_id": state.job_id,
             "population": state.spec.population,
             "job_file": job_file,
@@ -105,6 +111,7 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
 
         def work(connection: Connection) -> JobRecord:
             if connection.execute(insert).rowcount == 1:
+                sql_ledger.advance(connection, state.spec.population, expected)
                 version = rows.version_values(state.job_id, state.latest, now)
                 connection.execute(model_versions.insert().values(version))
                 connection.execute(history.insert().values(row))
@@ -113,6 +120,12 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations):
 
         with crash.step("create_job"):
             return await self._database.write(work)
+
+    async def find_job(self, idempotency_key: str) -> JobRecord | None:
+        """The job that was created with this key."""
+        now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
+        found = await self._database.read(lambda connection: _load_jobs(connection, now, mine))
+        return found[0] if found else None
 
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation; see the port."""

@@ -116,6 +116,8 @@ jobs = Table(
     Column("created_unix_s", Float, nullable=False),
     # Names the save that changed the job last: one whose reply was lost is found again by it.
     Column("save_id", String, nullable=False, server_default=""),
+    # Of a private job: its table [privacy] as it was settled when the job was created.
+    Column("privacy", JSON(none_as_null=True)),
 )
 
 attempts = Table(
@@ -209,6 +211,30 @@ model_versions = Table(
     Column("delta_base", String, nullable=False, server_default=""),
     PrimaryKeyConstraint("job_id", "version"),
     UniqueConstraint("job_id", "round"),
+)
+
+# A row for each version of a private job but the first, added in the transaction that commits the version.
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("job_id", String, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("round", Integer, nullable=False),
+    # JSON in one fixed spelling, so that equal ones can be counted.
+    Column("mechanism", Text, nullable=False),
+    Column("unix_s", Float, nullable=False),
+    PrimaryKeyConstraint("job_id", "version"),
+    ForeignKeyConstraint(["job_id", "version"], ["model_versions.job_id", "model_versions.version"]),
+)
+
+# The revision grows with each job that is created there and each change of the budget, which may be none.
+populations = Table(
+    "populations",
+    metadata,
+    Column("population", String, primary_key=True),
+    Column("revision", BigInteger, nullable=False),
+    Column("epsilon", Float),
+    Column("delta", Float),
 )
 
 history = Table(

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from fedplat.rounds import AttemptKey, Change
 from fedplat_server import crash
-from fedplat_server.errors import StaleRevisionError
+from fedplat_server.errors import StaleRevisionError, StoreError
 from fedplat_server.store import rows, shares, tables
 from fedplat_server.store.rows import Values
 
@@ -46,6 +46,7 @@ class Batch:
     )
     shares: dict[AttemptKey, shares.Share] = dataclasses.field(default_factory=dict[AttemptKey, shares.Share])
     versions: list[Values] = dataclasses.field(default_factory=list[Values])
+    ledger: list[Values] = dataclasses.field(default_factory=list[Values])
     history: list[Values] = dataclasses.field(default_factory=list[Values])
 
     def add(self, change: Change) -> None:
@@ -67,6 +68,8 @@ class Batch:
             self.assignments[place] = values
         if change.version is not None:
             self.versions.append(rows.version_values(job_id, change.version, unix_s))
+            if (charge := rows.ledger_values(change.job, change.version, unix_s)) is not None:
+                self.ledger.append(charge)
         self.history.extend(rows.history_values(job_id, row, unix_s) for row in change.history)
 
 
@@ -98,9 +101,34 @@ def write(connection: Connection, batch: Batch) -> None:
     _execute(connection, upsert_assignments(dialect), list(batch.assignments.values()))
     for key, share in batch.shares.items():
         shares.require(connection, key, share)
-    _execute(connection, tables.model_versions.insert(), batch.versions)
+    _add_versions(connection, batch)
     _execute(connection, tables.history.insert(), batch.history)
     crash.point("save.uncommitted")
+
+
+def _add_versions(connection: Connection, batch: Batch) -> None:
+    """Adds versions, each of a private job with its row of the ledger; none goes in without the other.
+
+    Whether a job is private, its row says, and not what somebody has in memory of it.
+    """
+    if not batch.versions:
+        return
+    named = {version["job_id"] for version in batch.versions}
+    has_terms = tables.jobs.c.privacy.is_not(sqlalchemy.null())
+    query = sqlalchemy.select(tables.jobs.c.job_id).where(tables.jobs.c.job_id.in_(named), has_terms)
+    private = {row.job_id for row in connection.execute(query)}
+    charged = {(row["job_id"], row["version"]) for row in batch.ledger}
+    for version in batch.versions:
+        if (version["job_id"] in private) != ((version["job_id"], version["version"]) in charged):
+            raise uncharged(version["job_id"], version["version"])
+    _execute(connection, tables.model_versions.insert(), batch.versions)
+    crash.point("save.uncharged")
+    _execute(connection, tables.ledger.insert(), batch.ledger)
+
+
+def uncharged(job_id: str, version: int) -> StoreError:
+    """The error of a version whose row of the ledger is missing, or is one too many."""
+    return StoreError(f"job {job_id}: version {version} and the ledger do not agree; nothing was stored")
 
 
 def _execute(connection: Connection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:

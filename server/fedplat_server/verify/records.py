@@ -24,6 +24,7 @@ class JobRow:
     round: int
     latest_version: int
     revision: int
+    privacy: Mapping[str, object] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +89,15 @@ class VersionRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """A row of `ledger`."""
+
+    version: int
+    round: int
+    mechanism: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HistoryRow:
     """A row of `history`."""
 
@@ -102,7 +112,7 @@ class HistoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job with its versions and attempts by number, and the history of the job itself and of its versions.
+    """A job with its versions, ledger and attempts by number, and the history of the job itself and of its versions.
 
     `spec` is None when this version of fedplat cannot read the job file: `unreadable` says why.
     """
@@ -111,6 +121,7 @@ class Job:
     spec: JobSpec | None
     unreadable: str
     versions: tuple[VersionRow, ...]
+    ledger: tuple[LedgerRow, ...]
     attempts: tuple[AttemptRow, ...]
     history: tuple[HistoryRow, ...]
 
@@ -132,6 +143,11 @@ class Attempt:
     assignments: tuple[AssignmentRow, ...]
     history: tuple[HistoryRow, ...]
     seen_unix_s: float
+
+    @property
+    def releases(self) -> bool:
+        """Whether what it commits is a private release."""
+        return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
 
     @property
     def carries(self) -> bool:

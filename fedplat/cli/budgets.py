@@ -1,0 +1,128 @@
+"""`fedplat privacy show` and `fedplat privacy budget`: what jobs have released, and what populations allow."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+
+from fedplat.cli import formats
+from fedplat.cli.output import Output, to_record
+from fedplat.cli.session import WRONG_USAGE, JsonOption, ServerOption, session
+from fedplat.privacy.words import ADJACENCY
+from fedplat.wire.v1 import admin_pb2
+
+
+def show(
+    context: typer.Context,
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Id or name; without it, all that are private.")] = "",
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what private jobs have released, what that costs, and the budgets of populations."""
+    with session(context, server, as_json) as here:
+        found = here.client.show_privacy(job)
+        if here.output.as_json:
+            here.output.json(to_record(found))
+        elif job:
+            _show_one(here.output, found)
+        else:
+            _show_all(here.output, found)
+
+
+def budget(  # noqa: PLR0913 - a command's parameters are its options
+    context: typer.Context,
+    population: Annotated[str, typer.Argument(metavar="POPULATION", help="Whose clients the budget protects.")],
+    epsilon: Annotated[float | None, typer.Option(help="What all private jobs may cost together.")] = None,
+    delta: Annotated[float | None, typer.Option(help="At which delta, such as 1e-6.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the budget away.")] = False,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a population a budget, or take it away. A population with a budget takes private jobs only."""
+    with session(context, server, as_json) as here:
+        if remove and epsilon is None and delta is None:
+            here.client.remove_privacy_budget(population)
+            here.output.note(f"population {population} has no privacy budget any more")
+            return
+        if remove or epsilon is None or delta is None:
+            here.output.error("expected --epsilon and --delta, or --remove")
+            raise typer.Exit(WRONG_USAGE)
+        made = here.client.set_privacy_budget(population, epsilon, delta)
+        if here.output.as_json:
+            here.output.json(to_record(made))
+        else:
+            here.output.line(_of_population(made))
+
+
+def _show_one(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
+    (job,) = found.jobs
+    if not job.is_private:
+        output.line(f"job {job.job_id} ({job.name}) is not private: its job file has no [privacy]")
+        return
+    clip = f"{job.clip_norm:g}" + (" at first, then adaptive" if job.adaptive_clip else "")
+    output.fields(
+        {
+            "job": f"{job.job_id} ({job.name}), {formats.job_status(job.status)}",
+            "released": _of_cost(job.released),
+            "planned": _of_cost(job.planned),
+            "delta": f"{job.delta:g}",
+            "adjacency": f"{job.adjacency}: {ADJACENCY.get(job.adjacency, '')}",
+            "participation": f"{job.participation}: {job.sampling}",
+            "noise multiplier": _noise(job),
+            "clip norm": clip,
+            "budget of the job": f"epsilon {job.epsilon:g}" if job.HasField("epsilon") else "none but its rounds",
+            "population": "; ".join(map(_of_population, found.populations)),
+            "not covered": "; ".join(job.not_covered),
+            "more": "docs/privacy.md",
+        }
+    )
+
+
+def _show_all(output: Output, found: admin_pb2.ShowPrivacyResponse) -> None:
+    columns = ("JOB", "NAME", "POPULATION", "STATUS", "#RELEASES", "#EPSILON", "#(RDP)", "#PLANNED", "#DELTA")
+    rows = [
+        (
+            job.job_id,
+            job.name,
+            job.population,
+            formats.job_status(job.status),
+            f"{job.released.releases} of {job.planned.releases}",
+            _number(job.released.epsilon),
+            _number(job.released.epsilon_rdp),
+            _number(job.planned.epsilon),
+            f"{job.delta:g}",
+        )
+        for job in found.jobs
+    ]
+    output.table(columns, rows, "there are no private jobs")
+    for population in found.populations:
+        output.line(_of_population(population))
+
+
+def _noise(job: admin_pb2.JobPrivacy) -> str:
+    if math.isclose(job.noise_multiplier, job.model_noise_multiplier):
+        return f"{job.noise_multiplier:g}"
+    return f"{job.noise_multiplier:g} of a round ({job.model_noise_multiplier:g} of the model, the rest of its metrics)"
+
+
+def _of_cost(cost: admin_pb2.PrivacyCost) -> str:
+    releases = f"{cost.releases} release" + ("" if cost.releases == 1 else "s")
+    return f"epsilon {_number(cost.epsilon)} by PLD ({_number(cost.epsilon_rdp)} by RDP), {releases}"
+
+
+def _of_population(population: admin_pb2.PopulationPrivacy) -> str:
+    jobs = f"{population.num_private} private jobs"
+    if population.num_others:
+        jobs += f", {population.num_others} without noise that nothing covers"
+    if not population.HasField("epsilon"):
+        return f"population {population.population} has no budget: {jobs}"
+    return (
+        f"population {population.population} has the budget epsilon {population.epsilon:g} at delta "
+        f"{population.delta:g}, of which {_number(population.committed.epsilon)} is released or planned: {jobs}"
+    )
+
+
+def _number(epsilon: float) -> str:
+    return f"{epsilon:.4g}" if math.isfinite(epsilon) else "infinite"

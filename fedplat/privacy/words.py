@@ -1,0 +1,46 @@
+"""What a mechanism promises, in words."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fedplat.privacy.releases import Mechanism
+
+ADJACENCY = {
+    "add-or-remove": "one client more or less",
+    "zero-out": "one client's updates against zeros",
+}
+"""Which two worlds cannot be told apart, by name."""
+NOT_COVERED = (
+    "the server and its operators: updates and reports reach them without noise",
+    "who took part, when, for how long and with how many bytes, which operators see",
+    "several clients of one person: the promise is made to each client",
+    "what other jobs release, unless the population has a budget that covers them together",
+)
+"""What no mechanism of the server promises."""
+
+
+def adjacency(mechanism: Mechanism) -> Literal["add-or-remove", "zero-out"]:
+    """What two neighbouring worlds differ in."""
+    return "add-or-remove" if mechanism.kind == "poisson" else "zero-out"
+
+
+def participation(mechanism: Mechanism) -> Literal["poisson", "fixed", "min_separation"]:
+    """The `[privacy] participation` that has this mechanism."""
+    return "min_separation" if mechanism.kind == "tree" else mechanism.kind
+
+
+def sampling(mechanism: Mechanism) -> str:
+    """What the accounting takes for granted of who takes part."""
+    if mechanism.kind == "poisson":
+        return (
+            f"each client takes part in each round with probability {mechanism.sampling_probability:g}, by a trial of "
+            "its own that nobody else sees"
+        )
+    seldom = "a client takes part in any round" if mechanism.separation == 1 else _separated(mechanism.separation)
+    at_most = f", {mechanism.max_participations} times in all" if mechanism.max_participations else ""
+    return f"{seldom}{at_most}; who takes part may be known"
+
+
+def _separated(separation: int) -> str:
+    return f"a client takes part in one of any {separation} consecutive rounds at most"

@@ -1,0 +1,132 @@
+"""The methods of `admin.proto` about private jobs: what they have released, what it costs, and budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from grpc import aio
+
+from fedplat.job import JobSpec
+from fedplat.privacy import Charge, accounting, words
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server import budgets
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.rpc import convert, gate, requests
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.services import Services
+from fedplat_server.store.ledger import Account, Budget, Population
+from fedplat_server.store.port import JobRecord
+
+Context = aio.ServicerContext
+MAX_EPSILON = 1e6
+
+
+class PrivacyMethods(admin_pb2_grpc.AdminServicer):
+    """What `AdminService` answers about privacy."""
+
+    _services: Services
+
+    async def ShowPrivacy(
+        self, request: admin_pb2.ShowPrivacyRequest, context: Context[Any, Any]
+    ) -> admin_pb2.ShowPrivacyResponse:
+        """One job, or all that are private; what each costs is computed anew from the ledger."""
+        services = self._services
+        if request.job:
+            record = services.jobs.find(request.job)
+            records, found = [record], [await services.store.population(record.state.spec.population)]
+        else:
+            records, found = services.jobs.all(), await services.store.populations()
+            records = [record for record in records if record.state.spec.privacy is not None]
+        return await asyncio.to_thread(_response, records, found)
+
+    async def SetPrivacyBudget(
+        self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context[Any, Any]
+    ) -> admin_pb2.PopulationPrivacy:
+        """Bounds what all private jobs of a population may cost together."""
+        name = requests.name(request.population, "population")
+        if not 0.0 < request.epsilon <= MAX_EPSILON:
+            text = f"epsilon is {request.epsilon:g}; expected a number above 0, {MAX_EPSILON:g} at most"
+            raise RefusedError(Code.INVALID_REQUEST, text)
+        if not 0.0 < request.delta < 1.0:
+            text = f"delta is {request.delta:g}; expected a number between 0 and 1, such as 1e-6"
+            raise RefusedError(Code.INVALID_REQUEST, text)
+        terms = {"epsilon": request.epsilon, "delta": request.delta}
+        entry = AuditEntry(gate.caller(), Action.BUDGET_SET, name, terms)
+        population = await self._services.budgets.set(name, Budget(**terms), [entry])
+        return await asyncio.to_thread(_population, population)
+
+    async def RemovePrivacyBudget(
+        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context[Any, Any]
+    ) -> admin_pb2.RemovePrivacyBudgetResponse:
+        """Takes a population's budget away."""
+        name = requests.name(request.population, "population")
+        await self._services.budgets.remove(name, [AuditEntry(gate.caller(), Action.BUDGET_REMOVED, name)])
+        return admin_pb2.RemovePrivacyBudgetResponse()
+
+
+def _response(records: Iterable[JobRecord], found: Iterable[Population]) -> admin_pb2.ShowPrivacyResponse:
+    accounts = {account.job_id: account for population in found for account in population.accounts}
+    return admin_pb2.ShowPrivacyResponse(
+        jobs=[_job(record, accounts[record.state.job_id]) for record in records],
+        populations=[_population(one) for one in found if one.budget is not None or _num_private(one)],
+    )
+
+
+def _job(record: JobRecord, account: Account) -> admin_pb2.JobPrivacy:
+    state = record.state
+    message = admin_pb2.JobPrivacy(
+        job_id=state.job_id,
+        name=state.spec.name,
+        population=state.spec.population,
+        status=convert.STATUSES[state.status],
+        is_private=account.planned is not None,
+    )
+    if account.planned is not None:
+        message.MergeFrom(_terms(state.spec, account.planned, account))
+    return message
+
+
+def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPrivacy:
+    options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
+    assert options is not None
+    return admin_pb2.JobPrivacy(
+        participation=words.participation(mechanism),
+        adjacency=words.adjacency(mechanism),
+        sampling=words.sampling(mechanism),
+        delta=options.delta,
+        epsilon=options.epsilon,
+        noise_multiplier=mechanism.noise_multiplier,
+        model_noise_multiplier=options.noise_multiplier or 0.0,
+        clip_norm=spec.updates.clip_norm if adaptive is None else adaptive.initial_norm,
+        adaptive_clip=adaptive is not None,
+        released=_cost(account.released, options.delta),
+        planned=_cost((planned,), options.delta),
+        not_covered=words.NOT_COVERED,
+    )
+
+
+def _population(population: Population) -> admin_pb2.PopulationPrivacy:
+    budget, num_private = population.budget, _num_private(population)
+    return admin_pb2.PopulationPrivacy(
+        population=population.name,
+        epsilon=None if budget is None else budget.epsilon,
+        delta=None if budget is None else budget.delta,
+        committed=None if budget is None else _cost(population.charges, budget.delta),
+        num_private=num_private,
+        num_others=len(population.accounts) - num_private,
+    )
+
+
+def _num_private(population: Population) -> int:
+    return sum(account.is_private for account in population.accounts)
+
+
+def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
+    epsilon = budgets.epsilon(charges, delta)
+    # Where the one is infinite, the other is of no use as a check, and may not be computable at all.
+    checked = accounting.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    releases = sum(charge.releases for charge in charges)
+    return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)

@@ -1,0 +1,112 @@
+"""Releases and budgets in a SQL database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import Connection, func, select
+
+from fedplat.privacy import Charge
+from fedplat.rounds.states import JobStatus
+from fedplat_server.audit import AuditEntry
+from fedplat_server.errors import PopulationChangedError
+from fedplat_server.store import rows, sql_people, writes
+from fedplat_server.store.database import Database
+from fedplat_server.store.ledger import Account, Budget, LedgerRow, Population, read
+from fedplat_server.store.tables import jobs, ledger, populations
+
+
+class SqlLedger:
+    """What `SqlStore` does of `ledger.LedgerStore`."""
+
+    _database: Database
+    _clock: Callable[[], float]
+
+    async def ledger(self, job_id: str) -> list[LedgerRow]:
+        """The releases of a job, oldest first."""
+        query = select(ledger).where(ledger.c.job_id == job_id).order_by(ledger.c.version)
+
+        def work(connection: Connection) -> list[LedgerRow]:
+            found = connection.execute(query)
+            return [LedgerRow(row.version, row.round, read(row.mechanism), row.unix_s) for row in found]
+
+        return await self._database.read(work)
+
+    async def population(self, name: str) -> Population:
+        """A population, on one snapshot; see the port."""
+        return await self._database.read(lambda connection: _population(connection, name))
+
+    async def populations(self) -> list[Population]:
+        """All populations with jobs or a budget, by name; see the port."""
+        names = select(jobs.c.population).union(select(populations.c.population))
+
+        def work(connection: Connection) -> list[Population]:
+            found = sorted(row.population for row in connection.execute(names))
+            return [_population(connection, name) for name in found]
+
+        return await self._database.read(work)
+
+    async def set_budget(
+        self, population: str, budget: Budget | None, expected_revision: int, audit: Sequence[AuditEntry] = ()
+    ) -> None:
+        """Gives a population a budget, or takes it away; see the port."""
+        values = {"epsilon": None, "delta": None} if budget is None else _values(budget)
+
+        def work(connection: Connection) -> None:
+            advance(connection, population, expected_revision)
+            connection.execute(populations.update().where(populations.c.population == population).values(values))
+            sql_people.append(connection, audit, self._clock())
+
+        await self._database.write(work)
+
+
+def advance(connection: Connection, population: str, expected: int | None) -> None:
+    """A population's next revision, whose row stays locked: who looks at its jobs and budget comes before or after.
+
+    Raises `PopulationChangedError` if it is not at the expected one.
+    """
+    mine = populations.c.population == population
+    next_one = {"revision": populations.c.revision + 1}
+    if expected:
+        step = populations.update().where(mine, populations.c.revision == expected).values(next_one)
+    else:
+        insert = writes.insert(connection.dialect.name, populations).values(population=population, revision=1)
+        step = insert.on_conflict_do_update(index_elements=["population"], set_=next_one)
+        if expected == 0:
+            step = insert.on_conflict_do_nothing(index_elements=["population"])
+    if connection.execute(step).rowcount != 1:
+        raise PopulationChangedError(f"the jobs or the budget of population {population} have changed: read them again")
+
+
+def _values(budget: Budget) -> rows.Values:
+    return {"epsilon": budget.epsilon, "delta": budget.delta}
+
+
+def _population(connection: Connection, name: str) -> Population:
+    row = connection.execute(select(populations).where(populations.c.population == name)).one_or_none()
+    mine = jobs.c.population == name
+    tally = (
+        select(ledger.c.job_id, ledger.c.mechanism, func.count().label("releases"))
+        .where(ledger.c.job_id.in_(select(jobs.c.job_id).where(mine)))
+        .group_by(ledger.c.job_id, ledger.c.mechanism)
+        .order_by(func.min(ledger.c.version))
+    )
+    released: dict[str, list[Charge]] = {}
+    for one in connection.execute(tally):
+        released.setdefault(one.job_id, []).append(Charge(read(one.mechanism), one.releases))
+    found: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
+    return Population(
+        name=name,
+        revision=row.revision if row is not None else 0,
+        budget=None if row is None else _budget(row),
+        accounts=tuple(_account(one, tuple(released.get(one.job_id, ()))) for one in found),
+    )
+
+
+def _budget(row: rows.Row) -> Budget | None:
+    return None if row.epsilon is None else Budget(row.epsilon, row.delta)
+
+
+def _account(row: rows.Row, released: tuple[Charge, ...]) -> Account:
+    planned = rows.job_spec(row).planned if row.privacy is not None else None
+    return Account(row.job_id, JobStatus(row.status), planned, released)

@@ -1,0 +1,186 @@
+"""What every store does with the releases of private jobs and the budgets of populations."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import msgspec
+import pytest
+
+from fedplat.job import parse_job
+from fedplat.privacy import Charge, Mechanism
+from fedplat.rounds import Change, JobState
+from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
+from fedplat.rounds.states import JobStatus
+from fedplat_server.audit import Action as Noted
+from fedplat_server.audit import AuditEntry
+from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
+from fedplat_server.store.ledger import Account, Budget, Population
+from fedplat_server.store.port import Store
+from server.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
+
+PRIVATE = """
+name = "private"
+population = "demo"
+trainer = "digits"
+rounds = 3
+model.initial = "model.safetensors"
+selection = { goal = 2, over_selection = 1.0, close = "deadline" }
+updates = { weighting = "uniform", clip_norm = 1.0 }
+privacy = { participation = "fixed", delta = 1e-6, noise_multiplier = 4.0, max_releases = 3 }
+"""
+CALIBRATED = PRIVATE.replace("noise_multiplier = 4.0", "epsilon = 2.0")
+MECHANISM = Mechanism("fixed", 4.0)
+BUDGET = Budget(3.0, 1e-6)
+
+
+async def start(driver: Driver) -> None:
+    await driver.create("one", PRIVATE)
+
+
+async def until_closed(driver: Driver) -> Change:
+    """The change that commits a version, which is not saved yet."""
+    await driver.check_in("a", "b")
+    key, cohort = driver.cohort("one")
+    await driver.send(*(UpdateReported(key, name, digest_of(key, name), 1.0) for name in cohort))
+    change, *_ = driver.propose(AttemptAggregated(key, driver.next_version("one"))).changes
+    assert change.version is not None
+    return change
+
+
+async def train(driver: Driver, job_id: str, rounds: int) -> None:
+    for _ in range(rounds):
+        await driver.check_in("a", "b")
+        await driver.report(job_id, driver.cohort(job_id)[1])
+
+
+async def test_each_version_of_a_private_job_has_one_row(store: Store) -> None:
+    driver = Driver(store)
+    await start(driver)
+    assert await store.ledger("one") == []
+    await train(driver, "one", 2)
+    await driver.restart()
+    rows = await store.ledger("one")
+    assert [(row.version, row.round, row.mechanism) for row in rows] == [(1, 1, MECHANISM), (2, 2, MECHANISM)]
+    assert rows[0].unix_s < rows[1].unix_s
+    await train(driver, "one", 1)
+    assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
+    assert len(await store.ledger("one")) == 3
+
+
+async def test_other_jobs_have_none(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("other")
+    await driver.finish_attempt("other", "a")
+    assert len(await store.list_versions("other")) == 2
+    assert await store.ledger("other") == [] == await store.ledger("nobody")
+
+
+async def test_a_commit_that_is_repeated_is_charged_once(store: Store) -> None:
+    driver = Driver(store)
+    await start(driver)
+    change = await until_closed(driver)
+    await store.save([change], NOW)
+    with pytest.raises(StaleRevisionError):
+        await store.save([change], NOW)
+    assert [row.version for row in await store.ledger("one")] == [1]
+
+
+async def test_a_version_without_its_row_is_refused(store: Store) -> None:
+    """Whatever the one who saves has in mind of the job: what the job is was settled when it was created."""
+    driver = Driver(store)
+    await start(driver)
+    change = await until_closed(driver)
+    forgetful = msgspec.structs.replace(change.job.spec, privacy=None)
+    changed = dataclasses.replace(change, job=dataclasses.replace(change.job, spec=forgetful))
+    with pytest.raises(StoreError, match="version 1 and the ledger do not agree; nothing was stored"):
+        await store.save([changed], NOW)
+    assert len(await store.list_versions("one")) == 1
+    assert await store.ledger("one") == []
+    await store.save([change], NOW)
+    assert len(await store.ledger("one")) == 1
+
+
+async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one", PRIVATE.replace("\nprivacy", "\n# privacy"))
+    change = await until_closed(driver)
+    spec = parse_job(PRIVATE)
+    with pytest.raises(StoreError, match="do not agree"):
+        await store.save([dataclasses.replace(change, job=dataclasses.replace(change.job, spec=spec))], NOW)
+    assert len(await store.list_versions("one")) == 1
+
+
+async def test_what_was_settled_stays(store: Store) -> None:
+    state = draft("one", CALIBRATED)
+    with pytest.raises(StoreError, match="before its noise and its releases are settled"):
+        await store.create_job(state, CALIBRATED, "key")
+    assert await store.find_job("key") is None
+    settled = dataclasses.replace(state, spec=state.spec.settled())
+    record = await store.create_job(settled, CALIBRATED, "key")
+    assert record.state.spec == settled.spec != state.spec
+    assert record.job_file == CALIBRATED
+    assert (await store.load_jobs())[0].state.spec == settled.spec
+    found = await store.find_job("key")
+    assert found is not None
+    assert found.state.spec == settled.spec
+
+
+def account(state: JobState, status: JobStatus = JobStatus.DRAFT, *released: Charge) -> Account:
+    return Account(state.job_id, status, state.spec.planned, released)
+
+
+async def test_a_population_has_the_accounts_of_its_jobs(store: Store) -> None:
+    assert await store.population("demo") == Population("demo", 0, None, ())
+    driver = Driver(store)
+    await start(driver)
+    await train(driver, "one", 2)
+    await store.create_job(draft("other"), JOB_FILE, "key 2")
+    elsewhere = draft("elsewhere", PRIVATE.replace('"demo"', '"another"'))
+    await store.create_job(elsewhere, PRIVATE.replace('"demo"', '"another"'), "key 3")
+    found = await store.population("demo")
+    accounts = (account(draft("one", PRIVATE), JobStatus.RUNNING, Charge(MECHANISM, 2)), account(draft("other")))
+    assert found == Population("demo", 2, None, accounts)
+    assert [one.is_private for one in accounts] == [True, False]
+    assert found.charges == (Charge(MECHANISM, 3),)
+    await driver.operate("one", Action.CANCEL)
+    assert (await store.population("demo")).charges == (Charge(MECHANISM, 2),)
+    assert await store.populations() == [
+        Population("another", 1, None, (account(elsewhere),)),
+        await store.population("demo"),
+    ]
+
+
+async def test_budgets_come_and_go(store: Store) -> None:
+    entry = AuditEntry("anna", Noted.BUDGET_SET, "demo", {"epsilon": 3.0})
+    before = (await store.audit_head()).num_rows
+    await store.set_budget("demo", BUDGET, 0, [entry])
+    assert await store.population("demo") == Population("demo", 1, BUDGET, ())
+    assert (await store.audit_head()).num_rows == before + 1
+    with pytest.raises(PopulationChangedError):
+        await store.set_budget("demo", Budget(9.0, 1e-6), 0, [entry])
+    assert (await store.audit_head()).num_rows == before + 1
+    await store.set_budget("demo", None, 1)
+    assert await store.populations() == [Population("demo", 2, None, ())]
+
+
+async def test_who_looked_at_a_population_that_has_changed_creates_nothing(store: Store) -> None:
+    await store.create_job(draft("one"), JOB_FILE, "key 1", expected=0)
+    with pytest.raises(PopulationChangedError):
+        await store.create_job(draft("two"), JOB_FILE, "key 2", expected=0)
+    assert await store.find_job("key 2") is None
+    await store.set_budget("demo", BUDGET, 1)
+    with pytest.raises(PopulationChangedError):
+        await store.create_job(draft("two"), JOB_FILE, "key 2", expected=1)
+    again = await store.create_job(draft("three"), JOB_FILE, "key 1", expected=0)
+    assert again.state.job_id == "one"
+    assert len(await store.load_jobs()) == 1
+
+
+async def test_of_those_who_looked_at_the_same_only_one_goes_on(store: Store) -> None:
+    await store.set_budget("demo", BUDGET, 0)
+    tries = [store.create_job(draft(f"j {n}"), JOB_FILE, f"key {n}", expected=1) for n in range(4)]
+    ends = await asyncio.gather(*tries, store.set_budget("demo", None, 1), return_exceptions=True)
+    assert sum(isinstance(end, PopulationChangedError) for end in ends) == 4
+    assert (await store.population("demo")).revision == 2
