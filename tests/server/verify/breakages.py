@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedplat_server.verify import files, histories, invariants, limits
+from fedplat_server.verify import files, histories, invariants, ledger, limits
 
 
 def job(name: str, values: str) -> str:
@@ -42,6 +42,10 @@ def new_attempt(round_: int, number: int, kind: str, phase: str, base: int = 1, 
     return NEW_ATTEMPT.format(round=round_, number=number, kind=kind, phase=phase, base=base, ended=ended)
 
 
+def new_charge(name: str, version: int) -> str:
+    return f"INSERT INTO ledger SELECT '{{{name}}}', {version}, {version}, mechanism, unix_s FROM ledger"
+
+
 BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
     "merged in an abandoned attempt": (
         invariants.merged_once,
@@ -71,6 +75,18 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
         new_attempt(3, 1, "TRAIN", "COMMITTED", 2),
     ),
     "another base version": (invariants.versions_have_one_attempt, attempt("done", 2, 2, "base_version = 0")),
+    "a release that is not charged": (
+        ledger.releases_are_charged,
+        "DELETE FROM ledger WHERE job_id = '{private}'",
+    ),
+    "a charge for what is no release": (ledger.releases_are_charged, new_charge("done", 1)),
+    "a charge for another round": (ledger.releases_are_charged, "UPDATE ledger SET round = 7"),
+    "a charge for less noise": (
+        ledger.releases_are_charged,
+        "UPDATE ledger SET mechanism = replace(mechanism, '4.0', '9.0')",
+    ),
+    "more charges than were planned": (ledger.releases_are_within_the_plan, new_charge("private", 0)),
+    "a private job that was never settled": (invariants.job_file_is_readable, job("private", "privacy = NULL")),
     "a momentum that is gone": (invariants.optimizer_state_is_kept, version(2, "state_digest = ''")),
     "a momentum of the initial model": (invariants.optimizer_state_is_kept, version(0, "state_digest = digest")),
     "a delta that is gone": (invariants.deltas_are_kept, version(2, "delta_digest = ''")),

@@ -21,6 +21,12 @@ DONE = job_file(
     min_fraction=0.5,
     more='[aggregation]\nrule = "fedavgm"\n[compression]\ndownlink = {codec = "eden"}\n',
 )
+PRIVATE = job_file(
+    "private",
+    close="deadline",
+    more='[updates]\nweighting = "uniform"\nclip_norm = 1.0\n'
+    '[privacy]\nparticipation = "fixed"\ndelta = 1e-6\nnoise_multiplier = 4.0\n',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,9 @@ class Place:
 
 
 async def live(site: Site) -> dict[str, str]:
-    """A job with a failure, an abandoned attempt and two versions; one in the middle of an attempt; a draft."""
+    """A job with a failure, an abandoned attempt and two versions; a release of noise alone; one in the middle of an
+    attempt; a draft.
+    """
     clients = await site.fleet(3)
     done = await site.operator.start(DONE)
     tokens = [one.token for one in await site.assign(clients)]
@@ -81,11 +89,15 @@ async def live(site: Site) -> dict[str, str]:
     for number in (0, 1):
         await clients[number].deliver(tokens[number], update_of(initial_model(), number), 0.1)
     await site.operator.until(done, "job", "COMPLETED")
+    private = await site.operator.start(PRIVATE)
+    for client, one in zip(clients[:2], await site.assign(clients[:2]), strict=True):
+        await client.fail(one.token, model_pb2.REASON_TRAINER_ERROR, "out of memory")
+    await site.operator.until(private, "job", "COMPLETED")
     under_way = await site.operator.start(job_file("open", goal=2))
     tokens = [one.token for one in await site.assign(clients[:2])]
     await clients[0].deliver(tokens[0], update_of(initial_model(), 0))
     draft = await site.operator.create(job_file("draft"))
-    return {"done": done, "open": under_way, "draft": draft.job_id}
+    return {"done": done, "private": private, "open": under_way, "draft": draft.job_id}
 
 
 async def healthy(database: str, folder: Path) -> Place:

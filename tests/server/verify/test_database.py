@@ -18,10 +18,10 @@ from server.verify.places import Place
 async def test_a_healthy_database_is_clean(place: Place) -> None:
     report = await verify(place.database, place.folder)
     assert (report.findings, report.notes) == ([], [])
-    counted = {"jobs": 3, "attempts": 4, "assignments": 11, "versions": 5}
+    counted = {"jobs": 4, "attempts": 5, "assignments": 13, "versions": 7}
     assert {name: report.checked[name] for name in counted} == counted
-    # Three jobs with one initial model, two versions, two momenta, two deltas.
-    assert report.checked["blobs"] == 7
+    # Four jobs with one initial model, two versions, two momenta, two deltas, a release.
+    assert report.checked["blobs"] == 8
     assert report.checked["bytes"] > 5 * len(initial_model().buffer)
 
 
