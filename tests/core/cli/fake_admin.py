@@ -38,6 +38,8 @@ class State:
     leader: dict[str, Any] = field(default_factory=dict[str, Any])
     watched_after: list[int] = field(default_factory=list[int])
     operators: list[admin_pb2.Operator] = field(default_factory=list[admin_pb2.Operator])
+    privacy: admin_pb2.ShowPrivacyResponse = field(default_factory=admin_pb2.ShowPrivacyResponse)
+    budgets: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     audit: list[admin_pb2.AuditEvent] = field(default_factory=list[admin_pb2.AuditEvent])
     tokens: list[str] = field(default_factory=list[str])
     """What each call had as its authorization."""
@@ -279,6 +281,23 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         self._check(context)
         later = [event for event in self.state.audit if event.sequence > request.after_sequence]
         return admin_pb2.ListAuditResponse(events=later[:2])
+
+    def ShowPrivacy(self, request: admin_pb2.ShowPrivacyRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return self.state.privacy
+
+    def SetPrivacyBudget(self, request: admin_pb2.SetPrivacyBudgetRequest, context: grpc.ServicerContext):
+        self._check(context)
+        self.state.budgets[request.population] = (request.epsilon, request.delta)
+        cost = admin_pb2.PrivacyCost(releases=4, epsilon=0.25, epsilon_rdp=0.5)
+        return admin_pb2.PopulationPrivacy(
+            population=request.population, epsilon=request.epsilon, delta=request.delta, committed=cost, num_private=2
+        )
+
+    def RemovePrivacyBudget(self, request: admin_pb2.RemovePrivacyBudgetRequest, context: grpc.ServicerContext):
+        self._check(context)
+        del self.state.budgets[request.population]
+        return admin_pb2.RemovePrivacyBudgetResponse()
 
     def _check(self, context: grpc.ServicerContext) -> None:
         self.state.tokens.append(str(dict(context.invocation_metadata()).get("authorization")))
