@@ -29,7 +29,7 @@ def list_versions(
                 str(version.model.version),
                 str(version.round),
                 str(version.num_updates),
-                f"{version.total_weight:.6g}",
+                f"{version.total_weight:.6g}" if version.total_weight or not version.num_updates else formats.NOTHING,
                 formats.size(version.model.size_bytes),
                 formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
                 formats.moment(version.created_unix_s),

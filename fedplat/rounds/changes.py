@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from fedplat.rounds.cohort import cohort_of
+from fedplat.rounds.private import shown_metrics
 from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 
 
@@ -74,7 +75,7 @@ def _history(
     for assignment in changed:
         earlier = before.find(assignment.key, assignment.client_id)
         if earlier is None or earlier.state is not assignment.state:  # else: a new token, not a new state
-            rows.append(_assignment_row(earlier, assignment))
+            rows.append(_assignment_row(earlier, assignment, shown_metrics(after, assignment.metrics)))
     if attempt is not None:
         same = before.attempt is not None and before.attempt.key == attempt.key
         phase = before.attempt.phase if same and before.attempt is not None else ""
@@ -101,7 +102,7 @@ def _attempt_row(phase: str, attempt: Attempt) -> HistoryRow:
     )
 
 
-def _assignment_row(earlier: Assignment | None, assignment: Assignment) -> HistoryRow:
+def _assignment_row(earlier: Assignment | None, assignment: Assignment, metrics: Mapping[str, float]) -> HistoryRow:
     return HistoryRow(
         entity="assignment",
         from_state=earlier.state if earlier is not None else "",
@@ -110,6 +111,6 @@ def _assignment_row(earlier: Assignment | None, assignment: Assignment) -> Histo
         attempt=assignment.key.number,
         client_id=assignment.client_id,
         reason=assignment.text or (assignment.reason or ""),
-        metrics=assignment.metrics,
+        metrics=metrics,
         update_bytes=assignment.update_bytes,
     )

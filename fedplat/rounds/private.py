@@ -76,6 +76,11 @@ def kept_metrics(job: JobState, metrics: Mapping[str, float]) -> dict[str, float
     return {name: value for name, value in metrics.items() if name in named}
 
 
+def shown_metrics(job: JobState, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Of a client's metrics those that anybody is told of; in a private job none."""
+    return {} if job.spec.privacy is not None else metrics
+
+
 def budget_is_spent(job: JobState) -> str:
     """Why there is no further round, in words; empty if there is one. Each round so far was one release."""
     options = job.spec.privacy

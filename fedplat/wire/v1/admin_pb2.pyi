@@ -995,6 +995,7 @@ class ModelVersion(_message.Message):
     created_unix_s: _builtins.float
     num_updates: _builtins.int
     total_weight: _builtins.float
+    """0 in a private job: it would tell of the clients' examples."""
     delta_size_bytes: _builtins.int
     """Of the encoded step from the version before; 0 if there is none."""
     @_builtins.property

@@ -161,9 +161,9 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         self, request: admin_pb2.ListModelVersionsRequest, context: Context
     ) -> admin_pb2.ListModelVersionsResponse:
         """The committed versions of a job."""
-        job_id = self._services.jobs.find(request.job).state.job_id
-        records = await self._services.store.list_versions(job_id)
-        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record) for record in records])
+        state = self._services.jobs.find(request.job).state
+        records, spec = await self._services.store.list_versions(state.job_id), state.spec
+        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record, spec) for record in records])
 
     async def ExportModel(
         self, request: admin_pb2.ExportModelRequest, context: Context
@@ -229,6 +229,6 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
             raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
         if not parameters.is_finite():
             raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-        if misfit := spec.rule().counterpart.misfit(parameters.schema):
+        if misfit := spec.misfit(parameters.schema):
             raise RefusedError(Code.INVALID_MODEL, misfit)
         return path.stat().st_size

@@ -127,14 +127,14 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
     )
 
 
-def version(record: VersionRecord) -> admin_pb2.ModelVersion:
-    """A model version."""
+def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
+    """A model version; of a private job without the sum of the weights, which tells of the clients' examples."""
     return admin_pb2.ModelVersion(
         model=model_ref(record.version),
         round=record.version.round,
         created_unix_s=record.created_unix_s,
         num_updates=record.version.num_updates,
-        total_weight=record.version.total_weight,
+        total_weight=record.version.total_weight if spec.privacy is None else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
     )
