@@ -6,14 +6,14 @@ plain training does not come to, and the scenario that does; a run that does not
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from fedplat import codecs
 from fedplat_server.verify.checker import verify
-from server.crash import nursery, points, recompute, scenario
+from server.crash import points, recompute, scenario
 from server.crash.nursery import Nursery, Order
 from server.crash.scenario import KILLED, World
 from server.harness import initial_model
@@ -21,21 +21,6 @@ from server.harness import initial_model
 POINTS = points.all_points()
 DOWNLINK = '[compression]\ndownlink = {codec = "eden"}\n'
 EVALUATOR = f"{Path(__file__).with_name('evaluator.py')}:score"
-
-
-@pytest.fixture(scope="session")
-async def zygote() -> AsyncGenerator[Nursery]:
-    async with nursery.running() as made:
-        yield made
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest) -> str:
-    """The URL of a database of each kind with the tables of this version."""
-    if request.param == "postgres":
-        return request.getfixturevalue("postgres")
-    folder: Path = request.getfixturevalue("folder")
-    return f"sqlite:///{folder / 'fedplat.sqlite'}"
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
