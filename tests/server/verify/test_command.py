@@ -15,7 +15,7 @@ def test_the_command(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     arguments = ("verify", "--data-dir", str(place.folder), "--database", place.database)
     status, out, err = here(monkeypatch, capsys, *arguments)
     assert (status, err) == (0, "")
-    assert out.startswith("checked 3 jobs, 4 attempts, 11 assignments, 5 versions, ")
+    assert out.startswith("checked 4 jobs, 5 attempts, 13 assignments, 7 versions, ")
     assert out.endswith("MiB): nothing is broken\n")
     assert json.loads(here(monkeypatch, capsys, *arguments, "--json")[1])["clean"] is True
 
