@@ -11,7 +11,6 @@ from fedplat import privacy
 from fedplat.aggregate import SERVER_OPTIMIZERS
 from fedplat.errors import JobFileError
 from fedplat.job.sections import Updates
-from fedplat.model import Schema
 from fedplat.privacy import accounting
 from fedplat.sampling import Poisson, Uniform
 from fedplat.sampling.poisson import OVERFLOW
@@ -84,16 +83,6 @@ def mechanism_with(spec: JobSpec, whole: float) -> privacy.Mechanism:
         noise_multiplier=whole,
         separation=spec.selection.min_separation + 1,
         max_participations=spec.privacy.max_participations,
-    )
-
-
-def misfit(spec: JobSpec, schema: Schema) -> str:
-    """Why a private job cannot have a model of this schema, in words; empty if it can."""
-    if spec.privacy is None or schema.carry == "keep":
-        return ""
-    return (
-        f'the model\'s carry rule is "{schema.carry}": the largest of what clients have would be released without '
-        'noise; expected "keep" in a job with [privacy]'
     )
 
 

@@ -22,7 +22,6 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
-from fedplat.model import Schema
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,10 +82,6 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def mechanism_with(self, whole: float) -> privacy.Mechanism:
         """How the releases of a private job would be made with this noise multiplier of a whole round."""
         return private.mechanism_with(self, whole)
-
-    def misfit(self, schema: Schema) -> str:
-        """Why a model of this schema does not do for the job, in words; empty if it does."""
-        return self.rule().counterpart.misfit(schema) or private.misfit(self, schema)
 
     def rule(self, seed: int = 0, noise: privacy.Noise | None = None) -> aggregate.Rule:
         """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.

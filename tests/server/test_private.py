@@ -182,5 +182,5 @@ async def test_nobody_is_told_a_clients_metrics(site: Site, metrics: str) -> Non
 
 async def test_a_model_that_shows_the_largest_of_a_clients_numbers_is_refused(site: Site) -> None:
     largest = Parameters.from_arrays(dict(base().items()), "max")
-    with pytest.raises(aio.AioRpcError, match='the model\'s carry rule is "max"'):
+    with pytest.raises(aio.AioRpcError, match='the model carries its integer entries by "max"'):
         await site.operator.create(private(), largest)

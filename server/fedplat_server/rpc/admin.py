@@ -229,6 +229,6 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
             raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
         if not parameters.is_finite():
             raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-        if misfit := spec.misfit(parameters.schema):
+        if misfit := spec.rule().counterpart.misfit(parameters.schema):
             raise RefusedError(Code.INVALID_MODEL, misfit)
         return path.stat().st_size
