@@ -59,7 +59,7 @@ def token_hash(token: str) -> bytes:
 
 
 def draft(job_id: str, job_file: str = JOB_FILE) -> JobState:
-    return JobState(job_id, parse_job(job_file), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
+    return JobState(job_id, parse_job(job_file).settled(), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
 
 
 def without_moments(job: JobState) -> JobState:

@@ -113,11 +113,11 @@ async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> No
 
 
 async def test_what_was_settled_stays(store: Store) -> None:
-    state = draft("one", CALIBRATED)
+    settled = draft("one", CALIBRATED)
+    state = dataclasses.replace(settled, spec=parse_job(CALIBRATED))
     with pytest.raises(StoreError, match="before its noise and its releases are settled"):
         await store.create_job(state, CALIBRATED, "key")
     assert await store.find_job("key") is None
-    settled = dataclasses.replace(state, spec=state.spec.settled())
     record = await store.create_job(settled, CALIBRATED, "key")
     assert record.state.spec == settled.spec != state.spec
     assert record.job_file == CALIBRATED

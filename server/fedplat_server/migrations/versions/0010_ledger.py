@@ -1,13 +1,13 @@
 """Private jobs: their settled terms, the ledger of their releases, and budgets of populations.
 
-Revision: 0009.
+Revision: 0010.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0009"
-down_revision = "0008"
+revision = "0010"
+down_revision = "0009"
 
 
 def upgrade() -> None:
