@@ -44,7 +44,7 @@ def budget(  # noqa: PLR0913 - a command's parameters are its options
     with session(context, server, as_json) as here:
         if remove and epsilon is None and delta is None:
             here.client.remove_privacy_budget(population)
-            here.output.note(f"population {population} has no privacy budget any more")
+            here.output.note(f"population {population} has no privacy budget now")
             return
         if remove or epsilon is None or delta is None:
             here.output.error("expected --epsilon and --delta, or --remove")

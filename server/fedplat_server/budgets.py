@@ -79,15 +79,16 @@ class Budgets:
                 return dataclasses.replace(population, budget=budget)
 
     async def remove(self, name: str, audit: Sequence[AuditEntry]) -> None:
-        """Takes a population's budget away. Raises `RefusedError` if it has none."""
+        """Takes a population's budget away; one that has none stays as it is."""
         while True:
             population = await self._store.population(name)
             if population.budget is None:
-                raise RefusedError(Code.NO_SUCH_BUDGET, repr(name))
+                return
             try:
-                return await self._store.set_budget(name, None, population.revision, audit)
+                await self._store.set_budget(name, None, population.revision, audit)
             except PopulationChangedError:
                 continue
+            return
 
 
 def why_refused(spec: JobSpec, population: Population) -> str:

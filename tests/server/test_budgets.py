@@ -151,9 +151,8 @@ async def test_a_budget_is_no_less_than_what_is_planned(site: Site) -> None:
     await refused(budget(site, epsilon(4) * 1.001, delta=1e-9))
     await refused(site.operator.create(private(rounds=1)))
     remove = admin_pb2.RemovePrivacyBudgetRequest(population="demo")
-    await site.operator.stub.RemovePrivacyBudget(remove)
-    words = await refused(site.operator.stub.RemovePrivacyBudget(remove), grpc.StatusCode.NOT_FOUND)
-    assert words == "there is no such privacy budget: 'demo'"
+    for _ in range(2):
+        await site.operator.stub.RemovePrivacyBudget(remove)
     await site.operator.create(job_file())
     noted = [(row.action, row.subject, row.details) for row in await site.store.list_audit() if "budget" in row.action]
     set_to = f'{{"delta":1e-06,"epsilon":{epsilon(4) * 1.001!r}}}'

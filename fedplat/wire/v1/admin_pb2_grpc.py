@@ -321,7 +321,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemovePrivacyBudget(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A population without a budget stays as it is.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

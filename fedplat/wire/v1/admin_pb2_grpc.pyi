@@ -68,6 +68,7 @@ class AdminStub:
     SetPrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]
     """Bounds what all private jobs of a population may cost together; from then on it takes no others."""
     RemovePrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemovePrivacyBudgetRequest, _admin_pb2.RemovePrivacyBudgetResponse]
+    """A population without a budget stays as it is."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -109,6 +110,7 @@ class AdminAsyncStub(AdminStub):
     SetPrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]  # type: ignore[assignment]
     """Bounds what all private jobs of a population may cost together; from then on it takes no others."""
     RemovePrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemovePrivacyBudgetRequest, _admin_pb2.RemovePrivacyBudgetResponse]  # type: ignore[assignment]
+    """A population without a budget stays as it is."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -296,6 +298,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_pb2.RemovePrivacyBudgetRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.RemovePrivacyBudgetResponse, _abc.Awaitable[_admin_pb2.RemovePrivacyBudgetResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.RemovePrivacyBudgetResponse, _abc.Awaitable[_admin_pb2.RemovePrivacyBudgetResponse]]:
+        """A population without a budget stays as it is."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

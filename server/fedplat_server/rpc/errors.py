@@ -46,7 +46,6 @@ class Code(StrEnum):
     NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
     ILLEGAL_ACTION = "ILLEGAL_ACTION"
     OVER_BUDGET = "OVER_BUDGET"
-    NO_SUCH_BUDGET = "NO_SUCH_BUDGET"
     STALE_ASSIGNMENT = "STALE_ASSIGNMENT"
     WRONG_OFFSET = "WRONG_OFFSET"
     TOO_LARGE = "TOO_LARGE"
@@ -107,7 +106,6 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.NO_SUCH_EVALUATOR: (_S.FAILED_PRECONDITION, "the server has no such evaluator"),
     Code.ILLEGAL_ACTION: (_S.FAILED_PRECONDITION, "the job's status does not allow this"),
     Code.OVER_BUDGET: (_S.FAILED_PRECONDITION, "the population's privacy budget does not allow this"),
-    Code.NO_SUCH_BUDGET: (_S.NOT_FOUND, "there is no such privacy budget"),
     Code.STALE_ASSIGNMENT: (_S.NOT_FOUND, "the assignment is not open any more"),
     Code.WRONG_OFFSET: (_S.OUT_OF_RANGE, "the upload does not go on where it stopped"),
     Code.TOO_LARGE: (_S.INVALID_ARGUMENT, "more bytes than are accepted here"),

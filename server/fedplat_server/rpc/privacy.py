@@ -61,7 +61,7 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
     async def RemovePrivacyBudget(
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context[Any, Any]
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
-        """Takes a population's budget away."""
+        """Takes a population's budget away, if it has one."""
         name = requests.name(request.population, "population")
         await self._services.budgets.remove(name, [AuditEntry(gate.caller(), Action.BUDGET_REMOVED, name)])
         return admin_pb2.RemovePrivacyBudgetResponse()

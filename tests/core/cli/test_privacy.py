@@ -114,7 +114,7 @@ def test_budgets(run: Run, state: State):
     )
     assert state.budgets == {"phones": (2.0, 1e-6)}
     assert parsed(run("privacy", "budget", "phones", "--epsilon", "3", "--delta", "1e-6", "--json"))["epsilon"] == 3.0
-    assert run("privacy", "budget", "phones", "--remove").stderr == "population phones has no privacy budget any more\n"
+    assert run("privacy", "budget", "phones", "--remove").stderr == "population phones has no privacy budget now\n"
     assert state.budgets == {}
 
 
