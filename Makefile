@@ -14,7 +14,7 @@ BENCHMARKS := \
 	update_codecs.py \
 	both_ways.py
 
-.PHONY: all demo test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
+.PHONY: all demo private test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints
 
 demo: $(STAMP) ## the main job, for real: one server, ten client processes, handwritten digits
 	$(BIN)/python examples/digits/demo.py
+
+private: $(STAMP) ## the digits with differential privacy: one server, sixty clients, a stated (epsilon, delta)
+	$(BIN)/python examples/private/run.py
 
 test: $(STAMP) ## every test; no network beyond loopback, no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
