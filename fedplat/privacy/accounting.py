@@ -1,8 +1,8 @@
 """What releases cost: epsilon at a given delta, the noise that a budget needs, the releases that it allows.
 
-`poisson` is accounted for one client more or less; `fixed` and `tree` for one client whose updates are zeros. All that
-one client can change in a job of these two is one Gaussian release: a vector of length participations^(1/2) and
-`tree_sensitivity`. Numbers err upwards.
+`poisson` is accounted for one client more or less; `fixed` and `tree` for one client whose reports count for nothing.
+All that one client can change in a job of these two is one Gaussian release: a vector of length participations^(1/2)
+and `tree_sensitivity`. Numbers err upwards.
 """
 
 from __future__ import annotations

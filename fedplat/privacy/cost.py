@@ -10,8 +10,8 @@ from fedplat.privacy.releases import Charge, Mechanism
 
 ADJACENCY = {
     "poisson": "one client more or less",
-    "fixed": "one client's updates are zeros",
-    "tree": "one client's updates are zeros",
+    "fixed": "one client's reports count for nothing",
+    "tree": "one client's reports count for nothing",
 }
 """Which populations nobody can tell apart, by the kind of a mechanism."""
 

@@ -19,9 +19,10 @@ class Mechanism(Struct, frozen=True, forbid_unknown_fields=True):
     - `poisson`: each client takes part with `sampling_probability`, by a trial of its own in each round. More than a
       cap are never drawn: `overflow` is the chance, in a round, that so many are drawn without a given client that the
       cap lets one of them go if that client is drawn too. Adjacency: one client more or less.
-    - `fixed`: independent noise in each round; whoever takes part is known. Adjacency: one client's updates are zeros.
+    - `fixed`: independent noise in each round; whoever takes part is known. Adjacency: one client's reports count for
+      nothing.
     - `tree`: the noise of round t completes that of a binary tree over the rounds (DP-FTRL, Kairouz et al. 2021, arXiv
-      2103.00039), whose every node has `noise_multiplier`. Adjacency: one client's updates are zeros.
+      2103.00039), whose every node has `noise_multiplier`. Adjacency: one client's reports count for nothing.
 
     A client takes part in one of any `separation` consecutive rounds at most, and, unless it is 0, in
     `max_participations` rounds of the job.
