@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
-# Programs of benchmarks/ that need no peer; all together they take less than 10 minutes.
+# Programs of benchmarks/ that need no peer; all together they take less than 10 minutes. The last one shows the kept
+# logs, and would run for minutes, with FEDPLAT_DATA, what has none.
 BENCHMARKS := \
 	round_overhead.py \
 	transfer.py \
@@ -12,7 +13,8 @@ BENCHMARKS := \
 	growth.py \
 	check_ins.py \
 	update_codecs.py \
-	both_ways.py
+	both_ways.py \
+	papers/private_utility.py
 
 .PHONY: all demo private test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
 all: demo
