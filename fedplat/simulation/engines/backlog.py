@@ -16,11 +16,11 @@ Answer = TypeVar("Answer")
 class Backlog(Generic[Answer]):
     """Begun works, by number. The longest is drawn first (Graham 1969: then those trained last are short).
 
-    `versions` counts a work from its beginning until it is fetched or dropped.
+    `versions` counts a work from its beginning until it is fetched or dropped; `num_examples` are those of a client.
     """
 
-    def __init__(self, versions: Versions, length: Callable[[Work], float]) -> None:
-        self._versions, self._length = versions, length
+    def __init__(self, versions: Versions, num_examples: Callable[[int], float]) -> None:
+        self._versions, self._num_examples = versions, num_examples
         self._count = itertools.count(1)
         self._numbers: dict[Work, int] = {}
         self._waiting: list[tuple[float, int, Work]] = []
@@ -40,7 +40,8 @@ class Backlog(Generic[Answer]):
         for work in works:
             number = self._numbers[work] = self.new_number()
             self._versions.begin(work)
-            heapq.heappush(self._waiting, (-self._length(work), number, work))
+            length = work.fraction * self._num_examples(work.client)
+            heapq.heappush(self._waiting, (-length, number, work))
 
     def draw(self) -> tuple[int, Work] | None:
         """The work that is to be trained next, and its number; None if there is none."""

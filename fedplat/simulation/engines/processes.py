@@ -47,7 +47,7 @@ class ProcessEngine:
         self._slots: dict[int, int] = {}
         self._memories = Memories[Note](self._release)
         self._remembered: Mapping[int, Contents] = {}
-        self._backlog = Backlog[tuple[Train, Done]](self._versions, self._length)
+        self._backlog = Backlog[tuple[Train, Done]](self._versions, self.num_examples)
         self._sent: dict[int, Train | Score] = {}
         self._scored: dict[int, tuple[Score, Done]] = {}
 
@@ -208,9 +208,6 @@ class ProcessEngine:
     def _discard(self, request: Train) -> None:
         self._shared.updates.release(request.update)
         self._shared.notes.release(request.after)
-
-    def _length(self, work: Work) -> float:
-        return work.fraction * self.num_examples(work.client)
 
 
 def _mean(parts: list[tuple[Score, Done]]) -> dict[str, float]:

@@ -64,7 +64,7 @@ class RayEngine:
         self._models: dict[int, Any] = {}
         self._versions = Versions(self._forget)
         self._memories = Memories[bytes]()
-        self._backlog = Backlog[Answer](self._versions, self._length)
+        self._backlog = Backlog[Answer](self._versions, self.num_examples)
         self._sent: dict[Any, _Sent] = {}
         self._schema: Schema | None = None
         self._failure = ""
@@ -205,9 +205,6 @@ class RayEngine:
             self._loads[sent.worker] -= 1
             self._backlog.put(sent.number, answer)
         self._send()
-
-    def _length(self, work: Work) -> float:
-        return work.fraction * self.num_examples(work.client)
 
     def _answer(self, reference: Any, worker: int, about: str) -> Answer:
         """What an actor answered. Raises `EngineError` when it was lost, and from then on each time."""

@@ -21,7 +21,7 @@ def forgotten() -> list[int]:
 def backlog(forgotten: list[int]) -> Backlog[str]:
     """Four works of a version that is retired already: it is forgotten when the last of them is over."""
     versions = Versions(forgotten.append)
-    backlog = Backlog[str](versions, lambda work: LENGTHS[work.client])
+    backlog = Backlog[str](versions, LENGTHS.__getitem__)
     backlog.begin(WORKS)
     versions.retire(7)
     return backlog
