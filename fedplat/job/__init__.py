@@ -7,6 +7,7 @@ value and what was expected, and suggests names that are near.
 
 from __future__ import annotations
 
+from fedplat.job.pool import Pool, ServerLearning, ServerStep, WarmStart
 from fedplat.job.sections import (
     Adaptive,
     ClientEvaluation,
@@ -36,10 +37,14 @@ __all__ = [
     "JobSpec",
     "Model",
     "Name",
+    "Pool",
     "Positive",
     "Retry",
     "Scalar",
     "Selection",
+    "ServerLearning",
+    "ServerStep",
     "Updates",
+    "WarmStart",
     "parse_job",
 ]

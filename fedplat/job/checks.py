@@ -8,6 +8,7 @@ from fedplat import aggregate
 from fedplat.job import private
 
 if TYPE_CHECKING:
+    from fedplat.job.pool import ServerStep
     from fedplat.job.spec import JobSpec
 
 
@@ -20,6 +21,10 @@ def check(spec: JobSpec) -> None:
         _check_buffered(spec)
     if spec.privacy is not None:
         private.check(spec, spec.privacy)
+    if spec.pool is not None and spec.durability == "memory":
+        raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
+    if spec.server_step is not None:
+        _check_server_step(spec, spec.server_step)
 
 
 def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
@@ -41,6 +46,26 @@ def _check_buffered(spec: JobSpec) -> None:
     if spec.selection.close != "goal":
         raise ValueError(
             f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
+        )
+
+
+def _check_server_step(spec: JobSpec, step: ServerStep) -> None:
+    if spec.compression.downlink is not None:
+        raise ValueError(
+            "server_step: a version would not be the one before plus the encoded step; expected no compression.downlink"
+        )
+    if step.method == "train":
+        return
+    contrary = {
+        'durability = "memory"': spec.durability == "memory",
+        "privacy": spec.privacy is not None,
+        "robust": spec.robust is not None,
+        'mode.kind = "buffered"': spec.buffered is not None,
+    }
+    if found := [name for name, is_so in contrary.items() if is_so]:
+        raise ValueError(
+            f'server_step.method = "distill": it looks at the model of each client of a round, which {found[0]} '
+            'excludes; expected "train"'
         )
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 from fedplat import aggregate, modes, privacy
 from fedplat.configuration import read_record, read_toml, shown, shown_key
 from fedplat.job import checks, private
+from fedplat.job.pool import Pool, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
     Count,
@@ -28,7 +29,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`.
 
     `durability`: with "spool" accepted updates lie on the disk, and an attempt outlives a crash of the server; with
-    "memory" they never touch the disk, and a crash costs the open attempt.
+    "memory" they never touch the disk, and a crash costs the open attempt. With a `pool`, a `warm_start` or a
+    `server_step` the server's own accelerators work for the job.
     """
 
     name: Name
@@ -48,6 +50,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     robust: aggregate.Robust | None = None
     privacy: privacy.Privacy | None = None
     evaluation: Evaluation = Evaluation()
+    pool: Pool | None = None
+    warm_start: WarmStart | None = None
+    server_step: ServerStep | None = None
 
     def __post_init__(self) -> None:
         if len(self.config) > 1000:
@@ -95,6 +100,11 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         rule = self.updates.clip(rule)
         release = private.release(self)
         return rule if release is None else privacy.privatized(release, noise)(rule)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the server's own training is made for."""
+        return self.pool.ranks if self.pool is not None else 1
 
     @property
     def buffered(self) -> modes.Buffered | None:

@@ -16,6 +16,10 @@ ServerError
 ├── BlobError              bytes that are missing or damaged, or cannot be written
 │   ├── BlobFullError           there is no room on the disk; worth trying again when there is
 │   └── SpoolError              what was received for an attempt can be trusted no longer
+├── PoolError              work that the pool of ranks cannot do
+│   ├── PoolUnavailableError    there is no pool
+│   ├── PoolBrokenError         a rank died, or the pool was stopped, before the work was done; worth trying again
+│   └── PoolWorkError           the ranks say why they cannot do it, or what their foreign code raised
 ├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
 └── RefusedError           what a caller is told: a code of the catalogue in `rpc.errors`, and why
 ```
@@ -96,3 +100,19 @@ class SpoolError(BlobError):
 
 class UploadError(ServerError):
     """An upload that cannot go on."""
+
+
+class PoolError(ServerError):
+    """Work that the pool of ranks cannot do."""
+
+
+class PoolUnavailableError(PoolError):
+    """There is no pool at this data folder, or it does not answer."""
+
+
+class PoolBrokenError(PoolError):
+    """The pool broke off: a rank died, or the pool was stopped, before the work was done."""
+
+
+class PoolWorkError(PoolError):
+    """The ranks could not do the work; the message is theirs."""

@@ -1,0 +1,94 @@
+"""The group of ranks: who belongs to it, on which device each computes, and small messages between them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import distributed
+
+from fedplat.backends import torch as _backend  # noqa: F401 -- says in words that PyTorch is not installed
+
+Backend: TypeAlias = Literal["auto", "gloo", "nccl"]
+"""What carries tensors: Gloo on CPUs, NCCL on GPUs, or whichever fits the machine."""
+
+COLLECTIVE_S = 600.0
+"""How long a rank waits for the others within one operation."""
+
+
+class Ranks:
+    """The ranks that work together; this process is number `rank` of `size`, and computes on `device`.
+
+    All of them have to call each method in the same order. One that dies ends the others' calls with an error.
+    """
+
+    def __init__(self, device: torch.device, group: distributed.ProcessGroup | None = None) -> None:
+        """Within `joined`. Without a `group`: all ranks."""
+        self.device = device
+        self.group = group
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+        self._smaller: dict[int, Ranks | None] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that speaks for all."""
+        return self.rank == 0
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks; all of them get it. For small things."""
+        length = torch.tensor([len(content)])
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        distributed.all_gather(lengths, length, group=self.group)
+        longest = max(1, *(int(each.item()) for each in lengths))
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else mine[:0]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(gathered, mine, group=self.group)
+        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, lengths, strict=True)]
+
+    def told(self, content: bytes = b"") -> bytes:
+        """What rank 0 gave; all of them get it."""
+        return self.gather(content if self.is_first else b"")[0]
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        self.gather(b"")
+
+    def first(self, count: int) -> Ranks | None:
+        """The first `count` ranks as a group of their own; None in a process that is none of them."""
+        if count >= self.size:
+            return self
+        if count not in self._smaller:
+            group: Any = distributed.new_group(list(range(count)))
+            self._smaller[count] = Ranks(self.device, group) if self.rank < count else None
+        return self._smaller[count]
+
+
+@contextmanager
+def joined(backend: Backend = "auto", timeout_s: float = COLLECTIVE_S) -> Generator[Ranks]:
+    """The ranks that torchrun started with this process, or this process alone, for as long as the context lasts.
+
+    Raises `ValueError` for NCCL where there is no GPU.
+    """
+    on_gpu = backend != "gloo" and torch.cuda.is_available()
+    if backend == "nccl" and not on_gpu:
+        raise ValueError('backend = "nccl": expected a GPU; on CPUs there is "gloo"')
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
+    if "RANK" not in os.environ:
+        store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        options |= {"store": store, "rank": 0, "world_size": 1}
+    # Gloo as well on GPUs: small messages are in the memory of the host.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+    try:
+        yield Ranks(device)
+    finally:
+        distributed.destroy_process_group()
