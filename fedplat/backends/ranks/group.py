@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import distributed
 
-from fedplat.backends import torch as _backend  # noqa: F401 -- says in words that PyTorch is not installed
-
 Backend: TypeAlias = Literal["auto", "gloo", "nccl"]
 """What carries tensors: Gloo on CPUs, NCCL on GPUs, or whichever fits the machine."""
 
@@ -23,13 +21,16 @@ COLLECTIVE_S = 600.0
 class Ranks:
     """The ranks that work together; this process is number `rank` of `size`, and computes on `device`.
 
-    All of them have to call each method in the same order. One that dies ends the others' calls with an error.
+    All of them have to call each method in the same order. One that dies ends the others' calls with `RuntimeError`.
     """
 
-    def __init__(self, device: torch.device, group: distributed.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, device: torch.device, group: distributed.ProcessGroup | None = None, timeout_s: float = COLLECTIVE_S
+    ) -> None:
         """Within `joined`. Without a `group`: all ranks."""
         self.device = device
         self.group = group
+        self.timeout_s = timeout_s
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self._smaller: dict[int, Ranks | None] = {}
@@ -53,19 +54,36 @@ class Ranks:
 
     def told(self, content: bytes = b"") -> bytes:
         """What rank 0 gave; all of them get it."""
-        return self.gather(content if self.is_first else b"")[0]
+        length = torch.tensor([len(content)])
+        distributed.broadcast(length, 0, group=self.group)
+        told = torch.empty(int(length.item()), dtype=torch.uint8)
+        if self.is_first and content:
+            told = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if told.numel():
+            distributed.broadcast(told, 0, group=self.group)
+        return told.numpy().tobytes()
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
-        self.gather(b"")
+        here = torch.zeros(1, dtype=torch.uint8)
+        distributed.all_gather([torch.empty_like(here) for _ in range(self.size)], here, group=self.group)
 
     def first(self, count: int) -> Ranks | None:
-        """The first `count` ranks as a group of their own; None in a process that is none of them."""
+        """The first `count` ranks as a group of their own; None in a process that is none of them.
+
+        All ranks have to call it, of which there are all of `joined`. Raises `ValueError` for fewer than one, and for
+        a part of a part.
+        """
+        if count < 1:
+            raise ValueError(f"the first {count} ranks: expected 1 or more")
         if count >= self.size:
             return self
+        if self.group is not None:
+            raise ValueError("a part of the ranks has no parts of its own; expected all ranks")
         if count not in self._smaller:
-            group: Any = distributed.new_group(list(range(count)))
-            self._smaller[count] = Ranks(self.device, group) if self.rank < count else None
+            timeout = datetime.timedelta(seconds=self.timeout_s)  # else it is PyTorch's own
+            group: Any = distributed.new_group(list(range(count)), timeout=timeout)
+            self._smaller[count] = Ranks(self.device, group, self.timeout_s) if self.rank < count else None
         return self._smaller[count]
 
 
@@ -73,14 +91,16 @@ class Ranks:
 def joined(backend: Backend = "auto", timeout_s: float = COLLECTIVE_S) -> Generator[Ranks]:
     """The ranks that torchrun started with this process, or this process alone, for as long as the context lasts.
 
-    Raises `ValueError` for NCCL where there is no GPU.
+    "auto" is NCCL where there is a GPU for each rank of this host. Raises `ValueError` for "nccl" where there is none.
     """
-    on_gpu = backend != "gloo" and torch.cuda.is_available()
-    if backend == "nccl" and not on_gpu:
-        raise ValueError('backend = "nccl": expected a GPU; on CPUs there is "gloo"')
+    gpus = 0 if backend == "gloo" else torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if backend == "nccl" and gpus < local:
+        raise ValueError(f'backend = "nccl": expected a GPU for each of {local} ranks, found {gpus}; there is "gloo"')
+    on_gpu = gpus >= local
     device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
     if "RANK" not in os.environ:
@@ -89,6 +109,6 @@ def joined(backend: Backend = "auto", timeout_s: float = COLLECTIVE_S) -> Genera
     # Gloo as well on GPUs: small messages are in the memory of the host.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     try:
-        yield Ranks(device)
+        yield Ranks(device, timeout_s=timeout_s)
     finally:
         distributed.destroy_process_group()

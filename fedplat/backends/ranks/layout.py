@@ -1,0 +1,60 @@
+"""Which vectors and which columns of them each process of a group has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.model import WINDOW
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """`logical` ranks with a vector each, on `len(bounds) - 1` processes; process p adds up `bounds[p]:bounds[p + 1]`.
+
+    Logical rank l lives on process l mod P, so that a process has several of them, or none. `bounds` go from 0 to the
+    number of entries of a vector; columns may be empty.
+    """
+
+    logical: int
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.logical < 1:
+            raise ValueError(f"{self.logical} logical ranks: expected 1 or more")
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(
+                f"columns with the bounds {self.bounds}: expected 0 and one more for each process, ascending"
+            )
+
+    @classmethod
+    def even(cls, logical: int, processes: int, size: int, multiple: int = WINDOW) -> Layout:
+        """Vectors of `size` entries, in columns as equal as multiples of `multiple` entries can be."""
+        pieces = -(-size // multiple)
+        inner = (multiple * (pieces * process // processes) for process in range(1, processes))
+        return cls(logical, (0, *inner, size))
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return len(self.bounds) - 1
+
+    @property
+    def size(self) -> int:
+        """Number of entries of a vector."""
+        return self.bounds[-1]
+
+    def columns(self, process: int) -> slice:
+        """What a process adds up."""
+        return slice(self.bounds[process], self.bounds[process + 1])
+
+    def held(self, process: int) -> range:
+        """The logical ranks that live on a process."""
+        return range(process, self.logical, self.processes)
+
+    def slot(self, logical: int) -> tuple[int, int]:
+        """The process that a logical rank lives on, and which of that one's vectors is its own."""
+        return logical % self.processes, logical // self.processes
+
+    def slots(self, process: int) -> int:
+        """How many vectors a process has room for; one that holds none has room for the sum."""
+        return max(1, len(self.held(process)))

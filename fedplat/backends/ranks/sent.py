@@ -1,0 +1,135 @@
+"""Vectors that are sent: over Gloo between hosts, over NCCL between GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import distributed
+
+from fedplat.backends.ranks.group import Ranks
+from fedplat.backends.ranks.layout import Layout
+from fedplat.backends.ranks.vectors import Vectors, pieces
+from fedplat.model import WINDOW
+
+LENGTH = 4 * WINDOW
+"""Entries of a message: 4 MB, of which two for each logical rank are in memory while columns are added up."""
+
+
+class SentVectors(Vectors):
+    """Vectors in memory that only their process sees, on any device.
+
+    Each process sends the others their columns of its vectors straight from where they are, a window at a time, and
+    adds up one window while the next one is under way. Beyond the vectors there are two windows for each logical rank.
+    """
+
+    def __init__(self, ranks: Ranks, layout: Layout, length: int = LENGTH) -> None:
+        """All processes have to give the same arguments."""
+        super().__init__(ranks, layout)
+        self._length = length
+        self._slots = [
+            torch.zeros(layout.size, dtype=torch.float32, device=ranks.device) for _ in range(layout.slots(ranks.rank))
+        ]
+        if ranks.device.type == "cuda":  # NCCL forms its rings when all ranks meet for the first time, and not else
+            distributed.all_reduce(torch.zeros(1, device=ranks.device), group=ranks.group)
+
+    @property
+    def slots(self) -> Sequence[torch.Tensor]:
+        """This process's memory."""
+        return self._slots
+
+    def reduce_scatter(self) -> torch.Tensor:
+        """The sum of this process's columns."""
+        layout, mine = self.layout, self.ranks.rank
+        windows = [list(pieces(layout.columns(process), self._length)) for process in range(layout.processes)]
+        longest = max((part.stop - part.start for part in windows[mine]), default=0)
+        others = layout.logical - len(layout.held(mine))
+        staged = torch.empty((2, others, longest), dtype=torch.float32, device=self.ranks.device)
+        under_way: list[tuple[slice, list[torch.Tensor], list[distributed.Work]]] = []
+        for step, parts in enumerate(zip_longest(*windows)):
+            part = parts[mine]
+            terms = self._terms(part, staged[step % 2]) if part else []
+            works = _started([*self._receives(terms), *self._sends(parts)])
+            if under_way:
+                self._add(*under_way.pop())
+            under_way.append((part or slice(0, 0), terms, works))
+        if under_way:
+            self._add(*under_way.pop())
+        return self.columns
+
+    def all_gather(self) -> torch.Tensor:
+        """The vector that consists of every process's columns."""
+        layout, mine = self.layout, self.ranks.rank
+        windows = [pieces(layout.columns(process), self._length) for process in range(layout.processes)]
+        others = [process for process in range(layout.processes) if process != mine]
+        before: list[distributed.Work] = []
+        for parts in zip_longest(*windows):
+            receives = [self._receive(self.whole[part], q) for q in others if (part := parts[q])]
+            sends = [self._send(self.whole[part], q) for q in others if (part := parts[mine])]
+            works = _started([*receives, *sends])
+            _wait(before)
+            before = works
+        _wait(before)
+        return self.whole
+
+    def close(self) -> None:
+        """Forgets the vectors."""
+        self._slots.clear()
+
+    def _terms(self, part: slice, staged: torch.Tensor) -> list[torch.Tensor]:
+        """A window of every logical rank's vector, in their order: where it is, or where it will be received."""
+        rows = iter(staged)
+        own = self.own
+        return [
+            own[logical][part] if logical in own else next(rows)[: part.stop - part.start]
+            for logical in range(self.layout.logical)
+        ]
+
+    def _receives(self, terms: Sequence[torch.Tensor]) -> list[distributed.P2POp]:
+        homes = [self.layout.slot(logical)[0] for logical in range(self.layout.logical)]
+        return [
+            self._receive(term, home)
+            for term, home in zip(terms, homes, strict=False)  # no terms where this process's columns have ended
+            if home != self.ranks.rank
+        ]
+
+    def _sends(self, parts: Sequence[slice | None]) -> list[distributed.P2POp]:
+        return [
+            self._send(vector[part], process)
+            for process, part in enumerate(parts)
+            if part is not None and process != self.ranks.rank
+            for vector in self.own.values()
+        ]
+
+    def _add(self, part: slice, terms: Sequence[torch.Tensor], works: Iterable[distributed.Work]) -> None:
+        _wait(works)
+        if not terms:
+            return
+        total = terms[0]
+        for term in terms[1:-1]:  # not into `whole`, which may be one of the terms
+            total = total + term
+        if len(terms) > 1:
+            torch.add(total, terms[-1], out=self.whole[part])
+        else:
+            self.whole[part].copy_(total)
+
+    def _send(self, values: torch.Tensor, process: int) -> distributed.P2POp:
+        return distributed.P2POp(distributed.isend, values, self._peer(process), self.ranks.group)
+
+    def _receive(self, values: torch.Tensor, process: int) -> distributed.P2POp:
+        return distributed.P2POp(distributed.irecv, values, self._peer(process), self.ranks.group)
+
+    def _peer(self, process: int) -> int:
+        group: Any = self.ranks.group
+        return process if group is None else distributed.get_global_rank(group, process)
+
+
+def _started(operations: list[distributed.P2POp]) -> list[distributed.Work]:
+    return distributed.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(works: Iterable[distributed.Work]) -> None:
+    for work in works:
+        work.wait()

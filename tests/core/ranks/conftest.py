@@ -1,0 +1,23 @@
+"""One process that forks all groups of ranks, and a pair of ranks for most tests."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from core.ranks.crew import Crew, Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Generator[Zygote]:
+    pytest.importorskip("torch")
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def pair(zygote: Zygote) -> Generator[Crew]:
+    with zygote.crew(2) as crew:
+        yield crew

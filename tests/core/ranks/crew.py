@@ -1,0 +1,93 @@
+"""Ranks for tests: real processes that form a real group, and call functions of the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+
+
+class RankError(Exception):
+    """A function of the test raised on a rank, or the rank is gone."""
+
+
+class Crew:
+    """The ranks of one group. `call` runs a function on all of them at once."""
+
+    def __init__(self, connections: Sequence[socket.socket]) -> None:
+        self._streams = [connection.makefile("rwb", buffering=0) for connection in connections]
+
+    def begin(self, call: str, **arguments: object) -> None:
+        """Lets every rank begin with `module:function`, which gets its `Ranks` and the arguments."""
+        for stream in self._streams:
+            with contextlib.suppress(BrokenPipeError):  # a rank that is gone
+                stream.write(json.dumps({"call": call, "arguments": arguments}).encode() + b"\n")
+
+    def result(self, rank: int) -> Any:
+        """What a rank's function returned. Raises `RankError` with the text of the rank's own error."""
+        line = self._streams[rank].readline()
+        if not line:
+            raise RankError("gone")
+        reply = json.loads(line)
+        if "error" in reply:
+            error = RankError(f"{reply['error']}: {reply['text']}")
+            error.add_note(reply["traceback"])
+            raise error
+        return reply["result"]
+
+    def close(self) -> None:
+        """Lets the ranks end."""
+        for stream in self._streams:
+            stream.close()
+
+    def call(self, call: str, **arguments: object) -> list[Any]:
+        """What the function returned on every rank."""
+        self.begin(call, **arguments)
+        return [self.result(rank) for rank in range(len(self._streams))]
+
+
+class Zygote:
+    """Forks groups of ranks."""
+
+    def __init__(self) -> None:
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join([str(TESTS), *sys.path])
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), str(other.fileno())],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            pass_fds=[other.fileno()],
+            start_new_session=True,
+        )
+        other.close()
+
+    @contextlib.contextmanager
+    def crew(self, count: int, **environment: str) -> Generator[Crew]:
+        """A group of `count` ranks; they end with the context."""
+        # A port that is bound, and not listened at, is nobody else's; rank 0 may bind it once more.
+        with contextlib.ExitStack() as stack:
+            port = stack.enter_context(socket.socket())
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            pairs = [socket.socketpair() for _ in range(count)]
+            request = {"environment": {"MASTER_PORT": str(port.getsockname()[1]), **environment}}
+            socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno() for _, theirs in pairs])
+            for ours, theirs in pairs:
+                stack.enter_context(ours)
+                theirs.close()
+            yield stack.enter_context(contextlib.closing(Crew([ours for ours, _ in pairs])))
+
+    def close(self) -> None:
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with every rank that it forked
+        self._process.wait()

@@ -1,0 +1,119 @@
+"""What the tests of this folder run on the ranks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.backends.ranks import Layout, Ranks, Way, vectors
+from fedplat.backends.ranks.sent import SentVectors
+
+
+def vector_of(logical: int, size: int) -> npt.NDArray[np.float32]:
+    """Numbers of very different sizes: their sum depends on the order in which they are added."""
+    generator = np.random.default_rng(logical)
+    return (generator.standard_normal(size) * 10.0 ** generator.integers(-4, 5, size)).astype(np.float32)
+
+
+def add_up(ranks: Ranks, way: Way, logical: int, bounds: list[int], folder: str) -> dict[str, Any]:
+    """Writes this rank's columns of the sum, and the whole of what becomes of them, twice in the same memory."""
+    layout = Layout(logical, tuple(bounds))
+    # Several messages for each column.
+    with SentVectors(ranks, layout, length=20_000) if way == "sent" else vectors(ranks, layout, way) as terms:
+        zeros = not any(vector.any() for vector in terms.own.values())
+        for name in ("first", "second"):
+            for number, vector in terms.own.items():
+                vector.numpy()[:] = vector_of(number, layout.size)
+            columns = terms.reduce_scatter()
+            Path(folder, f"columns-{name}-{ranks.rank}").write_bytes(columns.numpy().tobytes())
+            columns *= 2
+            Path(folder, f"whole-{name}-{ranks.rank}").write_bytes(terms.all_gather().numpy().tobytes())
+        return {"class": type(terms).__name__, "zeros": zeros, "own": list(terms.own)}
+
+
+def memory_files(ranks: Ranks) -> list[int]:
+    """How many memory files this process has open and mapped, while vectors are in use and afterwards."""
+
+    def count() -> list[int]:
+        opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        mapped = Path("/proc/self/maps").read_text("utf-8").splitlines()
+        return [sum("memfd:fedplat" in line for line in lines) for lines in (opened, mapped)]
+
+    with vectors(ranks, Layout.even(2, ranks.size, 10), "shared") as terms:
+        terms.all_reduce()
+        during = count()
+    del terms
+    return during + count()
+
+
+def where_a_rank_has_no_file_to_give(ranks: Ranks, way: Way) -> str:
+    """The class of the vectors that come out."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with vectors(ranks, Layout.even(2, ranks.size, 10), way) as terms:
+            return type(terms).__name__
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def of_another_number(ranks: Ranks) -> None:
+    vectors(ranks, Layout.even(2, 3, 10))
+
+
+def talk(ranks: Ranks) -> dict[str, Any]:
+    contents = [b"", b"\0", bytes(range(256)) * 1000]
+    return {
+        "gathered": [len(each) for each in ranks.gather(contents[ranks.rank])],
+        "same": ranks.gather(contents[ranks.rank]) == contents[: ranks.size],
+        "told": ranks.told(b"from " + str(ranks.rank).encode()).decode(),
+        "nothing": ranks.told().decode(),
+        "is_first": ranks.is_first,
+    }
+
+
+def in_parts(ranks: Ranks) -> list[str | None]:
+    """What the parts of the group say, and the mistakes."""
+    said: list[str | None] = []
+    for count in (1, 2, 2, 3, 99):
+        part = ranks.first(count)
+        said.append(None if part is None else b" ".join(part.gather(f"{part.rank}/{part.size}".encode())).decode())
+    part = ranks.first(2)
+    for group, count in ((part, 1), (ranks, 0)):
+        try:
+            said.append(None if group is None else str(group.first(count)))
+        except ValueError as exc:
+            said.append(str(exc))
+    return said
+
+
+def add_up_in_a_part(ranks: Ranks, way: Way) -> list[float] | None:
+    """The sum of two of three ranks."""
+    part = ranks.first(2)
+    if part is None:
+        return None
+    with vectors(part, Layout(3, (0, 2, 4)), way) as terms:
+        for number, vector in terms.own.items():
+            vector += number + 1
+        return terms.all_reduce().tolist()
+
+
+def die_or_wait(ranks: Ranks, victim: int, way: Way) -> None:
+    """One rank is killed; the others add up."""
+    with vectors(ranks, Layout.even(ranks.size, ranks.size, 2**20), way) as terms:
+        if ranks.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        terms.all_reduce()
+
+
+def gather_or_die(ranks: Ranks, victim: int) -> None:
+    if ranks.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.gather(b"here")

@@ -1,0 +1,66 @@
+"""The group of ranks: small messages, parts of it, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.ranks.crew import Crew, RankError, Zygote
+from fedplat.backends.ranks import joined
+
+HERE = "core.ranks.on_ranks"
+
+
+def test_what_ranks_say_to_each_other(pair: Crew) -> None:
+    replies = pair.call(f"{HERE}:talk")
+    assert replies == [
+        {"gathered": [0, 1], "same": True, "told": "from 0", "nothing": "", "is_first": rank == 0} for rank in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def three(zygote: Zygote) -> object:
+    with zygote.crew(3) as crew:
+        yield crew
+
+
+def test_parts_of_the_group(three: Crew) -> None:
+    mistakes = [
+        "a part of the ranks has no parts of its own; expected all ranks",
+        "the first 0 ranks: expected 1 or more",
+    ]
+    assert three.call(f"{HERE}:in_parts") == [
+        ["0/1", "0/2 1/2", "0/2 1/2", "0/3 1/3 2/3", "0/3 1/3 2/3", *mistakes],
+        [None, "0/2 1/2", "0/2 1/2", "0/3 1/3 2/3", "0/3 1/3 2/3", *mistakes],
+        [None, None, None, "0/3 1/3 2/3", "0/3 1/3 2/3", None, mistakes[1]],
+    ]
+
+
+@pytest.mark.parametrize("way", ["shared", "sent"])
+def test_a_part_of_the_group_adds_up(three: Crew, way: str) -> None:
+    assert three.call(f"{HERE}:add_up_in_a_part", way=way) == [[6.0] * 4, [6.0] * 4, None]
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_ends_the_calls_of_the_others(zygote: Zygote, victim: int) -> None:
+    with zygote.crew(3) as crew:
+        crew.begin(f"{HERE}:gather_or_die", victim=victim)
+        for rank in {0, 1, 2} - {victim}:
+            with pytest.raises(RankError, match="RuntimeError"):
+                crew.result(rank)
+
+
+@pytest.mark.fault("F35")
+def test_a_process_without_others_is_a_group_of_one() -> None:
+    with joined("gloo") as ranks:
+        assert (ranks.rank, ranks.size, ranks.device.type) == (0, 1, "cpu")
+        assert ranks.gather(b"alone") == [b"alone"]
+        assert ranks.told(b"alone") == b"alone"
+        assert ranks.first(1) is ranks
+        ranks.barrier()
+
+
+def test_nccl_wants_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    with pytest.raises(ValueError, match=r'"nccl": expected a GPU for each of 99 ranks, found \d+'), joined("nccl"):
+        pass

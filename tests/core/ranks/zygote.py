@@ -1,0 +1,52 @@
+"""A process that has imported PyTorch once, and forks ranks: a group of them is there in a moment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+
+from fedplat.backends.ranks import joined
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 65536, 64)
+        if not message:
+            return
+        request = json.loads(message)
+        for rank, descriptor in enumerate(descriptors):
+            if os.fork() == 0:
+                control.close()
+                for other in descriptors:
+                    if other != descriptor:
+                        os.close(other)
+                os.environ.update(request["environment"], RANK=str(rank), WORLD_SIZE=str(len(descriptors)))
+                serve(socket.socket(fileno=descriptor))
+                os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def serve(connection: socket.socket) -> None:
+    """Does what the test asks of this rank, until it hangs up."""
+    with connection.makefile("rwb", buffering=0) as stream, joined("gloo") as ranks:
+        for line in stream:
+            request = json.loads(line)
+            module, _, name = request["call"].partition(":")
+            try:
+                result = getattr(importlib.import_module(module), name)(ranks, **request["arguments"])
+                reply = {"result": result}
+            except Exception as exc:
+                reply = {"error": type(exc).__name__, "text": str(exc), "traceback": traceback.format_exc()}
+            stream.write(json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
