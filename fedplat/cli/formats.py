@@ -82,8 +82,8 @@ def attempt_phase(phase: int) -> str:
 
 
 def attempt_kind(kind: int) -> str:
-    """`TRAIN`."""
-    return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind)
+    """`train`, `warm start`."""
+    return name_of(admin_pb2.AttemptKind.DESCRIPTOR, kind).lower().replace("_", " ")
 
 
 def printable(text: str) -> str:

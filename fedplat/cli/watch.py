@@ -128,7 +128,8 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
             line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
         if attempt is None:
             return
-        place = f"round {attempt.round}/{job.num_rounds}"
+        is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
+        place = "warm start" if is_warm_start else f"round {attempt.round}/{job.num_rounds}"
         if event.entity == "version":
             line(f"{place}  scored by the server  {formats.metrics(attempt.server_metrics, {})}")
             return
@@ -138,12 +139,7 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
         parts = [
             place,
             kind + formats.attempt_phase(attempt.phase).lower(),
-            f"assigned {attempt.assigned}",
-            f"reported {attempt.reported}",
-            f"late {attempt.late}",
-            f"failed {attempt.failed}",
-            f"rejected {attempt.rejected}",
-            f"received {_received(attempt)}" if attempt.update_bytes else "",
+            *([] if is_warm_start else _cohort(attempt)),
             formats.duration(attempt.seconds),
             formats.metrics(attempt.client_metrics, {}),
             attempt.reason,
@@ -153,12 +149,24 @@ def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_
     return show
 
 
+def _cohort(attempt: admin_pb2.Round) -> list[str]:
+    """What became of the clients of an attempt."""
+    return [
+        f"assigned {attempt.assigned}",
+        f"reported {attempt.reported}",
+        f"late {attempt.late}",
+        f"failed {attempt.failed}",
+        f"rejected {attempt.rejected}",
+        f"received {_received(attempt)}" if attempt.update_bytes else "",
+    ]
+
+
 def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
     """The cells of `ROUND_COLUMNS`."""
     return (
         str(attempt.round),
         str(attempt.attempt),
-        formats.attempt_kind(attempt.kind).lower(),
+        formats.attempt_kind(attempt.kind),
         formats.attempt_phase(attempt.phase).lower(),
         str(attempt.assigned),
         str(attempt.reported),
@@ -174,8 +182,9 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
 
 def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
     is_evaluation = attempt.kind == admin_pb2.ATTEMPT_KIND_EVALUATE
+    place = "warm start" if attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START else str(attempt.round)
     return (
-        str(attempt.round) + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
+        place + (f" try {attempt.attempt}" if attempt.attempt > 1 and not is_evaluation else ""),
         "evaluated" if is_evaluation else formats.attempt_phase(attempt.phase).lower(),
         str(attempt.assigned),
         str(attempt.reported),

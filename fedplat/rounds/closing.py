@@ -161,10 +161,10 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was made durable
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"round {attempt.key.round} failed {failures} times; at last: {text}"
+        reason = f"{_named(attempt)} failed {failures} times; at last: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"round {attempt.key.round} attempt {attempt.key.number} was abandoned: {text}; trying again"
+    reason = f"{_named(attempt)} attempt {attempt.key.number} was abandoned: {text}; trying again"
     return Transition(dataclasses.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
@@ -202,6 +202,10 @@ def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
     """The job in another status."""
     assert job.status not in ENDED_JOBS
     return dataclasses.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
+
+
+def _named(attempt: Attempt) -> str:
+    return "the warm start" if attempt.kind is AttemptKind.WARM_START else f"round {attempt.key.round}"
 
 
 def _outcome(attempt: Attempt) -> str:

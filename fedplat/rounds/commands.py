@@ -73,6 +73,17 @@ class Commit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Train the base version on the server's own data, and answer as to `Commit`. It goes on where an earlier try was.
+
+    `AttemptAggregated` with a version of no updates, or `AggregationFailed`.
+    """
+
+    key: AttemptKey
+    base_version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Abandon:
     """Throw away what was received for the attempt."""
 
@@ -87,4 +98,4 @@ class SetTimer:
     at: float | None
 
 
-Command = Assign | Refuse | Abort | Fold | Commit | Abandon | SetTimer
+Command = Assign | Refuse | Abort | Fold | Commit | WarmStart | Abandon | SetTimer

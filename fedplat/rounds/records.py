@@ -145,7 +145,7 @@ NOBODY = Crew()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt(Crew):
-    """One try at one round, or the federated evaluation of a committed version.
+    """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
     `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
     While it waits for clients to come, it does so until `selection_ends_at`.
@@ -179,8 +179,9 @@ class Attempt(Crew):
 class ModelVersion:
     """A committed global model: content-addressed bytes, and those of the server optimizer's state.
 
-    Version 0 is the initial model. `state_digest` is empty for rules that remember nothing. The delta is the encoded
-    step that leads here from the version whose digest is `delta_base`; both digests are empty where there is none.
+    Version 0 is the initial model; a later version of round 0 comes of a warm start. `state_digest` is empty for rules
+    that remember nothing. The delta is the encoded step that leads here from the version whose digest is `delta_base`;
+    both digests are empty where there is none.
     """
 
     version: int
@@ -194,6 +195,11 @@ class ModelVersion:
     delta_base: str = ""
     num_updates: int = 0
     total_weight: float = 0.0
+
+    @property
+    def is_aggregate(self) -> bool:
+        """Whether a round of clients made it: neither the initial model nor a warm start's, which tell of no client."""
+        return self.round > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The store has given the attempt back as it was when it was last saved, with its deadlines on the new clock. The
 updates that were accepted lie in the spool (`durability = "spool"`): they are folded again from the first one on, in
 the order in which they were accepted, so that the result is the same bit for bit. With `durability = "memory"` they
-are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it.
+are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it. A
+warm start has no updates: whoever does it has checkpoints of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fedplat.rounds import buffered, closing
+from fedplat.rounds import buffered, closing, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -28,6 +29,8 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
+    if warm_start.is_one(attempt):
+        return Transition(fresh, (warm_start.order(attempt),))
     fresh = _in_bounds(fresh, context.now)
     if job.spec.durability == "memory":
         return _without_updates(fresh, attempt, context)

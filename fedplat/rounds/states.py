@@ -22,10 +22,11 @@ class JobStatus(StrEnum):
 
 
 class AttemptKind(StrEnum):
-    """What the cohort of an attempt is asked to do."""
+    """What the cohort of an attempt is asked to do. A warm start has no cohort: the server itself trains."""
 
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
+    WARM_START = "WARM_START"
 
 
 class AttemptPhase(StrEnum):
@@ -147,6 +148,16 @@ ATTEMPT_TRANSITIONS: Mapping[AttemptPhase, frozenset[AttemptPhase]] = {
     AttemptPhase.COMMITTED: frozenset(),
     AttemptPhase.ABANDONED: frozenset(),
 }
+
+FIRST_PHASES: Mapping[AttemptKind, AttemptPhase] = {
+    AttemptKind.TRAIN: AttemptPhase.SELECTING,
+    AttemptKind.EVALUATE: AttemptPhase.SELECTING,
+    AttemptKind.WARM_START: AttemptPhase.COMMITTING,
+}
+"""The phase that an attempt begins in: one without a cohort has nobody to select, and nothing to collect."""
+
+MAKE_VERSIONS = frozenset({AttemptKind.TRAIN, AttemptKind.WARM_START})
+"""Kinds of attempts that commit a model version."""
 
 _S = AssignmentState
 _ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED})

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import assignments, buffered, closing, pacing, private, restart
+from fedplat.rounds import assignments, buffered, closing, pacing, private, restart, warm_start
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
@@ -69,6 +69,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
         return None
+    if warm_start.is_due(job):
+        return warm_start.begin(job, context)
     if _evaluation_is_due(job):
         return Transition(_open(job, AttemptKind.EVALUATE, context))
     if job.round >= job.spec.rounds:
@@ -135,8 +137,10 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     if reason is None:
         return Transition(dataclasses.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
-    # A pause lets bytes that are being made durable become a version; a cancellation does not.
-    if attempt is None or (wanted is JobStatus.PAUSED and attempt.phase is AttemptPhase.COMMITTING):
+    # A pause lets bytes that are being made durable become a version; a cancellation does not. A warm start has hours
+    # before it: it is stopped, and goes on from its checkpoint.
+    finishes = attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_one(attempt)
+    if attempt is None or (wanted is JobStatus.PAUSED and finishes):
         ended, commands = closing.dismiss(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
@@ -347,7 +351,8 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
     attempt = job.open_attempt
     if attempt is None or attempt.key != event.key:
         return Transition(job, verdict=Verdict(Reason.STALE))
-    return closing.fail_attempt(job, f"aggregation failed: {event.text}", context)
+    text = event.text if warm_start.is_one(attempt) else f"aggregation failed: {event.text}"
+    return closing.fail_attempt(job, text, context)
 
 
 # --- small pieces ------------------------------------------------------------------------------------------

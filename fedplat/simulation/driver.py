@@ -19,7 +19,7 @@ import numpy as np
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
 from fedplat.rounds.events import (
     Action,
     AssignmentFailed,
@@ -178,6 +178,7 @@ class Driver:
                 case Refuse():
                     refusals.append(command)
                 case _:
+                    assert not isinstance(command, WarmStart)  # such jobs are refused
                     self._carry_out(command)
         if refusals:
             self._idle.refused(refusals, self.now)

@@ -13,6 +13,7 @@ import msgspec
 from fedplat.errors import ModelError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
+from fedplat.simulation import refusals
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.fleet import Fleet
 from fedplat.simulation.journal import Journal
@@ -64,10 +65,11 @@ class Hooks:
 def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     """Runs a simulation to its end.
 
-    Raises `ValueError` when its parts do not fit together, `JournalError` when the journal is of no use, and whatever
-    training raises.
+    Raises `JobFileError` for what only a server does, `ValueError` when its parts do not fit together, `JournalError`
+    when the journal is of no use, and whatever training raises.
     """
     spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
+    refusals.check(spec)
     with contextlib.ExitStack() as stack:
         training: Training
         learning: Learning | None = None

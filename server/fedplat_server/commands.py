@@ -13,11 +13,11 @@ from fedplat.wire import memory
 from fedplat_server import (
     __version__,
     certificate_commands,
-    evaluators,
     init_command,
     logs,
     open_files,
     operator_commands,
+    references,
 )
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
 from fedplat_server.config import LeaseTimes, ServerConfig
@@ -202,7 +202,7 @@ def _evaluators(items: list[str]) -> dict[str, str]:
         if name in found:
             raise ConfigError(f"--evaluator {item}: {name} is {found[name]} already")
         try:
-            evaluators.check(reference)
+            references.check(reference)
         except ConfigError as exc:
             raise ConfigError(f"--evaluator {item}: {exc}") from exc
         found[name] = reference

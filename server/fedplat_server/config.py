@@ -61,8 +61,8 @@ class LeaseTimes(msgspec.Struct, frozen=True):
 class ServerConfig(msgspec.Struct, frozen=True):
     """Everything that the daemon is told when it starts.
 
-    `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` maps the names that jobs use
-    to `module:function` or `/path/to/file.py:function`, and one call of an evaluator may take `evaluation_s`.
+    `listen` is `host:port` (port 0: any free one). `database` is a URL; `evaluators` and `trainers` map the names that
+    jobs use to `module:name` or `/path/to/file.py:name`, and one call of an evaluator may take `evaluation_s`.
     Other daemons of the database reach this one at `advertise` (empty: where it listens). With `share_port` several
     daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
@@ -73,6 +73,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     data_dir: Path
     database: str
     evaluators: Mapping[str, str] = {}
+    trainers: Mapping[str, str] = {}
     evaluation_s: float = 600.0
     limits: Limits = Limits()
     grace_s: float = 10.0

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
@@ -293,6 +293,8 @@ class _Parts:
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
             case Abandon():
                 self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
+            case WarmStart():
+                raise AssertionError("no job has one without a trainer")
             case SetTimer():
                 raise AssertionError("the runner sets timers itself")
 

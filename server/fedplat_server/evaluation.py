@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fedplat import aggregate
 from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
-from fedplat_server import evaluators, logs
+from fedplat_server import logs, references
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import StoreError, StoreUnavailableError
 
@@ -43,7 +43,7 @@ def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float
     """Runs in the evaluation process: loads the model, without what the rule keeps in it, and calls the evaluator."""
     try:
         model = rule.build().counterpart.reduce(Parameters.open(path))
-        metrics = evaluators.load(reference)(model.copy())
+        metrics: Mapping[str, float] = references.load(reference)(model.copy())
         result = {str(name): float(value) for name, value in metrics.items()}
         if bad := [name for name, value in result.items() if not math.isfinite(value)]:
             raise ValueError(f"the metric {bad[0]!r} is {result[bad[0]]}; expected a finite number")

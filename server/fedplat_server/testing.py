@@ -312,7 +312,7 @@ class MemoryStore(MemoryLedger):
             self._tokens[assignment.token_hash] = place
         if change.version is not None:
             job.versions.append(VersionRecord(change.version, now, {}))
-            if (mechanism := change.job.spec.mechanism) is not None:
+            if (mechanism := change.job.spec.mechanism) is not None and change.version.is_aggregate:
                 row = LedgerRow(change.version.version, change.version.round, mechanism, now)
                 self._ledger.setdefault(change.job.job_id, []).append(row)
         for row in change.history:

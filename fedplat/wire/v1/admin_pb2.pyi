@@ -54,12 +54,16 @@ class _AttemptKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttemptKi
     ATTEMPT_KIND_UNSPECIFIED: _AttemptKind.ValueType  # 0
     ATTEMPT_KIND_TRAIN: _AttemptKind.ValueType  # 1
     ATTEMPT_KIND_EVALUATE: _AttemptKind.ValueType  # 2
+    ATTEMPT_KIND_WARM_START: _AttemptKind.ValueType  # 3
+    """The server trains on its own data, before round 1; no client takes part."""
 
 class AttemptKind(_AttemptKind, metaclass=_AttemptKindEnumTypeWrapper): ...
 
 ATTEMPT_KIND_UNSPECIFIED: AttemptKind.ValueType  # 0
 ATTEMPT_KIND_TRAIN: AttemptKind.ValueType  # 1
 ATTEMPT_KIND_EVALUATE: AttemptKind.ValueType  # 2
+ATTEMPT_KIND_WARM_START: AttemptKind.ValueType  # 3
+"""The server trains on its own data, before round 1; no client takes part."""
 Global___AttemptKind: _TypeAlias = AttemptKind  # noqa: Y015
 
 class _AttemptPhase:
@@ -585,7 +589,7 @@ class JobEvent(_message.Message):
     to_state: _builtins.str
     reason: _builtins.str
     kind: Global___AttemptKind.ValueType
-    """Of an attempt: training or federated evaluation."""
+    """Of an attempt: training, federated evaluation, or a warm start."""
     update_bytes: _builtins.int
     """Of an assignment that was reported: bytes of its update, as it was received."""
     @_builtins.property

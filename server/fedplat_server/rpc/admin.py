@@ -87,6 +87,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         services = self._services
         spec = await asyncio.to_thread(self._parse, request.job_file)
         self._check_evaluator(spec)
+        self._check_trainers(spec)
         self._check_durability(spec)
         digest = requests.digest(request.initial_digest)
         size_bytes = await asyncio.to_thread(self._check_model, digest, spec)
@@ -216,6 +217,17 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
                 f"{wanted!r}; {have}. Start it with --evaluator {wanted}=module:function, "
                 "or leave evaluation.server out of the job file",
             )
+
+    def _check_trainers(self, spec: JobSpec) -> None:
+        names = sorted(self._services.config.trainers)
+        for table, learning in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
+            if learning is not None and learning.trainer not in names:
+                have = f"it has {', '.join(names)}" if names else "it has none"
+                raise RefusedError(
+                    Code.NO_SUCH_TRAINER,
+                    f"{table}.trainer = {learning.trainer!r}; {have}. Start it with --trainer {learning.trainer}="
+                    f"module:object, or leave [{table}] out of the job file",
+                )
 
     def _check_model(self, digest: str, spec: JobSpec) -> int:
         path = self._services.blobs.path(digest)

@@ -44,6 +44,7 @@ class Code(StrEnum):
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
     NO_SUCH_MODEL = "NO_SUCH_MODEL"
     NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
+    NO_SUCH_TRAINER = "NO_SUCH_TRAINER"
     ILLEGAL_ACTION = "ILLEGAL_ACTION"
     OVER_BUDGET = "OVER_BUDGET"
     STALE_ASSIGNMENT = "STALE_ASSIGNMENT"
@@ -104,6 +105,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.NO_SUCH_VERSION: (_S.NOT_FOUND, "there is no such model version"),
     Code.NO_SUCH_MODEL: (_S.NOT_FOUND, "there is no such model for this client"),
     Code.NO_SUCH_EVALUATOR: (_S.FAILED_PRECONDITION, "the server has no such evaluator"),
+    Code.NO_SUCH_TRAINER: (_S.FAILED_PRECONDITION, "the server has no such trainer of its own"),
     Code.ILLEGAL_ACTION: (_S.FAILED_PRECONDITION, "the job's status does not allow this"),
     Code.OVER_BUDGET: (_S.FAILED_PRECONDITION, "the population's privacy budget does not allow this"),
     Code.STALE_ASSIGNMENT: (_S.NOT_FOUND, "the assignment is not open any more"),

@@ -282,9 +282,9 @@ def with_settled(spec: JobSpec, settled: object) -> JobSpec:
 
 
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
-    """The row of `ledger` that belongs to a version of a job; None if that is not private."""
+    """The row of `ledger` that belongs to a version of a job; None if that is no private release."""
     mechanism = job.spec.mechanism
-    if mechanism is None:
+    if mechanism is None or not version.is_aggregate:
         return None
     return {
         "job_id": job.job_id,

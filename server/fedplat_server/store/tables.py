@@ -26,7 +26,6 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
-    UniqueConstraint,
     text,
 )
 
@@ -138,7 +137,7 @@ attempts = Table(
     Column("metrics", Metrics, nullable=False),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
-_one_commit = text("kind = 'TRAIN' AND phase = 'COMMITTED'")
+_one_commit = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
 Index(
     "uq_attempts_committed",
     attempts.c.job_id,
@@ -210,10 +209,19 @@ model_versions = Table(
     Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
     Column("delta_base", String, nullable=False, server_default=""),
     PrimaryKeyConstraint("job_id", "version"),
-    UniqueConstraint("job_id", "round"),
+)
+# Round 0 may have two: the initial model, and what a warm start made of it.
+_of_rounds = text("round > 0")
+Index(
+    "uq_model_versions_round",
+    model_versions.c.job_id,
+    model_versions.c.round,
+    unique=True,
+    sqlite_where=_of_rounds,
+    postgresql_where=_of_rounds,
 )
 
-# A row for each version of a private job but the first, added in the transaction that commits the version.
+# A row for each version that a round of a private job made, added in the transaction that commits the version.
 ledger = Table(
     "ledger",
     metadata,

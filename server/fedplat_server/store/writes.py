@@ -107,7 +107,7 @@ def write(connection: Connection, batch: Batch) -> None:
 
 
 def _add_versions(connection: Connection, batch: Batch) -> None:
-    """Adds versions, each of a private job with its row of the ledger; none goes in without the other.
+    """Adds versions, each that a round of a private job made with its row of the ledger; none without the other.
 
     Whether a job is private, its row says, and not what somebody has in memory of it.
     """
@@ -119,7 +119,8 @@ def _add_versions(connection: Connection, batch: Batch) -> None:
     private = {row.job_id for row in connection.execute(query)}
     charged = {(row["job_id"], row["version"]) for row in batch.ledger}
     for version in batch.versions:
-        if (version["job_id"] in private) != ((version["job_id"], version["version"]) in charged):
+        is_release = version["job_id"] in private and version["round"] > 0
+        if is_release != ((version["job_id"], version["version"]) in charged):
             raise uncharged(version["job_id"], version["version"])
     _execute(connection, tables.model_versions.insert(), batch.versions)
     crash.point("save.uncharged")

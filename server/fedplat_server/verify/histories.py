@@ -8,9 +8,10 @@ from typing import Any
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
+    FIRST_PHASES,
     JOB_TRANSITIONS,
     AssignmentState,
-    AttemptPhase,
+    AttemptKind,
     JobStatus,
 )
 from fedplat_server.verify.records import Attempt, HistoryRow, Job, Place, Strays, Wrong
@@ -24,7 +25,7 @@ def _steps(transitions: Mapping[Any, frozenset[Any]], first: str) -> Steps:
 
 
 _JOB = _steps(JOB_TRANSITIONS, JobStatus.DRAFT)
-_ATTEMPT = _steps(ATTEMPT_TRANSITIONS, AttemptPhase.SELECTING)
+_ATTEMPT = {str(kind): _steps(ATTEMPT_TRANSITIONS, first) for kind, first in FIRST_PHASES.items()}
 _ASSIGNMENT = _steps(ASSIGNMENT_TRANSITIONS, AssignmentState.TRAINING)
 
 
@@ -52,7 +53,8 @@ def of_attempt(attempt: Attempt) -> Iterator[Wrong]:
     """The attempt's own rows."""
     row = attempt.row
     rows = [one for one in attempt.history if one.entity == "attempt"]
-    yield from _chain(rows, _ATTEMPT, row.phase, Place(row.job_id, row.round, row.number))
+    steps = _ATTEMPT.get(row.kind, _ATTEMPT[AttemptKind.TRAIN])
+    yield from _chain(rows, steps, row.phase, Place(row.job_id, row.round, row.number))
 
 
 def of_assignments(attempt: Attempt) -> Iterator[Wrong]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from fedplat.rounds.states import (
     BUSY_STATES,
+    MAKE_VERSIONS,
     OPEN_PHASES,
     OPEN_STATES,
     AssignmentState,
@@ -119,7 +120,7 @@ def above_the_minimum(attempt: Attempt) -> Iterator[Wrong]:
     """I4: nothing is published below the minimum."""
     merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
     # A minimum of reports would tell of who took part: a private attempt has none.
-    minimum = 0 if attempt.releases else max(attempt.row.minimum, 1)
+    minimum = 0 if attempt.releases or not attempt.has_cohort else max(attempt.row.minimum, 1)
     if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
         found = f"it was committed with {merged} merged updates"
         yield Wrong(attempt_place(attempt.row), found, f"at least the minimum, {minimum}")
@@ -208,7 +209,7 @@ def versions_have_one_attempt(job: Job) -> Iterator[Wrong]:
     made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
     committed: Counter[int] = Counter()
     for row in job.attempts:
-        if (row.kind, row.phase) != (AttemptKind.TRAIN, AttemptPhase.COMMITTED):
+        if row.kind not in MAKE_VERSIONS or row.phase != AttemptPhase.COMMITTED:
             continue
         version = made.get((row.round, row.number))
         if version is None:
@@ -224,25 +225,41 @@ def versions_have_one_attempt(job: Job) -> Iterator[Wrong]:
             yield Wrong(version_place(job, version), found, f"one, attempt {version.attempt}")
 
 
+def warm_starts_come_first(job: Job) -> Iterator[Wrong]:
+    """I2: round 0 is that of the initial model and of warm starts, which lead to version 1 of jobs that have them."""
+    if job.spec is None:
+        return
+    begins_warm = job.spec.warm_start is not None
+    for row in job.attempts:
+        is_one = row.kind == AttemptKind.WARM_START
+        if is_one != (row.round == 0) or (is_one and not begins_warm):
+            expected = "a WARM_START in round 0 only, of a job that has one"
+            yield Wrong(attempt_place(row), f"it is a {row.kind} in round {row.round}", expected)
+    for version in job.versions:
+        if version.version > 0 and version.is_aggregate == (begins_warm and version.version == 1):
+            found = f"it is of round {version.round}"
+            yield Wrong(version_place(job, version), found, "version 1 in round 0, after a warm start and only then")
+
+
 def optimizer_state_is_kept(job: Job) -> Iterator[Wrong]:
-    """I2: a rule that remembers something has its state beside each version that it made; no other rule has."""
+    """I2: a rule that remembers something has its state beside each version that it made; no other version has one."""
     if job.spec is None:
         return
     remembers = job.spec.compression.downlink is not None or bool(job.spec.rule().init(1))
     for version in job.versions:
-        wanted = remembers and version.version > 0
+        wanted = remembers and version.is_aggregate
         if bool(version.state_digest) != wanted:
             found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
             yield Wrong(version_place(job, version), found, "one" if wanted else "none for this rule")
 
 
 def deltas_are_kept(job: Job) -> Iterator[Wrong]:
-    """I2: a job with a downlink has a delta from each version to the next; no other job has any."""
+    """I2: a job with a downlink has a delta to each version that a round made; no other version has one."""
     if job.spec is None:
         return
     digests = {version.version: version.digest for version in job.versions}
     for version in job.versions:
-        wanted = job.spec.compression.downlink is not None and version.version > 0
+        wanted = job.spec.compression.downlink is not None and version.is_aggregate
         if bool(version.delta_digest) != wanted:
             found = f"the delta is {'there' if version.delta_digest else 'not there'}"
             yield Wrong(version_place(job, version), found, "one" if wanted else "none for this version")
@@ -339,6 +356,7 @@ CHECKS: Sequence[Check] = (
     Check("I1", Attempt, merged_once),
     Check("I2", Job, versions_are_dense),
     Check("I2", Job, versions_have_one_attempt),
+    Check("I2", Job, warm_starts_come_first),
     Check("I2", Job, optimizer_state_is_kept),
     Check("I2", Job, deltas_are_kept),
     Check("I2", Job, counters_agree),

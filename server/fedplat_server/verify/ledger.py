@@ -9,18 +9,18 @@ from fedplat_server.verify.records import Job, Place, Wrong
 
 
 def releases_are_charged(job: Job) -> Iterator[Wrong]:
-    """I5: each version of a private job has its row of the ledger, and no other version has one."""
+    """I5: each version that a round of a private job made has its row of the ledger, and no other version has one."""
     if job.spec is None:
         return
     mechanism = job.spec.mechanism
-    made = {version.version: version for version in job.versions if version.version > 0 and mechanism is not None}
+    made = {version.version: version for version in job.versions if version.is_aggregate and mechanism is not None}
     charged = {row.version: row for row in job.ledger}
     for number in made.keys() - charged.keys():
         yield Wrong(Place(job.row.job_id, version=number), "it is not in the ledger", "a row for each private release")
     for number, row in charged.items():
         place, version = Place(job.row.job_id, version=number), made.get(number)
         if version is None:
-            yield Wrong(place, "it is in the ledger", "rows for the versions of private jobs only")
+            yield Wrong(place, "it is in the ledger", "rows for the releases of private jobs only")
         elif row.round != version.round:
             yield Wrong(place, f"the ledger has it in round {row.round}", f"round {version.round}, that of the version")
         elif mechanism is not None and row.mechanism != spelled(mechanism):

@@ -87,6 +87,11 @@ class VersionRow:
     num_updates: int
     total_weight: float
 
+    @property
+    def is_aggregate(self) -> bool:
+        """Whether a round of clients made it."""
+        return self.round > 0
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerRow:
@@ -148,6 +153,11 @@ class Attempt:
     def releases(self) -> bool:
         """Whether what it commits is a private release."""
         return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
+
+    @property
+    def has_cohort(self) -> bool:
+        """Whether clients take part in it; they do not in a warm start."""
+        return self.row.kind != AttemptKind.WARM_START
 
     @property
     def carries(self) -> bool:

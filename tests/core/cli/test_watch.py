@@ -220,6 +220,24 @@ def test_lines_tell_attempts_scores_and_states():
     ]
 
 
+def test_a_warm_start_has_no_clients_and_no_round():
+    printed: list[str] = []
+    show = watch.lines(printed.append, admin_pb2.Job(name="digits", num_rounds=3))
+    board = Board()
+    kind = admin_pb2.ATTEMPT_KIND_WARM_START
+    for at, state, metrics in ((1.0, "COMMITTING", {}), (4.0, "COMMITTED", {"loss": 0.5})):
+        event = admin_pb2.JobEvent(entity="attempt", attempt=1, to_state=state, unix_s=at, kind=kind, metrics=metrics)
+        show(event)
+        board.add(event)
+    assert printed == ["warm start  committed  3.0 s  loss 0.5"]
+    (attempt,) = board.latest(1)
+    assert watch.round_row(attempt)[:4] == ("0", "1", "warm start", "committed")
+    console = Console(file=io.StringIO(), width=100)
+    console.print(watch.picture(board, admin_pb2.Job(num_rounds=3), 24))
+    assert isinstance(console.file, io.StringIO)
+    assert "warm start" in console.file.getvalue()
+
+
 def test_the_picture_shows_the_latest_attempts_that_fit():
     board = Board()
     job = admin_pb2.Job(name="digits [bold]", num_rounds=3, status=S.JOB_STATUS_RUNNING)

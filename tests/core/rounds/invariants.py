@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.rounds import crews
+from core.rounds.warm_starts import WarmStarts
 from fedplat.rounds import (
     Assignment,
     Attempt,
@@ -34,6 +35,7 @@ from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
     ENDED_JOBS,
+    FIRST_PHASES,
     JOB_TRANSITIONS,
     AssignmentState,
     AttemptKind,
@@ -49,9 +51,8 @@ def _table(transitions: Mapping[Any, frozenset[Any]], first: str) -> dict[str, f
 
 _TABLES: Mapping[str, Mapping[str, frozenset[str]]] = {
     "assignment": _table(ASSIGNMENT_TRANSITIONS, "TRAINING"),
-    "attempt": _table(ATTEMPT_TRANSITIONS, "SELECTING"),
     "job": _table(JOB_TRANSITIONS, "DRAFT"),
-}
+} | {f"attempt {kind}": _table(ATTEMPT_TRANSITIONS, first) for kind, first in FIRST_PHASES.items()}
 _Name = tuple[AttemptKey, str]
 
 
@@ -82,6 +83,7 @@ class Ledger:
         self.tokens: set[str] = set()
         self.given: set[_Name] = set()
         self.folded: dict[AttemptKey, list[str]] = {}
+        self.warm = WarmStarts()
         self.acknowledged: dict[_Name, str] = {}
         self._states: dict[tuple[str, ...], str] = {("job", job_id): job.status for job_id, job in self.jobs.items()}
 
@@ -141,7 +143,8 @@ class Ledger:
         if row.entity != "job":
             place = (row.entity, job_id, str(row.round), str(row.attempt), row.client_id)
         assert self._states.get(place, "") == row.from_state, row
-        assert row.to_state in _TABLES[row.entity][row.from_state], row
+        table = f"attempt {row.kind}" if row.entity == "attempt" else row.entity
+        assert row.to_state in _TABLES[table][row.from_state], row
         self._states[place] = row.to_state
 
     def _check_history(self, change: Change) -> None:
@@ -214,6 +217,7 @@ class Ledger:
         for event in events:
             if isinstance(event, ServerRestarted):  # what was aggregated went with the process
                 self.folded = {key: folded for key, folded in self.folded.items() if key.job_id != event.job_id}
+        self.warm.follow(events, proposal)
         self._check_answers(events, proposal)
         self._check_aggregation(proposal)
         self._check_acknowledged(events, proposal)
@@ -382,7 +386,7 @@ class Ledger:
         bare = dataclasses.replace(attempt, assignments={}) if attempt is not None else None
         assert self.jobs[job.job_id] == dataclasses.replace(job, attempt=bare, carried=NOBODY)
         assert self.versions[job.job_id][-1] == job.latest
-        assert job.latest.version == job.round <= job.spec.rounds
+        self.warm.check(job, self.versions[job.job_id])
         assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
         assert self.coordinator.room.demands.get(job.job_id) == demand_of(job)
         if job.status is not JobStatus.RUNNING and job.open_attempt is not None:

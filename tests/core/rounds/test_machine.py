@@ -5,6 +5,7 @@ A failure prints the shortest schedule that Hypothesis found, as a program.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
 from fedplat import sampling
 from fedplat.job import JobSpec
+from fedplat.job.pool import WarmStart
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
     Action,
@@ -80,6 +82,7 @@ FLEET: dict[str, ClientCheckedIn] = {
     "evaluator": make_client("evaluator", trainers=frozenset[str](), labels={"region": "eu"}),
     "other": make_client("other", population="other"),
 }
+WARM_START = WarmStart(trainer="digits", batch_size=8, learning_rate=0.1)
 FRESH = {f"fresh{i}": make_client(f"fresh{i}", labels={"region": "eu"}) for i in range(40)}
 """Come when a job starves because everybody else has to rest."""
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -133,6 +136,7 @@ class Schedules(RuleBasedStateMachine):
         max_waiting=st.sampled_from((3, 100)),
         in_memory=st.sets(st.sampled_from(sorted(JOBS))),
         policies=st.tuples(st.sampled_from(POLICIES), st.sampled_from(POLICIES)),
+        warm=st.sets(st.sampled_from(sorted(JOBS))),
     )
     def begin(
         self,
@@ -141,6 +145,7 @@ class Schedules(RuleBasedStateMachine):
         max_waiting: int,
         in_memory: set[str],
         policies: tuple[dict[str, Any], dict[str, Any]],
+        warm: set[str],
     ) -> None:
         jobs: list[JobState] = []
         for (job_id, spec), options in zip(self.jobs.items(), policies, strict=True):
@@ -148,7 +153,9 @@ class Schedules(RuleBasedStateMachine):
                 options = {}  # these are for whole cohorts
             selection = msgspec.structs.replace(spec.selection, **options)
             durability = "memory" if job_id in in_memory else "spool"
-            jobs.append(make_job(job_id, msgspec.structs.replace(spec, selection=selection, durability=durability)))
+            changed = msgspec.structs.replace(spec, selection=selection, durability=durability)
+            warm_start = WARM_START if job_id in warm else None
+            jobs.append(make_job(job_id, msgspec.structs.replace(changed, warm_start=warm_start)))
         self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
         if started:
             self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
@@ -215,6 +222,9 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
     after = job.attempt
     if before is None or after is None or after.key != before.key:  # too few had reported; the next one is open
         return
+    if before.kind is AttemptKind.WARM_START:
+        assert after == dataclasses.replace(before, opened_at=0.0, selection_ends_at=0.0)
+        return
     if job.spec.durability == "memory" and (job.spec.buffered is None or not after.is_open):
         assert (after.phase, after.reason) == (AttemptPhase.ABANDONED, "the server was restarted")
     elif not after.is_open:
@@ -243,7 +253,8 @@ def finish(driver: Driver) -> None:
         driver.wait(min(driver.timers.values(), default=driver.now) - driver.now)
     for job_id, job in driver.coordinator.jobs.items():
         assert job.status in ENDED_JOBS, f"{job_id} hangs: {job.status} {job.reason} {job.attempt}"
-        assert job.status is not JobStatus.COMPLETED or job.latest.version == job.spec.rounds
+        num_versions = job.spec.rounds + (job.spec.warm_start is not None)
+        assert job.status is not JobStatus.COMPLETED or job.latest.version == num_versions
     assert driver.timers == {}
     assert driver.coordinator.num_busy == 0
 

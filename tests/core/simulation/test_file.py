@@ -79,6 +79,15 @@ def test_all_mistakes_are_told_at_once_by_their_keys() -> None:
     assert found[4].endswith("did you mean alpha?")
 
 
+def test_what_only_a_server_does_is_refused() -> None:
+    warm = '[warm_start]\ntrainer = "public"\nbatch_size = 8\nlearning_rate = 0.1\n'
+    step = '[server_step]\ntrainer = "public"\nbatch_size = 8\nlearning_rate = 0.1\nsteps = 2\n'
+    (found,) = mistakes(JOB + warm + step)
+    assert found.startswith("[warm_start] and [server_step]: a simulation has no server that trains on data of its own")
+    assert "model.initial" in found
+    assert file.parse(JOB + "[pool]\nranks = 4\n", HERE).job.num_ranks == 4, "they change no result"
+
+
 def test_a_table_is_expected() -> None:
     assert mistakes("simulation = 3\n" + JOB) == ["simulation = 3: expected a table, [simulation]"]
 

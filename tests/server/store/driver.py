@@ -114,6 +114,13 @@ class Driver:
             await self.check()
         return proposal.verdicts
 
+    async def warm_start(self, job_id: str) -> None:
+        """The server has trained the initial model."""
+        attempt = self.coordinator.jobs[job_id].open_attempt
+        assert attempt is not None
+        assert attempt.kind is AttemptKind.WARM_START
+        await self.send(AttemptAggregated(attempt.key, self.next_version(job_id)))
+
     async def check(self) -> None:
         expected = {job_id: without_moments(job) for job_id, job in self.coordinator.jobs.items()}
         loaded = {record.state.job_id: without_moments(record.state) for record in await self.store.load_jobs()}

@@ -12,7 +12,7 @@ from fedplat.job import parse_job
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
-from fedplat.rounds.states import JobStatus
+from fedplat.rounds.states import AttemptKind, JobStatus
 from fedplat_server.audit import Action as Noted
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
@@ -67,6 +67,22 @@ async def test_each_version_of_a_private_job_has_one_row(store: Store) -> None:
     await train(driver, "one", 1)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
     assert len(await store.ledger("one")) == 3
+
+
+async def test_a_warm_start_is_no_release(store: Store) -> None:
+    driver = Driver(store)
+    await driver.create("one", PRIVATE + 'warm_start = { trainer = "public", batch_size = 8, learning_rate = 0.1 }\n')
+    await driver.restart()
+    await driver.warm_start("one")
+    assert await store.ledger("one") == []
+    versions = [record.version for record in await store.list_versions("one")]
+    assert [(one.version, one.round, one.attempt, one.num_updates) for one in versions] == [(0, 0, 0, 0), (1, 0, 1, 0)]
+    attempt, _ = await store.list_attempts("one", all_attempts=True)
+    assert (attempt.key[1:], attempt.kind, attempt.counts) == ((0, 1), AttemptKind.WARM_START, {})
+    await driver.restart()
+    await train(driver, "one", 3)
+    assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
+    assert [(row.version, row.round) for row in await store.ledger("one")] == [(2, 1), (3, 2), (4, 3)]
 
 
 async def test_other_jobs_have_none(store: Store) -> None:

@@ -87,6 +87,12 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
     ),
     "more charges than were planned": (ledger.releases_are_within_the_plan, new_charge("private", 0)),
     "a private job that was never settled": (invariants.job_file_is_readable, job("private", "privacy = NULL")),
+    "a warm start of a job without": (
+        invariants.warm_starts_come_first,
+        new_attempt(0, 1, "WARM_START", "COMMITTED", 0),
+    ),
+    "a warm start after round 1": (invariants.warm_starts_come_first, attempt("done", 2, 2, "kind = 'WARM_START'")),
+    "a version of no round": (invariants.warm_starts_come_first, version(1, "round = 0")),
     "a momentum that is gone": (invariants.optimizer_state_is_kept, version(2, "state_digest = ''")),
     "a momentum of the initial model": (invariants.optimizer_state_is_kept, version(0, "state_digest = digest")),
     "a delta that is gone": (invariants.deltas_are_kept, version(2, "delta_digest = ''")),

@@ -1,4 +1,4 @@
-"""Finding evaluators without running them, and loading them."""
+"""Finding evaluators and trainers without running them, and loading them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server import evaluators
+from fedplat_server import references
 from fedplat_server.errors import ConfigError
 
 
@@ -27,18 +27,18 @@ def write(name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("", "names no function"),
-        ("rubbish", "names no function"),
-        ("module:", "names no function"),
-        (":function", "names no function"),
-        ("module:not a name", "names no function"),
+        ("", "names nothing"),
+        ("rubbish", "names nothing"),
+        ("module:", "names nothing"),
+        (":function", "names nothing"),
+        ("module:not a name", "names nothing"),
         ("no_such_module_anywhere:score", "there is no module"),
         ("json.no_such_part.deep:score", None),
         ("..:score", "there is no module"),
         ("nothing.py:score", "there is no file"),
-        ("here.py:scor", "has no function 'scor'"),
-        ("here:scor", "has no function 'scor'"),
-        ("package.inner:scor", "has no function 'scor'"),
+        ("here.py:scor", "has no 'scor'"),
+        ("here:scor", "has no 'scor'"),
+        ("package.inner:scor", "has no 'scor'"),
         ("broken.py:score", "cannot be read"),
     ],
 )
@@ -48,10 +48,10 @@ def test_mistakes_are_found_without_running_anything(reference: str, said: str |
     write("package/inner.py", "def score(parameters): ...\n")
     write("broken.py", "def score(:\n")
     if said is None:
-        evaluators.check(reference)  # only importing it would tell
+        references.check(reference)  # only importing it would tell
     else:
         with pytest.raises(ConfigError, match=said):
-            evaluators.check(reference)
+            references.check(reference)
 
 
 @pytest.mark.parametrize(
@@ -69,36 +69,36 @@ def test_functions_are_found_however_they_are_bound(text: str) -> None:
     write("here.py", text)
     write("folder/inner.py", text)
     for reference in ("here.py:score", "here:score", "folder.inner:score"):
-        evaluators.check(reference)
+        references.check(reference)
 
 
 def test_modules_that_are_not_python_files_are_left_to_the_import() -> None:
-    evaluators.check("math:sqrt")
-    assert evaluators.load("math:sqrt") is __import__("math").sqrt
+    references.check("math:sqrt")
+    assert references.load("math:sqrt") is __import__("math").sqrt
 
 
 def test_two_files_of_the_same_name_are_two_evaluators() -> None:
     one = write("one/evaluate.py", "def score(parameters): return {'one': 1.0}")
     two = write("two/evaluate.py", "def score(parameters): return {'two': 2.0}")
     stdlib = write("json.py", "def score(parameters): return {'mine': 3.0}")
-    results = [evaluators.load(f"{path}:score")(None) for path in (one, two, stdlib, one)]
+    results = [references.load(f"{path}:score")(None) for path in (one, two, stdlib, one)]
     assert results == [{"one": 1.0}, {"two": 2.0}, {"mine": 3.0}, {"one": 1.0}]
 
 
 def test_a_file_may_import_its_neighbours() -> None:
     write("folder/neighbour_of_evaluator.py", "WORTH = 4.0")
     path = write("folder/evaluate.py", "import neighbour_of_evaluator as n\ndef score(p): return {'x': n.WORTH}")
-    assert evaluators.load(f"{path}:score")(None) == {"x": 4.0}
+    assert references.load(f"{path}:score")(None) == {"x": 4.0}
 
 
 def test_a_file_that_fails_is_tried_afresh() -> None:
     path = write("evaluate.py", "raise RuntimeError('not today')")
     with pytest.raises(RuntimeError, match="not today"):
-        evaluators.load(f"{path}:score")
+        references.load(f"{path}:score")
     path.write_text("def score(p): return {}\n# longer, so that no cached code is taken")
-    assert evaluators.load(f"{path}:score")(None) == {}
-    for reference, said in ((f"{path}:other", "no function"), ("nothing.py:score", "there is no file")):
+    assert references.load(f"{path}:score")(None) == {}
+    for reference, said in ((f"{path}:other", "has no 'other'"), ("nothing.py:score", "there is no file")):
         with pytest.raises(ConfigError, match=said):
-            evaluators.load(reference)
+            references.load(reference)
     with pytest.raises(ConfigError, match="cannot be imported"):
-        evaluators.load("no_such_module_anywhere:score")
+        references.load("no_such_module_anywhere:score")

@@ -1,4 +1,7 @@
-"""Finds and loads evaluators: `module:function` (the current folder counts) or `/path/to/file.py:function`."""
+"""Finds and loads what operators name: `module:name` (the current folder counts) or `/path/to/file.py:name`.
+
+Evaluators and trainers are foreign code, which runs in processes of its own. The daemon only looks whether it is there.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,63 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from fedplat_server.errors import ConfigError
 
-Evaluator = Callable[..., Mapping[str, float]]
-"""Scores a model on the server's own data: `evaluate(parameters) -> metrics`."""
-_EXPECTED = "expected module:function or /path/to/file.py:function"
+_EXPECTED = "expected module:name or /path/to/file.py:name"
 
 
 def check(reference: str) -> None:
-    """Raises `ConfigError` if there is no such function. Runs nothing of it: the daemon stays free of its imports."""
-    name, function = _parts(reference)
+    """Raises `ConfigError` if there is no such thing. Runs nothing of it: the daemon stays free of its imports."""
+    name, attribute = _parts(reference)
     file = _source(name)
     if file is None:
         return
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError) as exc:
-        raise ConfigError(f"the evaluator {reference!r} cannot be read: {exc}") from exc
+        raise ConfigError(f"{reference!r} cannot be read: {exc}") from exc
     names = set(_names(tree))
-    if function not in names and "*" not in names:
-        raise ConfigError(f"{file} has no function {function!r}")
+    if attribute not in names and "*" not in names:
+        raise ConfigError(f"{file} has no {attribute!r}")
 
 
-def load(reference: str) -> Evaluator:
-    """Imports an evaluator. Raises `ConfigError`, and whatever its module raises."""
+def absolute(reference: str) -> str:
+    """The reference with a path that means the same in every folder; a module stays one."""
+    name, attribute = _parts(reference)
+    return f"{Path(name).resolve()}:{attribute}" if name.endswith(".py") else reference
+
+
+def load(reference: str, folder: str = "") -> Any:
+    """Imports what is named; modules are also looked for in `folder` (else: the current one).
+
+    Raises `ConfigError`, and whatever the module raises.
+    """
     name, attribute = _parts(reference)
     file = Path(name).resolve() if name.endswith(".py") else None
-    folder = str(file.parent if file is not None else Path.cwd())
+    folder = str(file.parent if file is not None else folder or Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(name) if file is None else _load_file(file)
     except ImportError as exc:
         raise ConfigError(f"{reference!r} cannot be imported from {folder}: {exc}") from exc
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(f"{name!r} has no function {attribute!r}")
-    return cast(Evaluator, function)
+    found: Any = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"{name!r} has no {attribute!r}")
+    return found
 
 
 def _parts(reference: str) -> tuple[str, str]:
-    name, _, function = reference.rpartition(":")
-    if not name or not function.isidentifier():
-        raise ConfigError(f"{reference!r} names no function; {_EXPECTED}")
-    return name, function
+    name, _, attribute = reference.rpartition(":")
+    if not name or not attribute.isidentifier():
+        raise ConfigError(f"{reference!r} names nothing; {_EXPECTED}")
+    return name, attribute
 
 
 def _load_file(file: Path) -> ModuleType:

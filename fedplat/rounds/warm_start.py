@@ -1,0 +1,48 @@
+"""What is different in a job with `[warm_start]`. Pure functions.
+
+Before round 1 the server trains the initial model on its own data, and what comes out is version 1. That is an attempt
+without a cohort, in round 0; it is committed, fails and is tried again as others are. It is no release: it never saw
+a client's data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.rounds.commands import WarmStart
+from fedplat.rounds.records import Attempt, AttemptKey, JobState
+from fedplat.rounds.states import FIRST_PHASES, AttemptKind
+from fedplat.rounds.transition import Context, Transition
+
+
+def is_one(attempt: Attempt) -> bool:
+    """Whether an attempt is a warm start."""
+    return attempt.kind is AttemptKind.WARM_START
+
+
+def is_due(job: JobState) -> bool:
+    """Whether a job has to be trained by the server before its clients train it."""
+    return job.spec.warm_start is not None and job.latest.version == 0
+
+
+def begin(job: JobState, context: Context) -> Transition:
+    """Opens the attempt, and has its work done."""
+    number = job.attempt.key.number + 1 if job.attempt is not None else 1
+    attempt = Attempt(
+        key=AttemptKey(job.job_id, 0, number),
+        kind=AttemptKind.WARM_START,
+        phase=FIRST_PHASES[AttemptKind.WARM_START],
+        base_version=job.latest.version,
+        goal=0,
+        minimum=0,
+        target=0,
+        opened_at=context.now,
+        selection_ends_at=context.now,
+    )
+    after = dataclasses.replace(job, attempt=attempt, resume_at=None, reason="")
+    return Transition(after, (order(attempt),))
+
+
+def order(attempt: Attempt) -> WarmStart:
+    """What has the work of an attempt done: once, and again after a restart."""
+    return WarmStart(attempt.key, attempt.base_version)
