@@ -9,6 +9,7 @@ FedplatError
 ├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
 ├── JournalError      a simulation that cannot go on from what was written of it
 ├── EngineError       local training in a simulation that failed, or an engine that cannot do what is asked
+├── TrainingError     training on the server's own data that cannot be done as its trainer is
 ├── TicketError       a line that is no ticket, or a damaged one
 ├── MissingExtraError an optional package is needed and not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
@@ -52,6 +53,10 @@ class JournalError(FedplatError):
 
 class EngineError(FedplatError):
     """Local training in a simulation that failed, or that an engine cannot do."""
+
+
+class TrainingError(FedplatError):
+    """Training on the server's own data that cannot be done as its trainer, or its data, are; the same on all ranks."""
 
 
 class TicketError(FedplatError):

@@ -73,7 +73,7 @@ class FlatTrainer:
             options=work.options,
             seed=work.seed,
             fraction=work.fraction,
-            drop_single=self._trainee.has_batch_norm,
+            smallest=self._trainee.smallest_batch,
         )
         steps = [plan.batches_of(step) for step in plan.steps()]
         batches = work.examples.batches(batch for step in steps for batch in step)

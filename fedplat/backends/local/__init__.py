@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-from fedplat.backends.local.batches import Indices, Plan
+from fedplat.backends.local.batches import Indices, Plan, in_order
 from fedplat.backends.local.examples import DatasetExamples, Examples, TensorExamples, examples_of
 from fedplat.backends.local.learner import BATCH_NORM, Learner, Loss, Trainee, seeded
 from fedplat.backends.local.options import LocalOptions
-from fedplat.backends.local.scores import Scores
+from fedplat.backends.local.passes import Alone, Passes
+from fedplat.backends.local.scores import Scores, Sums
 from fedplat.backends.local.sgd import Sgd
 from fedplat.backends.local.stepper import MakeOptimizer
-from fedplat.backends.local.train import Training, evaluate, train
+from fedplat.backends.local.train import Training, evaluate, scored, train
 
 __all__ = [
     "BATCH_NORM",
+    "Alone",
     "DatasetExamples",
     "Examples",
     "Indices",
@@ -24,14 +26,18 @@ __all__ = [
     "LocalOptions",
     "Loss",
     "MakeOptimizer",
+    "Passes",
     "Plan",
     "Scores",
     "Sgd",
+    "Sums",
     "TensorExamples",
     "Trainee",
     "Training",
     "evaluate",
     "examples_of",
+    "in_order",
+    "scored",
     "seeded",
     "train",
 ]

@@ -15,19 +15,26 @@ from fedplat.backends.local.options import LocalOptions
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
+def in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
+    """All examples once, in batches of which the last may be short; 0: in one."""
+    size = batch_size or num_examples
+    for start in range(0, num_examples, size):
+        yield np.arange(start, min(start + size, num_examples))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The local steps of one training: each epoch is a permutation, cut into steps of which the last may be short.
 
-    `seed` decides the order. `fraction` is the part of the steps that is done, at least one. With `drop_single`, a last
-    batch of one example is left out, if it is not the only one: BatchNorm cannot train on it.
+    `seed` decides the order. `fraction` is the part of the steps that is done, at least one. A last batch of fewer
+    examples than `smallest` is left out, if it is not the only one: BatchNorm cannot train on a single example.
     """
 
     num_examples: int
     options: LocalOptions
     seed: int
     fraction: float = 1.0
-    drop_single: bool = False
+    smallest: int = 1
 
     @property
     def batch_size(self) -> int:
@@ -42,8 +49,9 @@ class Plan:
     @property
     def used(self) -> int:
         """Examples of an epoch."""
-        left_out = self.drop_single and self.num_examples > self.batch_size and self.num_examples % self.batch_size == 1
-        return self.num_examples - left_out
+        last = self.num_examples % self.batch_size
+        left_out = self.num_examples > self.batch_size and last < self.smallest
+        return self.num_examples - (last if left_out else 0)
 
     @property
     def steps_per_epoch(self) -> int:

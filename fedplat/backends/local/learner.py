@@ -64,6 +64,11 @@ class Trainee:
         state = self.module.state_dict()
         self._first = {name: state[name].clone() for name in state if name in self.personal}
 
+    @property
+    def smallest_batch(self) -> int:
+        """The fewest examples that the module can be trained on at once."""
+        return 2 if self.has_batch_norm else 1
+
     def shared(self) -> dict[str, torch.Tensor]:
         """The module's tensors that are a part of the job's model."""
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}

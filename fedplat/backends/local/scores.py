@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from msgspec import Struct
+
+
+class Sums(Struct, frozen=True, array_like=True):
+    """What scores are made of, over `num_examples` examples; `hits` of `num_answers` answers were right."""
+
+    loss: float
+    num_examples: int
+    hits: int
+    num_answers: int
+
+    def means(self) -> dict[str, float]:
+        """`loss`, and `accuracy` where there are classes."""
+        means = {"loss": self.loss / self.num_examples}
+        if self.num_answers:
+            means["accuracy"] = self.hits / self.num_answers
+        return means
+
+    @classmethod
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """All together, added up in order."""
+        columns = zip(*((each.loss, each.num_examples, each.hits, each.num_answers) for each in parts), strict=True)
+        return cls(*(sum(column) for column in columns))
 
 
 class Scores:
@@ -22,9 +47,19 @@ class Scores:
             self._hits.append((outputs.detach().argmax(1) == targets).sum())
             self._num_answers += targets.numel()
 
+    def join(self, others: Scores) -> None:
+        """Adds those of other batches."""
+        self._losses += others._losses
+        self._hits += others._hits
+        self._num_examples += others._num_examples
+        self._num_answers += others._num_answers
+
+    def sums(self) -> Sums:
+        """What was added so far."""
+        loss = torch.stack(self._losses).double().sum().item() if self._losses else 0.0
+        hits = int(torch.stack(self._hits).sum().item()) if self._hits else 0
+        return Sums(loss, self._num_examples, hits, self._num_answers)
+
     def means(self) -> dict[str, float]:
         """`loss`, and `accuracy` where there are classes."""
-        means = {"loss": torch.stack(self._losses).double().sum().item() / self._num_examples}
-        if self._num_answers:
-            means["accuracy"] = torch.stack(self._hits).sum().item() / self._num_answers
-        return means
+        return self.sums().means()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from fedplat.aggregate.local import CONTROL, Correction, Ending, Way, effective_steps
 from fedplat.backends import torch as backend
-from fedplat.backends.local.batches import Indices, Plan
+from fedplat.backends.local.batches import Indices, Plan, in_order
 from fedplat.backends.local.examples import Examples
 from fedplat.backends.local.learner import Trainee, seeded
 from fedplat.backends.local.options import LocalOptions
+from fedplat.backends.local.passes import Alone, Passes
 from fedplat.backends.local.scores import Scores
 from fedplat.backends.local.stepper import MakeOptimizer, Stepper
 from fedplat.errors import ModelError
@@ -30,7 +29,8 @@ class Training:
     """What one client shall do in one round.
 
     `seed` decides all that is random. `fraction` is the part of the steps that it has time for. `after_step(done,
-    total)` is called after each step; when it says False, the training ends. `make_optimizer` replaces SGD.
+    total)` is called after each step; when it says False, the training ends. `make_optimizer` replaces SGD. `passes`
+    says who computes the gradients of steps.
 
     Where single examples are protected, `ledger` counts what that costs, by default in the memory, and `noise_seed`
     decides who is drawn and which noise is added: None, but in a simulation, because whoever knows it can take the
@@ -45,6 +45,7 @@ class Training:
     memory: Memory = field(default_factory=Memory)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
+    passes: Passes = field(default_factory=Alone)
     ledger: StepLedger | None = None
     noise_seed: int | None = None
 
@@ -93,15 +94,29 @@ def evaluate(
     `after_batch` is told the part that is done.
     """
     trainee.load(parameters, memory or Memory())
+    order = in_order(len(examples), batch_size)
+    return scored(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
+
+
+def scored(
+    trainee: Trainee,
+    examples: Examples,
+    order: Iterable[Indices],
+    after_batch: Callable[[int], object] = lambda done: None,
+) -> Scores:
+    """The scores of some batches with the module as it is, which is not trained.
+
+    `after_batch` is told how many examples are done.
+    """
     trainee.module.eval()
-    scores, size, done = Scores(), batch_size or len(examples), 0
+    scores, done = Scores(), 0
     with torch.no_grad():
-        for inputs, targets in examples.batches(_in_order(len(examples), size)):
+        for inputs, targets in examples.batches(order):
             outputs = trainee.module(inputs)
             scores.add(trainee.learner.loss(outputs, targets), outputs, targets)
             done += len(targets)
-            after_batch(done / len(examples))
-    return scores.means()
+            after_batch(done)
+    return scores
 
 
 class _Start:
@@ -145,7 +160,7 @@ def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Mapping[str, 
 
         return private.run(trainee, stepper, work)
     scores, num_steps = _steps(trainee, stepper, work)
-    return scores.means(), num_steps
+    return work.passes.total(scores).means(), num_steps
 
 
 def _steps(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Scores, int]:
@@ -155,31 +170,17 @@ def _steps(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Scores, 
         options=work.options,
         seed=work.seed,
         fraction=work.fraction,
-        drop_single=trainee.has_batch_norm,
+        smallest=work.passes.smallest_batch(trainee),
     )
-    module, loss_of = trainee.module.train(), trainee.learner.loss
-    steps, ahead = itertools.tee(plan.steps())
-    batches = work.examples.batches(itertools.chain.from_iterable(map(plan.batches_of, ahead)))
     scores, num_steps = Scores(), 0
-    for number, step in enumerate(steps):
+    for number, found in enumerate(work.passes.over(trainee, stepper, plan, work.examples)):
         if number % plan.steps_per_epoch == 0:
             scores = Scores()
-        for batch in plan.batches_of(step):
-            inputs, targets = next(batches)
-            with stepper.forward():
-                outputs = module(inputs)
-                loss = loss_of(outputs, targets)
-            stepper.backward(loss, len(batch) / len(step))
-            scores.add(loss, outputs, targets)
+        scores.join(found)
         num_steps += stepper.step()
         if not work.after_step(number + 1, plan.num_steps):
             break
     return scores, num_steps
-
-
-def _in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
-    for start in range(0, num_examples, batch_size):
-        yield np.arange(start, min(start + batch_size, num_examples))
 
 
 def _control(given: Mapping[str, torch.Tensor], names: Iterable[str], work: Training) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ import pytest
 from fedplat.backends.local import LocalOptions, Plan
 
 
-def make_plan(num_examples: int, *, fraction: float = 1.0, drop_single: bool = False, **options: int) -> Plan:
+def make_plan(num_examples: int, *, fraction: float = 1.0, smallest: int = 1, **options: int) -> Plan:
     given = LocalOptions(**({"epochs": 1, "batch_size": 4, "learning_rate": 0.1} | options))  # type: ignore[arg-type]
-    return Plan(num_examples=num_examples, options=given, seed=5, fraction=fraction, drop_single=drop_single)
+    return Plan(num_examples=num_examples, options=given, seed=5, fraction=fraction, smallest=smallest)
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -41,7 +41,7 @@ def test_accumulated_batches_are_one_step() -> None:
 
 @pytest.mark.parametrize(("num_examples", "expected"), [(9, [4, 4]), (10, [4, 4, 2]), (1, [1]), (5, [4])])
 def test_a_single_example_at_the_end_is_left_out(num_examples: int, expected: list[int]) -> None:
-    plan = make_plan(num_examples, drop_single=True)
+    plan = make_plan(num_examples, smallest=2)
     assert sizes(plan) == expected
     assert plan.num_steps == len(expected)
 

@@ -1,0 +1,114 @@
+"""How far a training is, on the disk: the newest whole checkpoint is found again, whatever was killed in between.
+
+A checkpoint is a folder that `torch.distributed.checkpoint` writes, as safetensors: no byte of it can become code. All
+ranks have the same values, so rank 0 writes them; any number of processes may read them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint import hf_storage
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fedplat.backends.ranks import Ranks
+
+_NAME = "step-{:012d}"
+_FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Progress:
+    """What a training is after so many steps: the module's values, the optimizer's, and the losses so far."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        self._module, self._optimizer = module, optimizer
+        self.done = 0
+        self.losses = np.full(num_steps, np.nan)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it by name. What an optimizer keeps besides tensors are its options, which nobody changes."""
+        module = {f"model.{name}": value for name, value in self._module.state_dict().items()}
+        optimizer = {f"optimizer.{name}": value for name, value in self._optimizer_state().items()}
+        tensors = {name: value for name, value in (module | optimizer).items() if isinstance(value, torch.Tensor)}
+        return tensors | {"losses": torch.from_numpy(self.losses), "step": torch.tensor(self.done)}
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Goes on from what `tensors` gave, and another process perhaps has read."""
+        self.done = int(tensors["step"].item())
+        optimizer = self._optimizer_state()
+        optimizer |= {name: tensors[key] for name in optimizer if (key := f"optimizer.{name}") in tensors}
+        states.set_optimizer_state_dict(self._module, self._optimizer, optimizer, options=_FLAT)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return dict(states.get_optimizer_state_dict(self._module, self._optimizer, options=_FLAT))
+
+
+class Checkpoints:
+    """The checkpoints of one training, in a folder of its own."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._folder, self._ranks = folder, ranks
+
+    def restore(self, progress: Progress) -> None:
+        """Goes on from the newest whole checkpoint, if there is one."""
+        newest = self._ranks.told(_newest(self._folder).encode()).decode()
+        if not newest:
+            return
+        tensors = progress.tensors()
+        with _by_itself():
+            reader = hf_storage.HuggingFaceStorageReader(os.fspath(self._folder / newest))
+            load(tensors, storage_reader=reader, no_dist=True)
+        progress.take(tensors)
+
+    def save(self, progress: Progress) -> None:
+        """Writes a checkpoint and removes the older ones. A crash leaves the old one, or the new one."""
+        if not self._ranks.is_first:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        whole = self._folder / _NAME.format(progress.done)
+        part = whole.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        with _by_itself():
+            writer = hf_storage.HuggingFaceStorageWriter(os.fspath(part))
+            save(progress.tensors(), storage_writer=writer, no_dist=True)
+        for path in (*part.iterdir(), part):
+            _sync(path)
+        part.rename(whole)
+        _sync(self._folder)
+        for other in self._folder.iterdir():
+            if other != whole:
+                shutil.rmtree(other)
+
+
+def _newest(folder: Path) -> str:
+    """The name of the newest whole checkpoint, or nothing."""
+    if not folder.is_dir():
+        return ""
+    return max((path.name for path in folder.iterdir() if not path.suffix), default="")
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def _by_itself() -> Generator[None]:
+    """Within it, `torch.distributed.checkpoint` does not warn that one process saves or loads alone: it shall."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -1,0 +1,170 @@
+"""What the tests of data-parallel training do on one process, and on two that this module is the program of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fedplat.backends import parallel
+from fedplat.backends.parallel import ServerTrainer, ServerTraining
+from fedplat.backends.ranks import Backend, Ranks, joined
+from fedplat.errors import TrainingError
+from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
+from fedplat.model import Parameters
+
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+NUM_EXAMPLES = 45  # no multiple of anything
+KILLED_AT = 7
+TABLE: dict[str, Any] = {"trainer": "t", "batch_size": 4, "learning_rate": 0.1}
+RICH: dict[str, Any] = {"accumulate": 2, "momentum": 0.9, "weight_decay": 0.01, "max_grad_norm": 1.0, "seed": 3}
+SCALED: dict[str, Any] = {"scaling": "linear", "warmup_steps": 5}
+
+
+def examples(num_examples: int = NUM_EXAMPLES, seed: int = 0) -> TensorDataset:
+    """Points of three classes, by where they are."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_examples, 6, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def adam(parameters: Iterable[nn.Parameter], options: ServerLearning) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=options.learning_rate)
+
+
+def warm(**changes: Any) -> WarmStart:
+    return WarmStart(epochs=changes.pop("epochs", 2), **(TABLE | changes))
+
+
+def step(**changes: Any) -> ServerStep:
+    return ServerStep(steps=changes.pop("steps", 7), **(TABLE | changes))
+
+
+def learned(ranks: Ranks, trainer: ServerTrainer, work: ServerTraining, parameters: Parameters | None = None) -> Arrays:
+    """The model after a training, as one vector, and the loss of each step."""
+    model = trainer.learner.initial(1) if parameters is None else parameters.copy()
+    trained = parallel.train(ranks, trainer, model, work)
+    assert trained is not None
+    assert trained.num_examples == NUM_EXAMPLES
+    return {**{name: np.array(model[name]) for name in model}, "losses": trained.losses}
+
+
+def rich(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=dropout_net, data=examples())
+    return learned(ranks, trainer, ServerTraining(options=warm(**RICH, **SCALED), num_ranks=2))
+
+
+def norm(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=norm_net, data=examples)
+    return learned(ranks, trainer, ServerTraining(options=warm(accumulate=2), num_ranks=2))
+
+
+def bf16(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=mlp, data=examples())
+    return learned(ranks, trainer, ServerTraining(options=step(precision="bf16"), num_ranks=2, round_number=3))
+
+
+def halves(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=mlp, data=examples())
+    return learned(ranks, trainer, ServerTraining(options=warm(batch_size=8, epochs=5, momentum=0.9), num_ranks=2))
+
+
+def scored(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=mlp, data=examples, evaluation=examples(1001, 7))
+    found = parallel.evaluate(ranks, trainer, trainer.learner.initial(1), batch_size=32)
+    return {name: np.array(value) for name, value in found.items()}
+
+
+def distilled(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=dropout_net, data=examples())
+    model = trainer.learner.initial(1)
+    work = ServerTraining(options=step(method="distill", temperature=2.0), num_ranks=2)
+    trained = parallel.distill(ranks, trainer, model, [trainer.learner.initial(seed) for seed in (2, 3, 4)], work)
+    assert trained is not None
+    return {**{name: np.array(model[name]) for name in model}, "losses": trained.losses}
+
+
+def refused(ranks: Ranks, folder: Path) -> Arrays:
+    """Data that one rank alone cannot read."""
+
+    def data() -> TensorDataset:
+        if ranks.rank == ranks.size - 1:
+            raise OSError("no such disk")
+        return examples()
+
+    try:
+        learned(ranks, ServerTrainer(model=mlp, data=data), ServerTraining(options=warm(), num_ranks=2))
+    except TrainingError as exc:
+        said = ranks.gather(str(exc).encode())
+        assert len(set(said)) == 1
+        return {"text": np.frombuffer(said[0], np.uint8)}
+    raise AssertionError
+
+
+def traced(ranks: Ranks, folder: Path) -> Arrays:
+    trainer = ServerTrainer(model=mlp, data=examples())
+    work = ServerTraining(options=step(profile=True), num_ranks=2, traces=folder / "traces")
+    return learned(ranks, trainer, work)
+
+
+def checkpointed(folder: Path, **changes: Any) -> tuple[ServerTrainer, ServerTraining]:
+    trainer = ServerTrainer(model=norm_net, data=examples(), optimizer=adam)
+    work = ServerTraining(options=warm(checkpoint_every=3), num_ranks=2, checkpoints=folder / "saved", **changes)
+    return trainer, work
+
+
+def killed(ranks: Ranks, folder: Path) -> Arrays:
+    """Ends without a word in the middle of a training that is saved now and then."""
+
+    def end(done: int, total: int) -> None:
+        if done == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return learned(ranks, *checkpointed(folder, note=end))
+
+
+SCENARIOS: tuple[Callable[[Ranks, Path], Arrays], ...] = (
+    rich,
+    norm,
+    bf16,
+    halves,
+    scored,
+    distilled,
+    refused,
+    traced,
+    killed,
+)
+
+
+def main(folder: Path, backend: Backend) -> None:
+    torch.set_num_threads(1)
+    with joined(backend) as ranks:
+        for scenario in SCENARIOS:
+            found = scenario(ranks, folder)
+            if ranks.is_first:
+                np.savez(folder / f"{scenario.__name__}.npz", allow_pickle=False, **found)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), cast(Backend, sys.argv[2]))

@@ -1,0 +1,152 @@
+"""Training on the server's data: the same on one process and on two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from core.parallel import scenarios
+from core.parallel.scenarios import Arrays
+from fedplat.backends.parallel import ServerTrainer, ServerTraining
+from fedplat.backends.ranks import Ranks
+from fedplat.backends.torch import load_into
+from fedplat.errors import TrainingError
+from fedplat.model import Parameters
+
+Found = Callable[[str], Arrays]
+
+
+def assert_same_bits(one: Arrays, two: Arrays) -> None:
+    assert one.keys() == two.keys()
+    for name, expected in one.items():
+        np.testing.assert_array_equal(two[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["rich", "norm", "bf16", "distilled"])
+def test_two_logical_ranks_give_the_same_bits_on_one_process_and_on_two(
+    of_one: Found, of_two: Found, name: str
+) -> None:
+    assert_same_bits(of_one(name), of_two(name))
+
+
+def plain_losses(model: Parameters, work: ServerTraining, step_size: int) -> tuple[nn.Module, list[float]]:
+    """A loop as anybody would write it: SGD on all examples of a step at once."""
+    module = scenarios.mlp()
+    load_into(module, model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=work.options.learning_rate, momentum=work.options.momentum)
+    inputs, targets = scenarios.examples().tensors
+    losses: list[float] = []
+    for step in work.plan(len(inputs), 1).steps():
+        assert len(step) in (step_size, len(inputs) % step_size)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(module(inputs[step]), targets[step])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return module, losses
+
+
+def test_two_ranks_have_the_losses_of_one_process_with_the_double_batch(alone: Ranks, of_two: Found) -> None:
+    trainer = ServerTrainer(model=scenarios.mlp, data=scenarios.examples())
+    work = ServerTraining(options=scenarios.warm(batch_size=16, epochs=5, momentum=0.9), num_ranks=1)
+    one, two = scenarios.learned(alone, trainer, work), of_two("halves")
+    module, losses = plain_losses(trainer.learner.initial(1), work, 16)
+    assert len(losses) == 15  # of which every third has 13 examples, 7 and 6 for each rank
+    assert losses[-1] < losses[0] / 2
+    for found in (one, two):
+        np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
+        for name, expected in module.state_dict().items():
+            np.testing.assert_allclose(found[name], expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_more_ranks_than_examples_share_them(alone: Ranks) -> None:
+    trainer = ServerTrainer(model=scenarios.mlp, data=scenarios.examples())
+    work = ServerTraining(options=scenarios.warm(epochs=3), num_ranks=64)
+    found = scenarios.learned(alone, trainer, work)
+    _, losses = plain_losses(trainer.learner.initial(1), work, scenarios.NUM_EXAMPLES)
+    np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
+
+
+def test_running_statistics_are_those_of_logical_rank_0(alone: Ranks) -> None:
+    trainer = ServerTrainer(model=scenarios.norm_net, data=scenarios.examples())
+    work = ServerTraining(options=scenarios.step(batch_size=6, steps=1), num_ranks=3)
+    model = trainer.learner.initial(1)
+    found = scenarios.learned(alone, trainer, work, model)
+    first = next(work.plan(scenarios.NUM_EXAMPLES, 6).steps())[:6]
+    inputs = scenarios.examples().tensors[0][first].numpy()
+    expected = 0.1 * (inputs @ model["0.weight"].T + model["0.bias"]).mean(0)
+    np.testing.assert_allclose(found["1.running_mean"], expected, rtol=1e-4, atol=1e-6)
+    assert found["1.num_batches_tracked"] == 1
+
+
+def test_an_evaluation_is_that_of_one_process(of_one: Found, of_two: Found) -> None:
+    one, two = of_one("scored"), of_two("scored")
+    assert two["accuracy"] == one["accuracy"]
+    assert two["loss"] == pytest.approx(float(one["loss"]), rel=1e-6)
+
+
+def test_what_one_rank_cannot_do_all_of_them_refuse(of_one: Found, of_two: Found) -> None:
+    assert of_two("refused")["text"].tobytes() == b"the trainer cannot be used on rank 1: OSError: no such disk"
+    assert of_one("refused")["text"].tobytes() == b"the trainer cannot be used on rank 0: OSError: no such disk"
+
+
+def test_each_rank_leaves_a_trace(of_two: Found, folder_of_two: Path) -> None:
+    assert len(of_two("traced")["losses"]) == 7
+    files = sorted((folder_of_two / "traces").iterdir())
+    assert [file.name.partition(".")[0] for file in files] == ["rank0", "rank1"]
+    for file in files:
+        events = json.loads(file.read_text("utf-8"))["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4", "aten::linear"} <= names
+        assert "ProfilerStep#5" not in names
+
+
+@pytest.mark.fault("F35")
+def test_a_killed_training_goes_on_from_its_checkpoint_with_the_same_bits(
+    alone: Ranks, folder_of_two: Path, tmp_path: Path
+) -> None:
+    whole = scenarios.learned(alone, *scenarios.checkpointed(tmp_path))
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000000000012"]
+    assert [path.name for path in (folder_of_two / "saved").iterdir() if not path.suffix] == ["step-000000000006"]
+    done: list[int] = []
+
+    def note(step: int, total: int) -> None:
+        done.append(step)
+
+    trainer, work = scenarios.checkpointed(folder_of_two, note=note)
+    assert_same_bits(whole, scenarios.learned(alone, trainer, work))  # on one process instead of two
+    assert done == [7, 8, 9, 10, 11, 12]
+    assert_same_bits(whole, scenarios.learned(alone, trainer, work))  # at its end already
+
+
+def test_a_trainer_that_cannot_be_used_says_why(alone: Ranks) -> None:
+    def learned(trainer: ServerTrainer, num_ranks: int = 1) -> None:
+        scenarios.learned(alone, trainer, ServerTraining(options=scenarios.warm(), num_ranks=num_ranks))
+
+    with pytest.raises(TrainingError, match="the dataset is empty"):
+        learned(ServerTrainer(model=scenarios.mlp, data=lambda: scenarios.examples(0)))
+    with pytest.raises(TrainingError, match="BatchNorm cannot be trained on a single example; expected at least 128"):
+        learned(ServerTrainer(model=scenarios.norm_net, data=scenarios.examples), 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["norm", "halves", "scored"])
+def test_gpus_compute_the_same_as_a_cpu(of_one: Found, of_gpus: Found, name: str) -> None:
+    on_cpu, on_gpus = of_one(name), of_gpus(name)
+    for key, expected in on_cpu.items():
+        np.testing.assert_allclose(on_gpus[key], expected, rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpus_learn_in_bf16_and_from_teachers(of_gpus: Found) -> None:
+    for name in ("rich", "bf16", "distilled"):
+        losses = of_gpus(name)["losses"]
+        assert np.isfinite(losses).all()
