@@ -23,6 +23,7 @@ from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, 
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
+from fedplat_server.pool import commands as pool_commands
 from fedplat_server.private_pki import LOOPBACK, PkiFolder
 from fedplat_server.rpc import requests
 from fedplat_server.store import schema
@@ -37,6 +38,7 @@ database_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(database_app, name="db", help="Look after the database.")
 app.add_typer(operator_commands.app, name="operator", help="Say who may use the server.")
 app.add_typer(certificate_commands.app, name="certificates", help="Look after the server's certificates.")
+app.add_typer(pool_commands.app, name="pool", help="Run ranks that work for the daemon, and look after them.")
 app.command("init")(init_command.init)
 
 

@@ -1,0 +1,118 @@
+"""Starts the ranks of a pool with torchrun, and sees to it that there always are some."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from fedplat.backends.ranks import Backend
+from fedplat.errors import MissingExtraError
+from fedplat_server.errors import ConfigError, PoolError
+from fedplat_server.pool import address
+
+try:
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+except ImportError as exc:
+    raise MissingExtraError("a pool needs PyTorch, which is not installed: pip install 'fedplat-server[pool]'") from exc
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a pool is started on this host.
+
+    `hosts` are the fewest and the most that form a group; they meet at `rendezvous` (HOST:PORT). A group whose ranks
+    died is formed again `max_restarts` times. `threads`: those of PyTorch in each rank.
+    """
+
+    data_dir: Path
+    num_ranks: int
+    backend: Backend = "auto"
+    hosts: tuple[int, int] = (1, 1)
+    rendezvous: str = "127.0.0.1:0"
+    max_restarts: int = 1000
+    threads: int = 1
+    log_level: str = "INFO"
+
+
+def default_ranks() -> int:
+    """One rank for each GPU; without any, for each two cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def run(options: Options) -> None:
+    """Runs a pool until it is stopped by a signal.
+
+    Raises `ConfigError` when another pool serves the data folder, or when there is no GPU for NCCL; `PoolError` when
+    ranks cannot be started, or died too often.
+    """
+    if options.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--backend nccl: this machine has no GPU that PyTorch can use; expected auto or gloo")
+    with _held(options):
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        # A key-value store of its own for each group: else a new one finds the addresses of the one before.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if options.hosts == (1, 1):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        socket = address.of_folder(options.data_dir)
+        arguments = ("-m", "fedplat_server.pool.rank", str(socket), options.backend, options.log_level)
+        try:
+            elastic_launch(_config(options), sys.executable)(*arguments)
+        except SignalException as exc:
+            if exc.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from exc
+        except ChildFailedError as exc:
+            [rank, failure] = exc.get_first_failure()
+            raise PoolError(
+                f"the ranks died {options.max_restarts + 1} times, at last rank {rank} with exit status "
+                f"{failure.exitcode}; what they logged says why"
+            ) from exc
+        finally:
+            socket.unlink(missing_ok=True)
+
+
+def _config(options: Options) -> LaunchConfig:
+    single = options.hosts == (1, 1)
+    return LaunchConfig(
+        min_nodes=options.hosts[0],
+        max_nodes=options.hosts[1],
+        nproc_per_node=options.num_ranks,
+        run_id="fedplat",
+        rdzv_backend="c10d",
+        rdzv_endpoint=options.rendezvous,
+        rdzv_configs={"timeout": 900},
+        max_restarts=options.max_restarts,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1" if single else None,
+        logs_specs=DefaultLogsSpecs(),
+    )
+
+
+@contextlib.contextmanager
+def _held(options: Options) -> Generator[None]:
+    """One pool for each data folder; those of several hosts that form one share it."""
+    try:
+        descriptor = os.open(options.data_dir / "pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as exc:
+        raise ConfigError(
+            f"{options.data_dir} cannot be written to ({exc.strerror}); name the daemon's data folder with --data-dir"
+        ) from exc
+    try:
+        kind = fcntl.LOCK_EX if options.hosts == (1, 1) else fcntl.LOCK_SH
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise ConfigError(f"another pool serves {options.data_dir}; stop it first") from exc
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""One rank of the pool: `python -m fedplat_server.pool.rank SOCKET BACKEND`, started by torchrun, or alone.
+
+All ranks do the same works in the same order. One that fails says why, and its process ends; torchrun then ends the
+others, and forms the group anew. Whoever wanted something of the ranks hears that, and sees to it that it is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import distributed
+
+from fedplat.backends.ranks import Backend, Ranks, joined
+from fedplat_server import logs
+from fedplat_server.pool import frames
+from fedplat_server.pool.events import Event, Events
+from fedplat_server.pool.front import Front
+from fedplat_server.pool.tasks import Task
+from fedplat_server.pool.works import WORKS
+
+_LAST_WORDS_S = 2.0
+
+
+class _Rank:
+    """What one rank has open."""
+
+    def __init__(self, ranks: Ranks, events: Events, front: Front | None) -> None:
+        self._ranks = ranks
+        self._events = events
+        self._front = front
+        self._open: dict[int, Task] = {}
+
+    def serve(self) -> None:
+        """Does one thing after the other, for ever. Raises what a work raises."""
+        while True:
+            event = self._next()
+            if self._front is not None:
+                self._front.running = event.work
+            result = self._do(event)
+            if self._front is not None:
+                self._front.running = None
+            if result is not None:
+                self._open.pop(event.work, None)
+                if self._front is not None:
+                    self._front.finish(event.work, result)
+
+    def _next(self) -> Event:
+        if self._front is None:
+            return self._events.next()
+        event = self._front.events.get()
+        self._events.publish(event)
+        return event
+
+    def _do(self, event: Event) -> frames.Frame | None:
+        """The step that an event means; what the daemon is told if the work has ended by it."""
+        if event.kind == "begin":
+            return self._begin(event)
+        task = self._open.get(event.work)
+        if task is None:
+            return None  # it has ended before
+        if event.kind == "cancel":
+            task.cancel()
+            del self._open[event.work]
+            return None
+        return _reply(task.give(event.content) if event.kind == "message" else task.end())
+
+    def _begin(self, event: Event) -> frames.Frame | None:
+        work = WORKS.get(event.name)
+        if work is None:
+            return frames.Refused(f"this pool knows no {event.name!r}; is it of the same version as the server?")
+        note = functools.partial(self._note, event.work)
+
+        def run(inbox: Iterator[bytes]) -> bytes:
+            if self._ranks.device.type == "cuda":  # which each thread has to be told
+                torch.cuda.set_device(self._ranks.device)
+            return work(self._ranks, event.content, inbox, note)
+
+        task = self._open[event.work] = Task(f"{event.name} {event.work}", run)
+        return _reply(task.start())
+
+    def _note(self, work: int, content: bytes) -> None:
+        if self._front is not None:
+            self._front.tell(work, frames.Note(content))
+
+
+def _reply(content: bytes | None) -> frames.Reply | None:
+    return None if content is None else frames.Reply(content)
+
+
+def run(socket: Path, backend: Backend) -> None:
+    """Joins the other ranks and serves; does not return."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
+    with joined(backend) as ranks:
+        events = Events(ranks)
+        front = Front(socket, frames.Hello(ranks.size, str(ranks.device))) if ranks.is_first else None
+        log = logs.get().bind(rank=ranks.rank)
+        log.info("the rank is ready", ranks=ranks.size, device=str(ranks.device))
+        if front is not None and ranks.size > 1:
+            threading.Thread(target=_hear_failures, args=(events, front), name="failures", daemon=True).start()
+        try:
+            _Rank(ranks, events, front).serve()
+        except BaseException as exc:
+            if _is_of_another(exc):
+                log.error("the rank has lost the others", error=str(exc))
+            else:
+                log.exception("the rank fails")
+                text = f"rank {ranks.rank}: {type(exc).__name__}: {exc}"
+                if front is not None:
+                    front.refuse_all(text)
+                else:
+                    events.tell_failure(text)
+            if ranks.size > 1:  # torchrun ends all when one has ended, so rank 0 shall have told first what was wrong
+                threading.Event().wait(_LAST_WORDS_S)
+            raise
+
+
+def _is_of_another(exc: BaseException) -> bool:
+    """Whether an operation of the group failed because another rank is gone, which is not this one's failure."""
+    return isinstance(exc, distributed.DistError) or (isinstance(exc, RuntimeError) and "gloo" in str(exc))
+
+
+def _hear_failures(events: Events, front: Front) -> None:
+    front.refuse_all(events.wait_for_failure())
+    os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that started it was killed."""
+    descriptor = os.pidfd_open(parent)
+    if os.getppid() == parent:
+        select.select([descriptor], [], [])
+    os._exit(1)
+
+
+def main() -> None:
+    """The process of a rank."""
+    socket, backend, level = sys.argv[1:]
+    sink = logs.configure(level)
+    status = 1
+    try:
+        run(Path(socket), cast(Backend, backend))
+    except BaseException:  # told already
+        status = 1
+    sink.finish(timeout_s=1.0)
+    os._exit(status)  # threads may wait for ever
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The pool's process: works, ranks that die, works that nobody wants any more, and how it is started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
+from fedplat_server.pool import commands
+from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.tasks import Task
+from fedplat_server.pool.works import Echo
+from server.pool import PoolProcess, pool
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
+    # A path longer than the 107 bytes that the kernel takes for a socket's.
+    folder = tmp_path_factory.mktemp("pool") / ("long" * 30)
+    folder.mkdir()
+    with pool(folder) as started:
+        yield started
+
+
+async def test_all_ranks_do_the_same_work_and_several_can_be_open_at_once(running: PoolProcess) -> None:
+    link = await running.ready()
+    notes: list[bytes] = []
+    async with link.begin("echo", Echo(["a"]), notes.append) as one, link.begin("echo", Echo(["b"])) as two:
+        assert (one.hello.num_ranks, one.hello.device) == (2, "cpu")
+        for number in range(3):
+            await one.send(Echo([f"a{number}"]))
+            await two.send(Echo([f"b{number}"]))
+        assert (await two.result(Echo)).texts == ["b", "b0", "b1", "b2"]
+        assert (await one.result(Echo)).texts == ["a", "a0", "a1", "a2"]
+    assert notes == [b"all ranks have answered"]
+
+
+async def test_a_work_that_is_left_disturbs_nobody(running: PoolProcess) -> None:
+    link = await running.ready()
+    ranks = {number: process.pid for number, process in running.ranks().items()}
+    async with link.begin("echo", Echo(["left"])) as left:
+        await left.send(Echo(["more"]))
+    async with link.begin("echo", Echo(["next"])) as after:
+        assert (await after.result(Echo)).texts == ["next"]
+    assert {number: process.pid for number, process in running.ranks().items()} == ranks
+
+
+async def test_an_unknown_work_is_refused_and_the_ranks_go_on(running: PoolProcess) -> None:
+    link = await running.ready()
+    async with link.begin("dance", Echo([])) as session:
+        with pytest.raises(PoolWorkError, match="knows no 'dance'"):
+            await session.result(Echo)
+    async with link.begin("echo", Echo(["still"])) as session:
+        assert (await session.result(Echo)).texts == ["still"]
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_killed_rank_breaks_the_work_off_and_the_group_is_formed_again(
+    running: PoolProcess, victim: int
+) -> None:
+    link = await running.ready()
+    async with link.begin("echo", Echo(["a"])) as session:
+        await session.send(Echo(["b"]))
+        running.ranks()[victim].send_signal(signal.SIGKILL)
+        with pytest.raises(PoolBrokenError):
+            await session.result(Echo)
+    assert await link.is_there(60.0)
+    async with link.begin("echo", Echo(["again"])) as session:
+        assert (await session.result(Echo)).texts == ["again"]
+
+
+async def test_a_work_that_fails_says_why(running: PoolProcess) -> None:
+    link = await running.ready()
+    async with link.begin("echo", _Wrong(5)) as session:
+        with pytest.raises(PoolWorkError, match=r"rank [01]: ValidationError"):
+            await session.result(Echo)
+    assert await link.is_there(60.0)
+
+
+def test_status_says_what_there_is(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(running.ready())
+    commands.status(running.folder, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"ranks": 2, "device": "cpu"}
+    commands.status(running.folder)
+    assert capsys.readouterr().out == "the pool has 2 ranks; rank 0 computes on cpu\n"
+    with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock"):
+        commands.status(tmp_path)
+
+
+def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ranks": -1}, "--ranks -1: expected a whole number of at least 1"),
+        ({"threads": 0}, "--threads 0: expected a whole number of at least 1"),
+        ({"log_level": "LOUD"}, "--log-level LOUD: expected DEBUG"),
+        ({"hosts": "2"}, "--hosts 2 needs --rendezvous HOST:PORT"),
+        ({"hosts": "3:1", "rendezvous": "a:1"}, "--hosts 3:1: expected at least 1, and MIN not above MAX"),
+        ({"hosts": "many"}, "--hosts many: expected a number, or MIN:MAX"),
+        ({"rendezvous": "a:1"}, "--rendezvous is for several hosts"),
+        ({"data_dir": running.folder}, "another pool serves"),
+        ({"data_dir": tmp_path / "none"}, "name the daemon's data folder with --data-dir"),
+    ]
+    for options, text in wrong:
+        arguments: dict[str, Any] = {"data_dir": tmp_path, "ranks": 1, **options}
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            commands.run(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_wants_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no GPU"):
+        commands.run(data_dir=tmp_path, backend="nccl", ranks=1)
+
+
+async def test_without_a_pool_nobody_answers(tmp_path: Path) -> None:
+    link = PoolLink.of_folder(tmp_path)
+    assert not await link.is_there()
+    with pytest.raises(PoolUnavailableError, match="start one with fedplat-server pool run"):
+        async with link.begin("echo", Echo([])):
+            pass
+
+
+def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:
+    with pool(tmp_path, 1) as started:
+        asyncio.run(started.ready())
+        [rank] = started.ranks().values()
+        assert started.stop() == 0
+    assert not (tmp_path / "pool.sock").exists()
+    assert not rank.is_running()
+
+
+def test_tasks_take_turns() -> None:
+    said: list[str] = []
+
+    def work(name: str) -> Task:
+        return Task(
+            name, lambda inbox: "".join(said.append(f"{name}{m.decode()}") or m.decode() for m in inbox).encode()
+        )
+
+    one, two = work("a"), work("b")
+    assert one.start() is None
+    assert two.start() is None
+    assert one.give(b"1") is None
+    assert two.give(b"2") is None
+    assert one.end() == b"1"
+    two.cancel()
+    assert said == ["a1", "b2"]
+
+
+class _Wrong(msgspec.Struct):
+    texts: int
