@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from fedplat import codecs
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, Vector, blocks
+from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, Vector, blocks, part_of
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
@@ -166,8 +166,8 @@ class _Decoded:
     starts: Mapping[Segment, int]
     rest: memoryview
 
-    def to_blocks(self) -> Blocks:
-        return self.values
+    def to_blocks(self, columns: range | None = None) -> Blocks:
+        return part_of(self.values, columns)  # what comes before is decoded, too: codecs write no index
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         entries = np.frombuffer(self.rest, DTYPES[run.dtype], run.count, self.starts[run])

@@ -101,9 +101,9 @@ class Models:
             part.restart()
             try:
                 part.write(base.schema.header)
-                for values in stepped(base, iter(step.to_blocks()), carried):
+                for placed in stepped(base, iter(step.to_blocks()), carried):
                     control.signal.check()
-                    part.write(values.view(np.uint8).data)
+                    part.write(placed.values.view(np.uint8).data)
             except BaseException:
                 part.restart()  # else the download of the whole model would go on from here
                 raise

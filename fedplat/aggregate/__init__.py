@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedplat.aggregate.accumulator import Accumulator, Part
+from fedplat.aggregate.accumulator import Accumulator, Part, Shard
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
 from fedplat.aggregate.algebra import Contribution, Counterpart, Partial, Rule, State, Wrapper, unusable
 from fedplat.aggregate.clip import clip_by_norm
@@ -38,6 +38,7 @@ from fedplat.aggregate.rebased import rebased
 from fedplat.aggregate.robust import MAX_GATHERED, Robust
 from fedplat.aggregate.scaffold import Scaffold, server_scaffold
 from fedplat.aggregate.state import (
+    column_start,
     first_columns,
     read_columns,
     read_scalars,
@@ -108,10 +109,12 @@ __all__ = [
     "Robust",
     "Rule",
     "Scaffold",
+    "Shard",
     "State",
     "Wrapper",
     "clip_by_norm",
     "clip_by_quantile",
+    "column_start",
     "compress_step",
     "divided_by_number",
     "first_columns",

@@ -1,10 +1,14 @@
 """What the server holds for one open attempt; its size does not depend on the number of updates.
 
 Updates of a rule that gathers are not held: the accumulator remembers where they can be read, until the attempt ends.
+
+The columns of the model's vector may be shared out over several accumulators, each of one `Shard`: every one of them
+folds its columns of all updates, in the same order, and has its part of the result, bit for bit as one alone has it.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate.algebra import Contribution, Rule, State
+from fedplat.aggregate.algebra import Contribution, Partial, Rule, State
 from fedplat.aggregate.state import Remembered, columns, columns_of, joined
 from fedplat.errors import ModelError
 from fedplat.model import (
@@ -31,16 +35,29 @@ from fedplat.model import (
     kept,
     stepped,
 )
+from fedplat.model.shards import Across, alone
 
 
 class Part(NamedTuple):
     """A part of the result: the next entries of the model's flat buffer, and the next column of the state, if any.
 
-    Valid until the next part is drawn.
+    `start` is the byte of the flat buffer that the entries begin with. Valid until the next part is drawn.
     """
 
+    start: int
     model: npt.NDArray[Any]
     state: State | None = None
+
+
+class Shard(NamedTuple):
+    """The columns of an accumulator that has some of them (see `fedplat.model.shards`).
+
+    One shard `carries`: it has the entries that are no floating-point numbers, too.
+    """
+
+    columns: range
+    across: Across
+    carries: bool
 
 
 class Accumulator:
@@ -60,13 +77,20 @@ class Accumulator:
     array([1., 3.], dtype=float32)
     """
 
-    def __init__(self, schema: Schema, rule: Rule, scalars: Mapping[str, float] | None = None) -> None:
-        """`scalars` are those that the attempt before remembered; none are the rule's first ones."""
+    def __init__(
+        self, schema: Schema, rule: Rule, scalars: Mapping[str, float] | None = None, shard: Shard | None = None
+    ) -> None:
+        """`scalars` are those that the attempt before remembered; none are the rule's first ones.
+
+        Without a `shard` it has all columns. With one, all that is said of vectors holds for its columns.
+        """
         self._schema = schema
         self._rule = rule
-        self._partial = rule.start(schema.num_floating)
-        if scalars:
-            self._partial = dataclasses.replace(self._partial, scalars=scalars)
+        self._shard = shard or Shard(range(schema.num_floating), alone, True)
+        first = rule.start(len(self._shard.columns))
+        self._partial = dataclasses.replace(
+            first, scalars=scalars or first.scalars, first=self._shard.columns.start, across=self._shard.across
+        )
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
 
     @property
@@ -85,6 +109,11 @@ class Accumulator:
         return self._rule.gather is not None
 
     @property
+    def total(self) -> Vector:
+        """The sum of the updates folded so far."""
+        return self._partial.total
+
+    @property
     def scalars(self) -> Mapping[str, float]:
         """The numbers that the next attempt begins with."""
         return self._rule.remember(self._partial)
@@ -101,21 +130,49 @@ class Accumulator:
         added then. After any other error, from reading the update say, the accumulator is of no use any more.
         """
         self._check(update, "update")
-        self._partial = self._rule.fold(self._partial, update.to_blocks(), contribution)
-        if self._schema.carry == "max":
+        self._partial = self._rule.fold(self._partial, update.to_blocks(self._shard.columns), contribution)
+        if self._schema.carry == "max" and self._shard.carries:
             self._carry_largest(update)
 
     def finish(self, base: Parameters, state: State) -> tuple[Parameters, State]:
         """The next model version and the rule's next state, in memory; what is said of `parts` holds for it."""
-        model, end = Parameters.zeros(base.schema), 0
+        model = Parameters.zeros(base.schema)
         next_state: list[State] = []
         for part in self.parts(base, columns_of(state, base.schema.num_floating)):
             content = part.model.view(np.uint8)
-            model.buffer[end : end + content.size] = content
-            end += content.size
+            model.buffer[part.start : part.start + content.size] = content
             if part.state is not None:
                 next_state.append({name: vector.copy() for name, vector in part.state.items()})
         return model, joined(next_state)
+
+    def gathered(self, state: Iterable[State]) -> Accumulator:
+        """This one, with the updates of a rule that gathers reduced to one total, which weighs 1; else as it is.
+
+        `state` are the columns of the last state, which are drawn more than once. `across` of a shard is called.
+        Raises `ValueError` when there are too few updates for the rule, say, and then before any update is read.
+        """
+        rule, size = self._rule, len(self._shard.columns)
+        if rule.gather is None:
+            return self
+        remembered = {name: Remembered(state, name, size) for name in rule.init(0)}
+        with np.errstate(all="ignore"):
+            partial = rule.gather(remembered, self._partial)
+        return self._with(dataclasses.replace(rule, gather=None), partial, self._shard)
+
+    def joined(self, totals: Iterable[Vector]) -> Accumulator:
+        """One of all columns, of the totals of all shards, in order, which must have been `gathered`.
+
+        Only the one that carries can be. It is for rules that are not blockwise: their end is computed in one place.
+        """
+        assert self._shard.carries
+        shard = Shard(range(self._schema.num_floating), alone, True)
+        return self._with(self._rule, dataclasses.replace(self._partial, total=np.concatenate([*totals])), shard)
+
+    def _with(self, rule: Rule, partial: Partial, shard: Shard) -> Accumulator:
+        other = copy.copy(self)
+        other._rule, other._shard = rule, shard
+        other._partial = dataclasses.replace(partial, first=shard.columns.start, across=shard.across)
+        return other
 
     def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
         """The next model version and the rule's next state, part by part; changes nothing, and may be repeated.
@@ -129,11 +186,11 @@ class Accumulator:
         self._check(base, "base version")
         drawn: list[State] = []
         steps = self._steps(state, drawn)
-        for values in stepped(base, steps, self._carry):
-            _check_finite(values)
-            yield Part(values, drawn.pop() if drawn else None)
+        for placed in stepped(base, steps, self._carry, self._shard.columns):
+            _check_finite(placed.values)
+            yield Part(*placed, drawn.pop() if drawn else None)
         for _ in steps:  # the one column of a model without floating-point entries
-            yield Part(np.empty(0, np.uint8), drawn.pop())
+            yield Part(0, np.empty(0, np.uint8), drawn.pop())
 
     def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
         """The rule's step, column by column; the next state's column is put into `drawn`."""
@@ -143,24 +200,24 @@ class Accumulator:
             yield step
 
     def _applied(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
-        rule, partial, size = self._rule, self._partial, self._schema.num_floating
-        if rule.gather is not None:
-            remembered = {name: Remembered(state, name, size) for name in rule.init(0)}
-            with np.errstate(all="ignore"):
-                partial = rule.gather(remembered, partial)
+        rule, size = self._rule, len(self._shard.columns)
+        partial = self.gathered(state)._partial
         if not rule.blockwise:
+            assert size == self._schema.num_floating, "shards of such a rule have to be joined"
             with np.errstate(all="ignore"):
                 step, whole = rule.apply(joined(state), partial)
             for column, remembered in zip(columns(size), columns_of(whole, size), strict=True):
                 yield step[column], remembered
             return
         for column, remembered in zip(columns(size), state, strict=True):
-            part = dataclasses.replace(partial, total=partial.total[column], first=column.start)
+            part = dataclasses.replace(partial, total=partial.total[column], first=partial.first + column.start)
             with np.errstate(all="ignore"):  # what is not finite is found in the result
                 result = rule.apply(remembered, part)
             yield result
 
     def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        if not self._shard.carries:
+            return iter(())
         largest = self._carried.get(run)
         return kept(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
 

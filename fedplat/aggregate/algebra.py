@@ -25,6 +25,10 @@ of an attempt is computed slice by slice, and no vector of the model's size but 
 this package are. One that looks at the whole step, for its norm say, must declare `blockwise=False`, and whatever wraps
 it keeps that: then all its vectors are in memory at once.
 
+The columns of the model's vector may be shared out (`Accumulator` of a `Shard`): then `fold`, `gather` and `apply` see
+those of one shard. What `fold` and `gather` need to know of whole updates they ask of `Partial.across`, as `l2_norm`
+and the inner products of robust rules do; so no rule knows of shards, and the bits are those without.
+
 New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
 """
 
@@ -34,6 +38,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from fedplat.model import Blocks, Parameters, Schema, Vector
+from fedplat.model.shards import Across, alone
 
 State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
@@ -61,7 +66,8 @@ class Partial:
 
     `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
     remembers of the attempt before, which are known while updates are folded. `kept` are the updates of a rule that
-    gathers. Where `apply` is given a slice of the total, `first` is the entry of the model that it begins with.
+    gathers. Where the total is a slice of the model's vector, `first` is the entry that it begins with; updates and
+    state are slices then, too, and `across` adds up what is a sum over all entries, such as a norm.
     """
 
     total: Vector
@@ -71,6 +77,7 @@ class Partial:
     scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kept: tuple[tuple[Blocks, Contribution], ...] = ()
     first: int = 0
+    across: Across = alone
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""

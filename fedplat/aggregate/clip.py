@@ -12,6 +12,7 @@ import math
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.aggregate.vectors import l2_norm, scaled
 from fedplat.model import Blocks
+from fedplat.model.shards import Across, alone
 
 # Scaled entries are rounded to float32, which could lift the norm by up to 2⁻²³ of itself; the bound must
 # hold after rounding too.
@@ -30,16 +31,16 @@ def clip_by_norm(max_norm: float) -> Wrapper:
 
     def wrap(inner: Rule) -> Rule:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            return inner.fold(partial, clipped(update, finite_norm(update), max_norm), contribution)
+            return inner.fold(partial, clipped(update, finite_norm(update, partial.across), max_norm), contribution)
 
         return dataclasses.replace(inner, fold=fold)
 
     return wrap
 
 
-def finite_norm(update: Blocks) -> float:
+def finite_norm(update: Blocks, across: Across = alone) -> float:
     """The L2 norm of an update; raises `ValueError` when it has none."""
-    norm = l2_norm(update)
+    norm = l2_norm(update, across)
     if not math.isfinite(norm):
         raise ValueError("the update has NaN or infinite entries and cannot be clipped")
     return norm

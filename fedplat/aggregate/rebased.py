@@ -28,8 +28,8 @@ class _Rebased:
     def schema(self) -> Schema:
         return self._update.schema
 
-    def to_blocks(self) -> Blocks:
-        return _Moved(self._update.to_blocks(), self._origin.to_blocks(), self._base.to_blocks())
+    def to_blocks(self, columns: range | None = None) -> Blocks:
+        return _Moved(*(values.to_blocks(columns) for values in (self._update, self._origin, self._base)))
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         return self._update.carried(run)

@@ -96,20 +96,26 @@ def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping
         return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
 
 
-def read_columns(path: str | os.PathLike[str], rule: Rule, size: int) -> Columns:
-    """The columns in a state's file.
+def read_columns(path: str | os.PathLike[str], rule: Rule, size: int, shard: range | None = None) -> Columns:
+    """The columns in a state's file: all of them, or those of a shard.
 
     When they are drawn: raises `ModelError` if it is not the state of this rule for `size` entries, or `OSError`.
     """
-    return Columns(lambda: _read(path, rule, size))
+    return Columns(lambda: _read(path, rule, size, range(size) if shard is None else shard))
 
 
-def _read(path: str | os.PathLike[str], rule: Rule, size: int) -> Iterator[State]:
-    names, begin = tuple(rule.init(0)), 8 * len(rule.start(0).scalars)
+def column_start(rule: Rule, first: int) -> int:
+    """The byte where the column that begins with entry `first` lies, behind the header of a state's file."""
+    return 8 * len(rule.start(0).scalars) + 4 * len(rule.init(0)) * first
+
+
+def _read(path: str | os.PathLike[str], rule: Rule, size: int, shard: range) -> Iterator[State]:
+    names = tuple(rule.init(0))
     with _opened(path, rule, size).reader(4 * len(names) * WINDOW) as read:
-        for column in columns(size):
+        for column in columns(len(shard)):
             length = column.stop - column.start
-            content = read(begin + 4 * len(names) * column.start, 4 * len(names) * length).view(np.float32)
+            start = column_start(rule, shard.start + column.start)
+            content = read(start, 4 * len(names) * length).view(np.float32)
             yield {name: content[number * length :][:length] for number, name in enumerate(names)}
 
 

@@ -8,18 +8,24 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedplat.model import BLOCK, Blocks, Vector
+from fedplat.model.shards import Across, Terms, alone
 
 
-def l2_norm(vector: Blocks) -> float:
-    """The Euclidean norm of a float32 vector, summed in float64; the same bits on every machine."""
+def l2_norm(vector: Blocks, across: Across = alone) -> float:
+    """The Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
+
+    Where `vector` is a shard's part of it, `across` is the partial result's (`Partial.across`).
+    """
+    return math.sqrt(across(np.zeros(1), _squares(vector)).item())
+
+
+def _squares(vector: Blocks) -> Iterator[Terms]:
     wide = np.empty(min(BLOCK, vector.size), np.float64)
-    total = 0.0
     for block in vector:
         squares = wide[: block.size]
         squares[:] = block
         # Not np.dot: BLAS sums in an order that depends on the processor and its number of threads.
-        total += float(np.square(squares, out=squares).sum())
-    return math.sqrt(total)
+        yield np.square(squares, out=squares).sum(keepdims=True)
 
 
 def scaled(vector: Blocks, factor: float) -> Blocks:

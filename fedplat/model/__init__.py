@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from fedplat.errors import ModelError
 from fedplat.model import header
-from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, windows
+from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 from fedplat.model.steps import kept, stepped
@@ -56,6 +56,7 @@ __all__ = [
     "is_finite",
     "kept",
     "moved",
+    "part_of",
     "read_run",
     "stepped",
     "windows",
@@ -178,9 +179,9 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
             vector[block] = values
         return vector
 
-    def to_blocks(self) -> Blocks:
+    def to_blocks(self, columns: range | None = None) -> Blocks:
         """The entries of `to_vector`, block by block: views where they are float32, else converted as they are read."""
-        return FloatingBlocks(self.schema, lambda: self.reader(0))
+        return FloatingBlocks(self.schema, lambda: self.reader(0), columns)
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype in blocks, which are views."""

@@ -86,6 +86,29 @@ def windows(values: Blocks) -> Iterator[Vector]:
     return iter(values) if own is None else own()
 
 
+def part_of(values: Blocks, columns: range | None) -> Blocks:
+    """All columns of a vector that is read from its beginning, or some, which begin at a multiple of `BLOCK`."""
+    return values if columns is None or len(columns) == values.size else _PartBlocks(values, columns)
+
+
+class _PartBlocks:
+    def __init__(self, values: Blocks, columns: range) -> None:
+        self._values, self._columns = values, columns
+
+    @property
+    def size(self) -> int:
+        return len(self._columns)
+
+    def __iter__(self) -> Iterator[Vector]:
+        position, columns = 0, self._columns
+        for block in self._values:
+            if position >= columns.stop:
+                return
+            if position >= columns.start:
+                yield block[: columns.stop - position]
+            position += block.size
+
+
 def is_finite(values: Blocks) -> bool:
     """Whether no entry is NaN or infinite."""
     return all(np.isfinite(part).all() for part in windows(values))

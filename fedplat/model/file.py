@@ -42,9 +42,9 @@ class ModelFile:
             raise ModelError("the header is not written as fedplat does it; expected its order, spacing and padding")
         return cls(path, layout.schema)
 
-    def to_blocks(self) -> Blocks:
-        """The floating-point entries as float32."""
-        return FloatingBlocks(self.schema, lambda: self.reader(8 * WINDOW))
+    def to_blocks(self, columns: range | None = None) -> Blocks:
+        """The floating-point entries as float32; of some columns, only these are read."""
+        return FloatingBlocks(self.schema, lambda: self.reader(8 * WINDOW), columns)
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype, `BLOCK` at a time."""

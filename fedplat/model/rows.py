@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, Windowed, blocks
+from fedplat.model.shards import Across, alone
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
 """Numbers of a few rows: coefficients, inner products."""
@@ -46,19 +47,16 @@ def padded(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDArray[Any
     return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
 
 
-def gram(rows: Sequence[Blocks]) -> Matrix:
+def gram(rows: Sequence[Blocks], across: Across = alone) -> Matrix:
     """The inner products of all pairs of rows, [rows, rows], in one pass.
 
     In float64: a distance that is computed from them is off by about 1e-8 of the rows' norms, no more than by what
     float32 has rounded off the rows. The same bits on the same machine, whatever its number of threads; another
-    processor's may differ in the last ones.
+    processor's may differ in the last ones. Where the rows are a shard's, `across` adds the products of the others.
     """
-    lower = np.zeros((len(rows), len(rows)))
+    zero = np.zeros((len(rows), len(rows)))
     with _pool() as pool:
-        for part in _in_step(rows, pool):
-            chunks = (part[:, chunk] for chunk in blocks(part.shape[1], CHUNK))
-            for products in pool.map(_products, chunks):  # added in order, whoever was first
-                lower += products
+        lower = across(zero, _by_window(rows, zero, pool))
     return lower + np.tril(lower, -1).T
 
 
@@ -122,6 +120,18 @@ def _in_step(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
 
         _all(pool, read, range(len(rows)))
         yield columns
+
+
+def _by_window(rows: Sequence[Blocks], zero: Matrix, pool: Executor) -> Iterator[Matrix]:
+    """The products of each window of the rows: a shard may begin with it, so each has a sum of its own."""
+    total, end = zero.copy(), 0
+    for part in _in_step(rows, pool):
+        for products in pool.map(_products, (part[:, chunk] for chunk in blocks(part.shape[1], CHUNK))):
+            total += products  # in order, whoever was first
+        end += part.shape[1]
+        if end % WINDOW == 0 or end == rows[0].size:
+            yield total
+            total = zero.copy()
 
 
 def _products(columns: Columns) -> Matrix:

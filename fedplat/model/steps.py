@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fedplat.model.blocks import WINDOW, Vector, blocks
 from fedplat.model.schema import FLOATING, Schema, Segment
-from fedplat.model.values import Read, moved, read_run
+from fedplat.model.values import Read, floating_runs, moved, read_run
 
 
 class Flat(Protocol):
@@ -35,24 +35,40 @@ def kept(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
     return (read_run(read, run, part.start, part.stop - part.start) for part in blocks(run.count, WINDOW))
 
 
+class Placed(NamedTuple):
+    """Entries of a flat buffer, and the byte of it that they begin with."""
+
+    start: int
+    values: npt.NDArray[Any]
+
+
 def stepped(
-    base: Flat, steps: Iterator[Vector], carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]]
-) -> Iterator[npt.NDArray[Any]]:
+    base: Flat,
+    steps: Iterator[Vector],
+    carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]],
+    columns: range | None = None,
+) -> Iterator[Placed]:
     """The flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
 
-    `steps` are the step's entries in order, in parts of any size up to `WINDOW`, and are drawn as they are needed.
-    `carried` gives the entries of a run of another dtype, as `kept` does.
+    `steps` are the step's entries in order, in parts of any size up to `WINDOW`, and are drawn as they are needed:
+    those of all columns, or of some. `carried` gives the entries of a run of another dtype, as `kept` does; none, if
+    somebody else has them.
     """
+    entries = dict(floating_runs(base.schema, range(base.schema.num_floating) if columns is None else columns))
     step, used = np.empty(0, np.float32), 0
     with base.reader(8 * WINDOW) as read:
         for run in base.schema.segments:
+            start = run.offset
             if run.dtype not in FLOATING:
-                yield from carried(read, run)
+                for values in carried(read, run):
+                    yield Placed(start, values)
+                    start += values.nbytes
                 continue
-            first = 0
-            while first < run.count:
+            first, stop = (entries[run].start, entries[run].stop) if run in entries else (0, 0)
+            while first < stop:
                 if used == step.size:
                     step, used = next(steps), 0
-                count = min(run.count - first, step.size - used)
-                yield moved(read_run(read, run, first, count), step[used : used + count])
+                count = min(stop - first, step.size - used)
+                values = moved(read_run(read, run, first, count), step[used : used + count])
+                yield Placed(start + first * values.itemsize, values)
                 first, used = first + count, used + count

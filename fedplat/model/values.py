@@ -31,8 +31,11 @@ class Values(Protocol):
         """What the values are."""
         ...
 
-    def to_blocks(self) -> Blocks:
-        """The floating-point entries as float32, [num_floating], in canonical order."""
+    def to_blocks(self, columns: range | None = None) -> Blocks:
+        """The floating-point entries as float32, in canonical order: all of them, or those of some columns.
+
+        `columns` begin at a multiple of `WINDOW`.
+        """
         ...
 
     def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
@@ -46,15 +49,18 @@ class FloatingBlocks:
     A float64 entry beyond the range of float32 becomes infinite, without a warning.
     """
 
-    def __init__(self, schema: Schema, reader: Callable[[], AbstractContextManager[Read]]) -> None:
-        """`reader()` is called for each pass, so that passes do not share what they read into."""
+    def __init__(
+        self, schema: Schema, reader: Callable[[], AbstractContextManager[Read]], columns: range | None = None
+    ) -> None:
+        """Those of some `columns`, or all. `reader()` is called for each pass, so that no two read into one window."""
         self._schema = schema
         self._reader = reader
+        self._columns = range(schema.num_floating) if columns is None else columns
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._schema.num_floating
+        return len(self._columns)
 
     def __iter__(self) -> Iterator[Vector]:
         """The blocks, in order."""
@@ -65,7 +71,7 @@ class FloatingBlocks:
         return self._parts(WINDOW)
 
     def _parts(self, length: int) -> Iterator[Vector]:
-        pieces, scratch = _pieces(self._schema, length), np.empty(0, np.float32)
+        pieces, scratch = _pieces(self._schema, self._columns, length), np.empty(0, np.float32)
         with self._reader() as read:
             for part in blocks(self.size, length):
                 count = part.stop - part.start
@@ -109,15 +115,24 @@ def all_finite(values: npt.NDArray[Any]) -> bool:
     return bool(np.isfinite(values).all())
 
 
-def _pieces(schema: Schema, length: int) -> Iterator[tuple[Segment, int, int]]:
-    """The floating-point runs, cut where a run ends or a part of the vector: run, index of the first, number."""
+def floating_runs(schema: Schema, columns: range) -> Iterator[tuple[Segment, range]]:
+    """The floating-point runs that some columns lie in, and which entries of each."""
     position = 0
     for run in schema.segments:
-        if run.dtype not in FLOATING:
-            continue
-        first = 0
-        while first < run.count:
-            count = min(run.count - first, length - position % length)
+        if run.dtype in FLOATING:
+            entries = range(max(columns.start - position, 0), min(columns.stop - position, run.count))
+            if entries:
+                yield run, entries
+            position += run.count
+
+
+def _pieces(schema: Schema, columns: range, length: int) -> Iterator[tuple[Segment, int, int]]:
+    """The runs of columns, cut where a run ends or a part of the vector: run, index of the first, number."""
+    position = 0
+    for run, entries in floating_runs(schema, columns):
+        first = entries.start
+        while first < entries.stop:
+            count = min(entries.stop - first, length - position % length)
             yield run, first, count
             first, position = first + count, position + count
 

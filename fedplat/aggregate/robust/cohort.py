@@ -17,6 +17,7 @@ import numpy as np
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks, Vector
 from fedplat.model.rows import Columns, Matrix, each_column, gram, weighted_sum
+from fedplat.model.shards import Across, alone
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,10 +29,13 @@ class Rows:
     products: Callable[[], Matrix]
 
     @classmethod
-    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = ()) -> Rows:
-        """One row for each update. The vectors `beside` them are no rows; see `with_vector`."""
+    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: Across = alone) -> Rows:
+        """One row for each update. The vectors `beside` them are no rows; see `with_vector`.
+
+        Where all of them are a shard's parts of vectors, `across` brings in the other shards' inner products.
+        """
         vectors = [*updates, *beside]
-        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors)))
+        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors, across)))
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -123,7 +127,8 @@ def gathering(reduce: Reduce, before: Mix, beside: Sequence[str] = ()) -> Wrappe
             return dataclasses.replace(inner.merge(left, right), kept=left.kept + right.kept)
 
         def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
-            rows = Rows.of([update for update, _ in partial.kept], [state[name] for name in beside])
+            updates = [update for update, _ in partial.kept]
+            rows = Rows.of(updates, [state[name] for name in beside], partial.across)
             total = reduce(Cohort(before(rows), [contribution for _, contribution in partial.kept]))
             return dataclasses.replace(partial, total=total, weight=1.0, kept=())
 
