@@ -6,8 +6,9 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ import torch
 
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
 from fedplat_server.pool import commands
+from fedplat_server.pool.events import Event
 from fedplat_server.pool.link import PoolLink
-from fedplat_server.pool.tasks import Task
+from fedplat_server.pool.order import Order
+from fedplat_server.pool.tasks import Pause, Task
 from fedplat_server.pool.works import Echo
 from server.pool import PoolProcess, pool
 
@@ -141,19 +144,39 @@ def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:
 def test_tasks_take_turns() -> None:
     said: list[str] = []
 
-    def work(name: str) -> Task:
-        return Task(
-            name, lambda inbox: "".join(said.append(f"{name}{m.decode()}") or m.decode() for m in inbox).encode()
-        )
+    def made(name: str) -> Task:
+        def run(inbox: Iterator[bytes]) -> bytes:
+            for message in inbox:
+                said.append(name + message.decode())
+                task.pause()
+            return b"".join([name.encode(), b" done"])
 
-    one, two = work("a"), work("b")
-    assert one.start() is None
-    assert two.start() is None
-    assert one.give(b"1") is None
-    assert two.give(b"2") is None
-    assert one.end() == b"1"
+        task = Task(name, run)
+        return task
+
+    one, two = made("a"), made("b")
+    assert [one.start(), two.start()] == [Pause.WAITS, Pause.WAITS]
+    assert [one.give(b"1"), two.give(b"2")] == [Pause.YIELDS, Pause.YIELDS]
+    assert one.resume() is Pause.WAITS
+    assert one.end() == b"a done"
     two.cancel()
     assert said == ["a1", "b2"]
+
+
+def test_whatever_comes_is_done_between_the_steps_of_a_long_work() -> None:
+    coming: SimpleQueue[Event] = SimpleQueue()
+    order = Order(coming)
+    for event in (Event(1, "begin"), Event(2, "begin"), Event(1, "end"), Event(3, "begin")):
+        coming.put(event)
+    # Work 1 lets others have their turn three times and then waits for its end, which has come long ago.
+    outcomes = {1: [Pause.YIELDS] * 3 + [Pause.WAITS, b"done"], 2: [Pause.WAITS], 3: [Pause.WAITS]}
+    found: list[tuple[int, str]] = []
+    while outcomes[1]:
+        event = order.next()
+        order.went(event.work, outcomes[event.work].pop(0))
+        found.append((event.work, event.kind))
+    resumed = (1, "resume")
+    assert found == [(1, "begin"), resumed, (2, "begin"), resumed, (3, "begin"), resumed, (1, "end")]
 
 
 class _Wrong(msgspec.Struct):

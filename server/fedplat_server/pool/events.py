@@ -22,10 +22,13 @@ _FAILED = "failed"
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something of one work: it begins (its name, the request), gets a message, ends, or is not wanted any more."""
+    """Something of one work.
+
+    It begins (its name, the request), gets a message, gets no more of them, goes on, or is not wanted any more.
+    """
 
     work: int
-    kind: Literal["begin", "message", "end", "cancel"]
+    kind: Literal["begin", "message", "end", "resume", "cancel"]
     content: bytes = b""
     name: str = ""
 

@@ -6,7 +6,7 @@ others, and forms the group anew. Whoever wanted something of the ranks hears th
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import select
 import sys
@@ -23,19 +23,21 @@ from fedplat_server import logs
 from fedplat_server.pool import frames
 from fedplat_server.pool.events import Event, Events
 from fedplat_server.pool.front import Front
-from fedplat_server.pool.tasks import Task
+from fedplat_server.pool.order import Order
+from fedplat_server.pool.tasks import Pause, Task
 from fedplat_server.pool.works import WORKS
 
 _LAST_WORDS_S = 2.0
 
 
 class _Rank:
-    """What one rank has open."""
+    """What one rank has open; `front` and `order` are those of rank 0."""
 
     def __init__(self, ranks: Ranks, events: Events, front: Front | None) -> None:
         self._ranks = ranks
         self._events = events
         self._front = front
+        self._order = Order(front.events) if front is not None else None
         self._open: dict[int, Task] = {}
 
     def serve(self) -> None:
@@ -44,39 +46,45 @@ class _Rank:
             event = self._next()
             if self._front is not None:
                 self._front.running = event.work
-            result = self._do(event)
+            self._do(event)
             if self._front is not None:
                 self._front.running = None
-            if result is not None:
-                self._open.pop(event.work, None)
-                if self._front is not None:
-                    self._front.finish(event.work, result)
 
     def _next(self) -> Event:
-        if self._front is None:
+        if self._order is None:
             return self._events.next()
-        event = self._front.events.get()
+        event = self._order.next()
         self._events.publish(event)
         return event
 
-    def _do(self, event: Event) -> frames.Frame | None:
-        """The step that an event means; what the daemon is told if the work has ended by it."""
+    def _do(self, event: Event) -> None:
         if event.kind == "begin":
             return self._begin(event)
         task = self._open.get(event.work)
         if task is None:
-            return None  # it has ended before
-        if event.kind == "cancel":
-            task.cancel()
-            del self._open[event.work]
-            return None
-        return _reply(task.give(event.content) if event.kind == "message" else task.end())
+            return None  # it has ended before, or has nothing to do on this rank
+        match event.kind:
+            case "message":
+                outcome = task.give(event.content)
+            case "end":
+                outcome = task.end()
+            case "resume":
+                outcome = task.resume()
+            case "cancel":
+                del self._open[event.work]
+                return task.cancel()
+        return self._went(event.work, outcome)
 
-    def _begin(self, event: Event) -> frames.Frame | None:
+    def _begin(self, event: Event) -> None:
         work = WORKS.get(event.name)
         if work is None:
-            return frames.Refused(f"this pool knows no {event.name!r}; is it of the same version as the server?")
-        note = functools.partial(self._note, event.work)
+            text = f"this pool knows no {event.name!r}; is it of the same version as the server?"
+            return self._ended(event.work, frames.Refused(text))
+
+        def note(content: bytes) -> None:
+            if self._front is not None:
+                self._front.tell(event.work, frames.Note(content))
+            task.pause()
 
         def run(inbox: Iterator[bytes]) -> bytes:
             if self._ranks.device.type == "cuda":  # which each thread has to be told
@@ -84,15 +92,18 @@ class _Rank:
             return work(self._ranks, event.content, inbox, note)
 
         task = self._open[event.work] = Task(f"{event.name} {event.work}", run)
-        return _reply(task.start())
+        return self._went(event.work, task.start())
 
-    def _note(self, work: int, content: bytes) -> None:
+    def _went(self, work: int, outcome: bytes | Pause) -> None:
+        if self._order is not None:
+            self._order.went(work, outcome)
+        if isinstance(outcome, bytes):
+            del self._open[work]
+            self._ended(work, frames.Reply(outcome))
+
+    def _ended(self, work: int, frame: frames.Frame) -> None:
         if self._front is not None:
-            self._front.tell(work, frames.Note(content))
-
-
-def _reply(content: bytes | None) -> frames.Reply | None:
-    return None if content is None else frames.Reply(content)
+            self._front.finish(work, frame)
 
 
 def run(socket: Path, backend: Backend) -> None:
@@ -134,9 +145,10 @@ def _hear_failures(events: Events, front: Front) -> None:
 
 def _end_with(parent: int) -> None:
     """Ends this process when the one that started it was killed."""
-    descriptor = os.pidfd_open(parent)
-    if os.getppid() == parent:
-        select.select([descriptor], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(parent)
+        if os.getppid() == parent:
+            select.select([descriptor], [], [])
     os._exit(1)
 
 

@@ -14,7 +14,8 @@ import msgspec
 from fedplat.backends.ranks import Ranks
 
 Note: TypeAlias = Callable[[bytes], None]
-"""Tells the daemon something before the work is done; what other ranks than the first tell is not heard."""
+"""Tells the daemon something before the work is done, and lets other works have their turn. All ranks have to call it,
+though only the first one is heard. It does not return if the daemon does not want the work any more."""
 
 Work: TypeAlias = Callable[[Ranks, bytes, Iterator[bytes], Note], bytes]
 """A work: the ranks, the request, the messages (which end when the daemon has no more) and notes; returns the reply."""
