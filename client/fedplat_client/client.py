@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from fedplat.identity import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import identity, stopping, tickets, transport, worker
+from fedplat_client import crews, identity, stopping, tickets, transport, worker
 from fedplat_client.access import SignedAccess
 from fedplat_client.cache import ModelCache
 from fedplat_client.certificates import CertificateAccess
@@ -128,15 +128,18 @@ class Client:
     def run(self, max_tasks: int | None = None) -> None:
         """Works until `stop`, SIGINT or SIGTERM, or until `max_tasks` assignments have ended, well or badly.
 
-        Unreachable servers are waited for, however long. Raises `IncompatibleServerError`, `EnrolmentError`,
-        `IdentityError` (the client was revoked, or its identity runs elsewhere too) and `DataDirectoryError`, which
-        waiting does not mend.
+        In a process that another one leads (`TorchTrainer(parallel="data")` under torchrun) it joins that one's
+        trainings until it ends. Unreachable servers are waited for, however long. Raises `IncompatibleServerError`,
+        `EnrolmentError`, `IdentityError` (the client was revoked, or its identity runs elsewhere too) and
+        `DataDirectoryError`, which waiting does not mend.
         """
         if not (self._trainers or self._evaluators):
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        with self._started() as (session, work):
+        if crews.followed(self._trainers):
+            return
+        with crews.leading(), self._started() as (session, work):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from fedplat.backends import torch as backend
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
-from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
+from fedplat_client import Cancelled, ClientOptions, Task, TrainResult, crews
 from fedplat_client.task import Control
 from fedplat_client.trainers.torch import TorchTrainer
 
@@ -213,3 +213,24 @@ def test_any_dataset_gives_the_same_bits_as_its_tensors() -> None:
 def test_empty_data_is_named() -> None:
     with pytest.raises(ValueError, match="dataset is empty"):
         TorchTrainer(model=mlp, data=digits(0))(make_task(initial(mlp())))
+
+
+def test_without_torchrun_parallel_training_is_that_of_one_process() -> None:
+    start = initial(mlp())
+    one, same = (
+        train(TorchTrainer(model=mlp, data=digits(50), parallel=kind), make_task(start, epochs=1))
+        for kind in ("none", "data")
+    )
+    assert one == same
+
+
+def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(crews, "_crews", [])
+    trainer = TorchTrainer(model=mlp, data=digits(50), parallel="data")
+    protected = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
+    with pytest.raises(ValueError, match=r'config\.dp = "flat": several processes together cannot protect'):
+        trainer(make_task(initial(mlp()), **protected))
+    with pytest.raises(ValueError, match='device = "cuda:1": expected "auto" or "cpu" with parallel = "data"'):
+        TorchTrainer(model=mlp, data=digits(50), parallel="data", device="cuda:1")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from torch.utils.data import Dataset
 
 from fedplat.backends import local
 from fedplat_client.trainers import private
+from fedplat_client.trainers.company import ByItself, Company
+
+if TYPE_CHECKING:
+    from fedplat_client.trainers.crew import TorchrunCrew
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
@@ -61,6 +66,13 @@ class TorchTrainer:
     """A PyTorch device; "auto" is CUDA when there is one, else the CPU."""
     seed: int = 0
     """Of all that is random but who is drawn, and the noise, where single examples are protected."""
+    parallel: Literal["none", "data"] = "none"
+    """With "data" and under torchrun, all its processes train together, and are one client: see docs/algorithms.md."""
+
+    def __post_init__(self) -> None:
+        if self.parallel == "data" and self.device not in ("auto", "cpu"):
+            raise ValueError(f'device = "{self.device}": expected "auto" or "cpu" with parallel = "data"')
+        self._crew()  # now: whether this process is the client is asked before it has a task
 
     def __call__(self, task: Task) -> TrainResult:
         """Trains for `config["epochs"]` epochs, or until time is up where the job takes partial work.
@@ -69,26 +81,27 @@ class TorchTrainer:
         """
         options, make_optimizer = self._options(task)
         private.check_training(options, self.private)
-        trainee = self._trainee()
-        examples = self._examples(task, trainee.device)
-        work = local.Training(
-            examples=examples,
-            options=options,
-            seed=int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0]),
-            round_number=task.round,
-            memory=task.memory,
-            after_step=_Clock(task, options.partial_work).after_step,
-            make_optimizer=make_optimizer,
-            ledger=private.TaskLedger(task, self.private),
-        )
-        metrics = local.train(trainee, task.parameters, work)
+        with self._company(task, options) as company:
+            trainee, examples = company.agreed(lambda: self._made(task, company))
+            seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
+            work = local.Training(
+                examples=examples,
+                options=options,
+                seed=seed,
+                round_number=task.round,
+                memory=task.memory,
+                after_step=company.after_step(_Clock(task, options.partial_work).after_step),
+                make_optimizer=make_optimizer,
+                passes=company.passes(seed),
+                ledger=private.TaskLedger(task, self.private),
+            )
+            metrics = local.train(trainee, task.parameters, work)
         return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measures the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
         private.check_evaluation(self.private)
-        trainee = self._trainee()
-        examples = self._examples(task, trainee.device)
+        trainee, examples = self._made(task, ByItself(self._device()))
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
@@ -105,11 +118,35 @@ class TorchTrainer:
         options = local.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
         return options, lambda parameters: make(parameters, task.config)
 
-    def _trainee(self) -> local.Trainee:
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return local.Trainee(local.Learner(model=self.model, loss=self.loss, personal=self.personal), device, self.seed)
+    def _company(self, task: Task, options: local.LocalOptions) -> AbstractContextManager[Company]:
+        """With whom the task is done."""
+        others = self._crew()
+        if others is None:
+            return nullcontext(ByItself(self._device()))
+        if options.is_private:
+            raise ValueError(
+                f'config.dp = "{options.dp}": several processes together cannot protect single examples; expected '
+                '"none", or TorchTrainer(parallel="none")'
+            )
+        return others.together(task, "gloo" if self.device == "cpu" else "auto")
+
+    def _crew(self) -> TorchrunCrew | None:
+        if self.parallel == "none":
+            return None
+        from fedplat_client.trainers import crew
+
+        return crew.of_this_process()
+
+    def _device(self) -> torch.device:
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(automatic if self.device == "auto" else self.device)
+
+    def _made(self, task: Task, company: Company) -> tuple[local.Trainee, local.Examples]:
+        learner = local.Learner(model=self.model, loss=self.loss, personal=self.personal)
+        trainee = local.Trainee(learner, company.device, self.seed)
+        examples = self._examples(task, company.device)
+        company.check(trainee, len(examples))
+        return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> local.Examples:
         dataset = self.data if isinstance(self.data, Dataset) else self.data(task)

@@ -11,7 +11,7 @@ from fedplat.backends.parallel.distillation import distill
 from fedplat.backends.parallel.packing import packed
 from fedplat.backends.parallel.scoring import evaluate
 from fedplat.backends.parallel.spread import Spread
-from fedplat.backends.parallel.trainer import ServerTrainer
+from fedplat.backends.parallel.trainer import ServerTrainer, agreed
 from fedplat.backends.parallel.training import ServerTraining, Trained, train
 
-__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "distill", "evaluate", "packed", "train"]
+__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "agreed", "distill", "evaluate", "packed", "train"]

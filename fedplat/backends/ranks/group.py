@@ -88,10 +88,15 @@ class Ranks:
 
 
 @contextmanager
-def joined(backend: Backend = "auto", timeout_s: float = COLLECTIVE_S) -> Generator[Ranks]:
+def joined(
+    backend: Backend = "auto",
+    timeout_s: float = COLLECTIVE_S,
+    store: distributed.Store | None = None,  # pyright: ignore[reportPrivateImportUsage]
+) -> Generator[Ranks]:
     """The ranks that torchrun started with this process, or this process alone, for as long as the context lasts.
 
-    "auto" is NCCL where there is a GPU for each rank of this host. Raises `ValueError` for "nccl" where there is none.
+    "auto" is NCCL where there is a GPU for each rank of this host. Processes that join several times, one after the
+    other, need a `store` of their own for each time. Raises `ValueError` for "nccl" where there is none.
     """
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -106,6 +111,8 @@ def joined(backend: Backend = "auto", timeout_s: float = COLLECTIVE_S) -> Genera
     if "RANK" not in os.environ:
         store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         options |= {"store": store, "rank": 0, "world_size": 1}
+    elif store is not None:
+        options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     # Gloo as well on GPUs: small messages are in the memory of the host.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     try:
