@@ -21,7 +21,7 @@ from fedplat.backends.ranks import Backend, Ranks, joined
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture
 def alone() -> Generator[Ranks]:
     """This process, as a group of its own."""
     before = torch.get_num_threads()
@@ -31,13 +31,13 @@ def alone() -> Generator[Ranks]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def folder_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left behind that did all scenarios, and were killed in the last one."""
     return left_behind(tmp_path_factory.mktemp("two"), 2, "gloo")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def folder_of_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of processes with a GPU each: two, or as many as there are."""
     return left_behind(tmp_path_factory.mktemp("gpus"), min(2, torch.cuda.device_count()), "nccl")
