@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -16,9 +11,10 @@ import torch
 
 from core.parallel import scenarios
 from core.parallel.scenarios import Arrays
-from fedplat.backends.ranks import Backend, Ranks, joined
+from core.ranks.crew import RankError, Zygote
+from fedplat.backends.ranks import Ranks, joined
 
-ROOT = Path(__file__).resolve().parents[3]
+HERE = "core.parallel.scenarios"
 
 
 @pytest.fixture
@@ -32,28 +28,24 @@ def alone() -> Generator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def folder_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have left behind that did all scenarios, and were killed in the last one."""
-    return left_behind(tmp_path_factory.mktemp("two"), 2, "gloo")
+def folder_of_two(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
+    """What two processes have left behind that did all scenarios, and were killed in a training."""
+    folder = tmp_path_factory.mktemp("two")
+    with zygote.crew(2) as crew:
+        crew.call(f"{HERE}:do", folder=str(folder))
+        crew.begin(f"{HERE}:do_half", folder=str(folder))
+        for rank in range(2):
+            with pytest.raises(RankError):  # it is gone, or the other one was before it
+                crew.result(rank)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def folder_of_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder_of_gpus(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """The same of processes with a GPU each: two, or as many as there are."""
-    return left_behind(tmp_path_factory.mktemp("gpus"), min(2, torch.cuda.device_count()), "nccl")
-
-
-def left_behind(folder: Path, num_processes: int, backend: Backend) -> Path:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
-    env = dict(os.environ, WORLD_SIZE=str(num_processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT / "tests")}
-    program = [sys.executable, "-W", "error", "-m", "core.parallel.scenarios", str(folder), backend]
-    running = [
-        subprocess.Popen(program, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_processes)
-    ]
-    assert signal.SIGKILL in [-each.wait() for each in running]
+    folder = tmp_path_factory.mktemp("gpus")
+    with zygote.crew(min(2, torch.cuda.device_count()), BACKEND="nccl") as crew:
+        crew.call(f"{HERE}:do", folder=str(folder))
     return folder
 
 

@@ -1,13 +1,13 @@
-"""What the tests of data-parallel training do on one process, and on two that this module is the program of."""
+"""What the tests of data-parallel training do, on one process and on two."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from fedplat.backends import parallel
 from fedplat.backends.parallel import ServerTrainer, ServerTraining
-from fedplat.backends.ranks import Backend, Ranks, joined
+from fedplat.backends.ranks import Ranks
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
 from fedplat.model import Parameters
@@ -134,16 +134,6 @@ def checkpointed(folder: Path, **changes: Any) -> tuple[ServerTrainer, ServerTra
     return trainer, work
 
 
-def killed(ranks: Ranks, folder: Path) -> Arrays:
-    """Ends without a word in the middle of a training that is saved now and then."""
-
-    def end(done: int, total: int) -> None:
-        if done == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return learned(ranks, *checkpointed(folder, note=end))
-
-
 SCENARIOS: tuple[Callable[[Ranks, Path], Arrays], ...] = (
     rich,
     norm,
@@ -153,18 +143,25 @@ SCENARIOS: tuple[Callable[[Ranks, Path], Arrays], ...] = (
     distilled,
     refused,
     traced,
-    killed,
 )
 
 
-def main(folder: Path, backend: Backend) -> None:
+def do(ranks: Ranks, folder: str) -> None:
+    """All scenarios; what rank 0 has found is left in the folder."""
     torch.set_num_threads(1)
-    with joined(backend) as ranks:
-        for scenario in SCENARIOS:
-            found = scenario(ranks, folder)
-            if ranks.is_first:
-                np.savez(folder / f"{scenario.__name__}.npz", allow_pickle=False, **found)
+    for scenario in SCENARIOS:
+        with warnings.catch_warnings(action="error"):
+            found = scenario(ranks, Path(folder))
+        if ranks.is_first:
+            np.savez(Path(folder, f"{scenario.__name__}.npz"), allow_pickle=False, **found)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), cast(Backend, sys.argv[2]))
+def do_half(ranks: Ranks, folder: str) -> None:
+    """Ends without a word in the middle of a training that is saved now and then."""
+
+    def end(done: int, total: int) -> None:
+        if done == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    learned(ranks, *checkpointed(Path(folder), note=end))

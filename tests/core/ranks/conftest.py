@@ -1,4 +1,4 @@
-"""One process that forks all groups of ranks, and a pair of ranks for most tests."""
+"""A pair of ranks for most tests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from collections.abc import Generator
 import pytest
 
 from core.ranks.crew import Crew, Zygote
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Generator[Zygote]:
-    pytest.importorskip("torch")
-    process = Zygote()
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import traceback
+from typing import cast
 
-from fedplat.backends.ranks import joined
+from fedplat.backends.ranks import Backend, joined
 
 
 def main() -> None:
@@ -27,7 +28,8 @@ def main() -> None:
                 for other in descriptors:
                     if other != descriptor:
                         os.close(other)
-                os.environ.update(request["environment"], RANK=str(rank), WORLD_SIZE=str(len(descriptors)))
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(descriptors))}
+                os.environ.update(place | {"LOCAL_WORLD_SIZE": place["WORLD_SIZE"]} | request["environment"])
                 serve(socket.socket(fileno=descriptor))
                 os._exit(0)
         for descriptor in descriptors:
@@ -36,7 +38,10 @@ def main() -> None:
 
 def serve(connection: socket.socket) -> None:
     """Does what the test asks of this rank, until it hangs up."""
-    with connection.makefile("rwb", buffering=0) as stream, joined("gloo") as ranks:
+    with (
+        connection.makefile("rwb", buffering=0) as stream,
+        joined(cast(Backend, os.environ.get("BACKEND", "gloo"))) as ranks,
+    ):
         for line in stream:
             request = json.loads(line)
             module, _, name = request["call"].partition(":")

@@ -1,0 +1,17 @@
+"""One process that forks groups of ranks, for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from core.ranks.crew import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Generator[Zygote]:
+    pytest.importorskip("torch")
+    process = Zygote()
+    yield process
+    process.close()
