@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -149,12 +149,7 @@ class TorchTrainer:
         return trainee, examples
 
     def _examples(self, task: Task, device: torch.device) -> local.Examples:
-        dataset = self.data if isinstance(self.data, Dataset) else self.data(task)
-        if not isinstance(dataset, Sized):
-            raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
-        if not len(dataset):
-            raise ValueError("the client's dataset is empty; expected at least one example to train or evaluate on")
-        return local.examples_of(dataset, device)
+        return local.examples_to_use(self.data if isinstance(self.data, Dataset) else self.data(task), device)
 
 
 @dataclasses.dataclass

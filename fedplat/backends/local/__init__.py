@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from fedplat.backends.local.batches import Indices, Plan, in_order
-from fedplat.backends.local.examples import DatasetExamples, Examples, TensorExamples, examples_of
+from fedplat.backends.local.examples import DatasetExamples, Examples, TensorExamples, examples_of, examples_to_use
 from fedplat.backends.local.learner import BATCH_NORM, Learner, Loss, Trainee, seeded
 from fedplat.backends.local.options import LocalOptions
 from fedplat.backends.local.passes import Alone, Passes
@@ -36,6 +36,7 @@ __all__ = [
     "Training",
     "evaluate",
     "examples_of",
+    "examples_to_use",
     "in_order",
     "scored",
     "seeded",

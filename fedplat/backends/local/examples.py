@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -66,6 +66,15 @@ def examples_of(dataset: Dataset[Any], device: torch.device) -> Examples:
         inputs, targets = (tensor.to(device) for tensor in dataset.tensors)
         return TensorExamples(inputs, targets)
     return DatasetExamples(dataset, device)
+
+
+def examples_to_use(dataset: Dataset[Any], device: torch.device) -> Examples:
+    """The examples of a dataset that somebody gave to train or evaluate on. Raises `ValueError` for none at all."""
+    if not isinstance(dataset, Sized):
+        raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
+    if not len(dataset):
+        raise ValueError("the dataset is empty; expected at least one example to train or evaluate on")
+    return examples_of(dataset, device)
 
 
 class _Lists:

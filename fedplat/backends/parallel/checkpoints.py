@@ -6,6 +6,7 @@ ranks have the same values, so rank 0 writes them; any number of processes may r
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import warnings
@@ -19,12 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fedplat.backends.ranks import Ranks
 
 _NAME = "step-{:012d}"
+_logger = logging.getLogger(__name__)
 _FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -57,38 +60,61 @@ class Progress:
 class Checkpoints:
     """The checkpoints of one training, in a folder of its own."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._folder, self._ranks = folder, ranks
+    def __init__(self, folder: Path, every: int, ranks: Ranks) -> None:
+        self._folder, self._every, self._ranks = folder, every, ranks
 
-    def restore(self, progress: Progress) -> None:
-        """Goes on from the newest whole checkpoint, if there is one."""
-        newest = self._ranks.told(_newest(self._folder).encode()).decode()
-        if not newest:
+    def is_due(self, progress: Progress) -> bool:
+        """Whether to save now: every so many steps, and at the end."""
+        return progress.done % self._every == 0 or progress.done == len(progress.losses)
+
+    def newest(self) -> str:
+        """The name of the newest whole checkpoint that rank 0 sees, or nothing; the same on all ranks."""
+        return self._ranks.told(_newest(self._folder).encode()).decode()
+
+    def restore(self, name: str, progress: Progress) -> None:
+        """Goes on from a checkpoint, if it has a name. Raises `ValueError` for one that does not fit the training."""
+        if not name:
             return
-        tensors = progress.tensors()
-        with _by_itself():
-            reader = hf_storage.HuggingFaceStorageReader(os.fspath(self._folder / newest))
-            load(tensors, storage_reader=reader, no_dist=True)
+        path, tensors = self._folder / name, progress.tensors()
+        try:
+            with _by_itself():
+                load(tensors, storage_reader=hf_storage.HuggingFaceStorageReader(os.fspath(path)), no_dist=True)
+        except (CheckpointException, ValueError, RuntimeError) as exc:
+            raise ValueError(
+                f"the checkpoint {path} is not one of this training: expected that of the same trainer and job; "
+                "remove it to begin anew"
+            ) from exc
         progress.take(tensors)
 
     def save(self, progress: Progress) -> None:
-        """Writes a checkpoint and removes the older ones. A crash leaves the old one, or the new one."""
+        """Writes a checkpoint and removes the older ones. A crash leaves the old one, or the new one.
+
+        Where it cannot be written, a warning says so, and the training goes on with the old one.
+        """
         if not self._ranks.is_first:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         whole = self._folder / _NAME.format(progress.done)
         part = whole.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        with _by_itself():
-            writer = hf_storage.HuggingFaceStorageWriter(os.fspath(part))
-            save(progress.tensors(), storage_writer=writer, no_dist=True)
-        for path in (*part.iterdir(), part):
-            _sync(path)
-        part.rename(whole)
-        _sync(self._folder)
+        try:
+            self._write(progress, part)
+            part.rename(whole)
+            _sync(self._folder)
+        except (CheckpointException, OSError) as exc:
+            _logger.warning("A checkpoint cannot be written: %s", exc, extra={"path": os.fspath(whole)})
+            shutil.rmtree(part, ignore_errors=True)
+            return
         for other in self._folder.iterdir():
             if other != whole:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _write(self, progress: Progress, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _by_itself():
+            writer = hf_storage.HuggingFaceStorageWriter(os.fspath(folder))
+            save(progress.tensors(), storage_writer=writer, no_dist=True)
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
 
 
 def _newest(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -52,12 +52,7 @@ class ServerTrainer:
 
 def examples_of(data: Data, device: torch.device) -> local.Examples:
     """The examples of a trainer's data. Raises `ValueError` for a dataset without a length, and for an empty one."""
-    dataset = data if isinstance(data, Dataset) else data()
-    if not isinstance(dataset, Sized):
-        raise ValueError(f"the dataset {type(dataset).__name__} has no length; expected a map-style dataset")
-    if not len(dataset):
-        raise ValueError("the dataset is empty; expected at least one example to train or evaluate on")
-    return local.examples_of(dataset, device)
+    return local.examples_to_use(data if isinstance(data, Dataset) else data(), device)
 
 
 def agreed(ranks: Ranks, make: Callable[[], Made]) -> Made:

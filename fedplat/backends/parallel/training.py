@@ -118,7 +118,8 @@ class Session:
         progress = Progress(self.trainee.module, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
         if checkpoints is not None:
-            checkpoints.restore(progress)
+            newest = checkpoints.newest()
+            agreed(self.ranks, lambda: checkpoints.restore(newest, progress))
         rates, curve = Rates(optimizer), _Curve(self.ranks, progress)
         stepper = Stepper(
             self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
@@ -130,7 +131,7 @@ class Session:
             for scores in passes:
                 stepper.step()
                 curve.add(scores)
-                if checkpoints is not None and self._is_due(progress.done):
+                if checkpoints is not None and checkpoints.is_due(progress):
                     curve.close()
                     checkpoints.save(progress)
                 self._set(rates, progress)
@@ -160,12 +161,10 @@ class Session:
         return Spread(self.ranks, self._work.num_ranks, self._work.seed, begin)
 
     def _checkpoints(self) -> Checkpoints | None:
-        folder = self._work.checkpoints
-        return Checkpoints(folder, self.ranks) if folder is not None else None
-
-    def _is_due(self, done: int) -> bool:
-        every = self._work.options.checkpoint_every if isinstance(self._work.options, WarmStart) else done
-        return done % every == 0 or done == self.plan.num_steps
+        table, folder = self._work.options, self._work.checkpoints
+        if folder is None or not isinstance(table, WarmStart):
+            return None
+        return Checkpoints(folder, table.checkpoint_every, self.ranks)
 
     def _set(self, rates: Rates, progress: Progress) -> None:
         table = self._work.options

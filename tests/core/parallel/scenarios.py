@@ -122,6 +122,15 @@ def refused(ranks: Ranks, folder: Path) -> Arrays:
     raise AssertionError
 
 
+def fewer(ranks: Ranks, folder: Path) -> Arrays:
+    """Fewer logical ranks than there are processes."""
+    trainer = ServerTrainer(model=mlp, data=examples())
+    model = trainer.learner.initial(1)
+    trained = parallel.train(ranks, trainer, model, ServerTraining(options=step(), num_ranks=1))
+    assert (trained is None) == (ranks.rank > 0)
+    return {} if trained is None else {"losses": trained.losses}
+
+
 def traced(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=mlp, data=examples())
     work = ServerTraining(options=step(profile=True), num_ranks=2, traces=folder / "traces")
@@ -142,6 +151,7 @@ SCENARIOS: tuple[Callable[[Ranks, Path], Arrays], ...] = (
     scored,
     distilled,
     refused,
+    fewer,
     traced,
 )
 

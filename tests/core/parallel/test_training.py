@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ def assert_same_bits(one: Arrays, two: Arrays) -> None:
         np.testing.assert_array_equal(two[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["rich", "norm", "bf16", "distilled"])
+@pytest.mark.parametrize("name", ["rich", "norm", "bf16", "distilled", "fewer"])
 def test_two_logical_ranks_give_the_same_bits_on_one_process_and_on_two(
     of_one: Found, of_two: Found, name: str
 ) -> None:
@@ -123,6 +124,22 @@ def test_a_killed_training_goes_on_from_its_checkpoint_with_the_same_bits(
     assert_same_bits(whole, scenarios.learned(alone, trainer, work))  # on one process instead of two
     assert done == [7, 8, 9, 10, 11, 12]
     assert_same_bits(whole, scenarios.learned(alone, trainer, work))  # at its end already
+
+
+def test_a_checkpoint_of_another_training_is_refused(alone: Ranks, tmp_path: Path) -> None:
+    trainer, work = scenarios.checkpointed(tmp_path)
+    scenarios.learned(alone, trainer, work)
+    with pytest.raises(TrainingError, match=r"step-000000000012 is not one of this training: expected that of"):
+        scenarios.learned(alone, dataclasses.replace(trainer, model=scenarios.mlp), work)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_no_training(
+    alone: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "saved").write_text("a file where the folder should be")
+    found = scenarios.learned(alone, *scenarios.checkpointed(tmp_path))
+    assert np.isfinite(found["losses"]).all()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["A checkpoint cannot be written"] * 4
 
 
 def test_a_trainer_that_cannot_be_used_says_why(alone: Ranks) -> None:
