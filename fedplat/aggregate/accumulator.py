@@ -94,6 +94,11 @@ class Accumulator:
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
 
     @property
+    def rule(self) -> Rule:
+        """The rule that it applies."""
+        return self._rule
+
+    @property
     def num_updates(self) -> int:
         """Number of updates folded so far."""
         return self._partial.num_updates

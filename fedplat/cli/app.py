@@ -93,6 +93,7 @@ def status(context: typer.Context, server: ServerOption = None, as_json: JsonOpt
                 "clients": f"{state.num_clients} enrolled, {state.num_waiting} waiting, {state.num_busy} busy",
                 "jobs": jobs_by_state or "none",
                 "evaluators": ", ".join(state.evaluators) or "none",
+                "trainers": ", ".join(state.trainers) or "none",
             }
         )
 

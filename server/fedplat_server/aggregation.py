@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from fedplat.updates import Format
 from fedplat_server import crash, intake, logs
 from fedplat_server.blobs import Blob, BlobStore, BlobWriter
 from fedplat_server.errors import BlobError, StoreUnavailableError
+from fedplat_server.training import ServerTraining, is_due
 from fedplat_server.uploads import UploadKey, UploadStore
 
 STORE_RETRY_S = 0.5
@@ -57,7 +59,16 @@ class _Work:
 class Aggregation:
     """All open attempts. `post` hears how each of them ended."""
 
-    def __init__(self, blobs: BlobStore, uploads: UploadStore, find_version: FindVersion, post: Post) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        uploads: UploadStore,
+        find_version: FindVersion,
+        post: Post,
+        training: ServerTraining | None = None,
+    ) -> None:
+        """Without a `training` no job may have server steps."""
+        self._training = training
         self._blobs = blobs
         self._uploads = uploads
         self._find_version = find_version
@@ -126,10 +137,18 @@ class Aggregation:
         payloads: list[bytes] = []
         rule = _rule(job, payloads.append)
         accumulator = Accumulator(base.schema, rule, await asyncio.to_thread(self._scalars, job, rule, base))
+        folds: list[Fold] = []
         while isinstance(command := await queue.get(), Fold):
+            folds.append(command)
             origin = await self._origin(job, command) if rule.from_latest else None
             await asyncio.to_thread(self._fold, job, base, accumulator, command, origin)
-        version = await asyncio.to_thread(self._commit, job, key, rule, accumulator, base)
+        if is_due(job, key.round):
+            assert self._training is not None
+            with self._blobs.temporary() as draft:
+                aggregate = await asyncio.to_thread(self._commit, job, key, accumulator, base, draft)
+                version = await self._training.step(job, aggregate, draft, (self._update(each) for each in folds))
+        else:
+            version = await asyncio.to_thread(self._commit, job, key, accumulator, base)
         if codec := job.spec.compression.downlink:
             delta = await asyncio.to_thread(self._keep_delta, Format(codec, base.schema), payloads[-1], version.digest)
             version = dataclasses.replace(
@@ -158,25 +177,29 @@ class Aggregation:
     def _fold(
         self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold, origin: ModelFile | None
     ) -> None:
-        upload_key = UploadKey(*command.origin, command.client_id)
-        path = self._uploads.complete(upload_key, command.digest)
-        if path is None:
-            raise BlobError(f"the update of {command.client_id} is gone or damaged")
-        update = intake.open_update(path, base, job.spec.compression.uplink)
+        update = intake.open_update(self._update(command), base, job.spec.compression.uplink)
         with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
             accumulator.fold(rebased(update, origin, base) if origin else update, command.contribution)
         if job.spec.durability == "memory" and not accumulator.keeps_updates:
-            self._uploads.discard(upload_key)
+            self._uploads.discard(UploadKey(*command.origin, command.client_id))
+
+    def _update(self, command: Fold) -> Path:
+        """The file of an update."""
+        path = self._uploads.complete(UploadKey(*command.origin, command.client_id), command.digest)
+        if path is None:
+            raise BlobError(f"the update of {command.client_id} is gone or damaged")
+        return path
 
     def _commit(
-        self, job: JobState, key: AttemptKey, rule: Rule, accumulator: Accumulator, base: ModelFile
+        self, job: JobState, key: AttemptKey, accumulator: Accumulator, base: ModelFile, draft: Path | None = None
     ) -> ModelVersion:
-        digest = job.latest.state_digest
+        """Writes the aggregate and the rule's state; with a `draft`, the aggregate is no blob yet."""
+        digest, rule = job.latest.state_digest, accumulator.rule
         size = base.schema.num_floating
         state = read_columns(self._blobs.path(digest), rule, size) if digest else first_columns(rule, size)
         with contextlib.ExitStack() as stack:
             stack.enter_context(crash.step("commit.model"))
-            model = stack.enter_context(self._blobs.writer())
+            model = stack.enter_context(self._blobs.writer() if draft is None else self._blobs.draft(draft))
             model.write(base.schema.header)
             state_writer: BlobWriter | None = None
             names, scalars = rule.init(0), accumulator.scalars

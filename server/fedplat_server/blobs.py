@@ -98,6 +98,17 @@ class BlobStore:
                 os.close(descriptor)
             self._move_in(temporary, writer.blob.digest)
 
+    @contextlib.contextmanager
+    def draft(self, path: Path) -> Generator[BlobWriter]:
+        """Writes a file that is no blob yet, at a path of `temporary`."""
+        with files.translated("writing a draft of a blob"):
+            descriptor = files.create(path)
+            try:
+                with BlobWriter(descriptor) as writer:
+                    yield writer
+            finally:
+                os.close(descriptor)
+
     def put_chunks(self, chunks: Iterable[files.Bytes]) -> Blob:
         """Stores bytes that come in parts."""
         with self.writer() as writer:
@@ -117,6 +128,22 @@ class BlobStore:
             size_bytes = path.stat().st_size
             self._move_in(path, digest)
         return Blob(digest, size_bytes)
+
+    def take(self, path: Path) -> Blob:
+        """Moves a finished file of the same file system in, whoever has written it."""
+        with files.translated(f"reading {path}"), path.open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return self.adopt(path, digest)
+
+    @contextlib.contextmanager
+    def temporary(self) -> Generator[Path]:
+        """A path for a file that is to be taken in. What is there after the block, or after a crash, is removed."""
+        path = self._temporary()
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def path(self, digest: str) -> Path:
         """Where a blob is, if it is there. Raises `BlobError` if the digest is none: no other path can be named."""

@@ -77,6 +77,12 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         list[str] | None,
         typer.Option(help="NAME=module:function that scores models on this server's data; may be repeated."),
     ] = None,
+    trainer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=module:object, a ServerTrainer for [warm_start] and [server_step] of jobs; may be repeated."
+        ),
+    ] = None,
     evaluation_s: Annotated[float, typer.Option(help="Longest time that an evaluator may take for a model.")] = 600.0,
     advertise: Annotated[
         str,
@@ -118,7 +124,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     if share_port:
         _check_shared_port(listen, advertise, database or "")
-    scorers = _evaluators(evaluator or [])
+    scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
         files = None
@@ -129,6 +135,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         data_dir=data_dir.resolve(),
         database=database_url(data_dir, database),
         evaluators=scorers,
+        trainers=trainers,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
         advertise=advertise,
@@ -194,20 +201,20 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
     return files
 
 
-def _evaluators(items: list[str]) -> dict[str, str]:
-    """Reads the options `--evaluator`; a mistake is found now, not when the first model shall be scored."""
+def _named(items: list[str], option: str) -> dict[str, str]:
+    """Reads the options `NAME=reference`; a mistake is found now, not when the code is needed for the first time."""
     found: dict[str, str] = {}
     for item in items:
         name, sign, reference = item.partition("=")
         if not sign or not requests.is_name(name):
-            raise ConfigError(f"--evaluator {item}: expected NAME=module:function or NAME=/path/to/file.py:function")
+            raise ConfigError(f"{option} {item}: expected NAME=module:name or NAME=/path/to/file.py:name")
         if name in found:
-            raise ConfigError(f"--evaluator {item}: {name} is {found[name]} already")
+            raise ConfigError(f"{option} {item}: {name} is {found[name]} already")
         try:
             references.check(reference)
         except ConfigError as exc:
-            raise ConfigError(f"--evaluator {item}: {exc}") from exc
-        found[name] = reference
+            raise ConfigError(f"{option} {item}: {exc}") from exc
+        found[name] = references.absolute(reference)
     return found
 
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
 from fedplat.rounds.events import ServerRestarted
-from fedplat.rounds.states import AttemptPhase
+from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
@@ -31,7 +31,7 @@ from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
-from fedplat_server.evaluation import Evaluation
+from fedplat_server.evaluation import Evaluation, Trainers
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.callers import Callers
 from fedplat_server.identity.enrolment import Enrolments, Trust
@@ -40,10 +40,11 @@ from fedplat_server.inline_models import InlineModels
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
-from fedplat_server.services import JobBook, Services
+from fedplat_server.services import JobBook, Services, is_to_begin
 from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
+from fedplat_server.training import ServerTraining
 from fedplat_server.uploads import UploadKey, UploadStore
 
 FAREWELL_S = 0.5
@@ -221,9 +222,10 @@ class _Parts:
 
     runner_task: asyncio.Task[None]
 
-    def __init__(self, services: Services, aggregation: Aggregation) -> None:
+    def __init__(self, services: Services, aggregation: Aggregation, training: ServerTraining) -> None:
         self.services = services
         self._aggregation = aggregation
+        self._training = training
 
     @classmethod
     async def make(cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint) -> _Parts:
@@ -241,7 +243,16 @@ class _Parts:
         spooled = jobs.spooled_attempts()
         await asyncio.to_thread(uploads.keep, spooled)
         clients = ClientBook(store)
-        evaluation = Evaluation(config.evaluators, config.evaluation_s, blobs, store.set_version_metrics, jobs.changed)
+        training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
+        await asyncio.to_thread(training.keep, jobs.to_begin())
+        evaluation = Evaluation(
+            config.evaluators,
+            config.evaluation_s,
+            blobs,
+            store.set_version_metrics,
+            jobs.changed,
+            Trainers(frozenset(config.trainers), training.score),
+        )
         services = Services(
             config=config,
             lease=lease,
@@ -268,9 +279,9 @@ class _Parts:
             certificates=endpoint.certificates,
             mtls_port=endpoint.mtls_port,
         )
-        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post)
+        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post, training)
         aggregation.keep(spooled)
-        return cls(services, aggregation)
+        return cls(services, aggregation, training)
 
     async def restore(self) -> None:
         """Lets every job go on where it was, and scores what was not scored."""
@@ -291,10 +302,11 @@ class _Parts:
                 services.desk.stop(command)
             case Fold() | Commit():
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
-            case Abandon():
-                self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
             case WarmStart():
-                raise AssertionError("no job has one without a trainer")
+                self._training.begin(services.jobs.state(command.key.job_id), command)
+            case Abandon():
+                self._training.end(command.key)
+                self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
             case SetTimer():
                 raise AssertionError("the runner sets timers itself")
 
@@ -315,6 +327,8 @@ class _Parts:
             if change.job.spec.buffered is not None:
                 over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
                 self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
+            if change.job.spec.warm_start is not None and not is_to_begin(change.job):
+                self._training.forget(job_id)
             self.services.jobs.changed(job_id)
 
     async def finished(self) -> None:
@@ -327,11 +341,18 @@ class _Parts:
         self.services.runner.stop_timers()
         await self._aggregation.close()
         await self.services.evaluation.close()
+        await self._training.close()
 
     def _is_committing(self) -> bool:
         jobs = self.services.runner.coordinator.jobs.values()
         attempts = (job.open_attempt for job in jobs)
-        return any(attempt is not None and attempt.phase is AttemptPhase.COMMITTING for attempt in attempts)
+        # A warm start has hours before it, and goes on from its last checkpoint.
+        return any(
+            attempt is not None
+            and attempt.phase is AttemptPhase.COMMITTING
+            and attempt.kind is not AttemptKind.WARM_START
+            for attempt in attempts
+        )
 
     def _score(self, job: JobState, version: ModelVersion) -> None:
         if version.version > 0 and self.services.evaluation.is_due(job, version):

@@ -1,5 +1,6 @@
 """Scores committed models with the operator's evaluators, in a process of their own, one after the other.
 
+A trainer that has examples to evaluate on is an evaluator too, on the ranks that it trains on (`training.py`).
 An evaluator is foreign code with a framework of its own: in another process it can neither stop the daemon nor
 fill its memory, and rounds never wait for it. One that dies or hangs costs the score of one version.
 """
@@ -22,13 +23,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedplat import aggregate
+from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat_server import logs, references
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import StoreError, StoreUnavailableError
+from fedplat_server.pool.learning import Scored
 
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
+Score = Callable[[str, Path, JobSpec], Awaitable[Scored]]
 NOTE_RETRY_S = 1.0
 
 
@@ -110,12 +114,22 @@ class _Turn(NamedTuple):
 
     job_id: str
     version: ModelVersion
-    reference: str
-    rule: aggregate.Options
+    name: str
+    spec: JobSpec
+
+
+class Trainers(NamedTuple):
+    """The server's trainers that may score, by name, and how one does so."""
+
+    names: frozenset[str]
+    score: Score
 
 
 class Evaluation:
-    """Evaluators by name. `note` stores what they say of a version; `done` hears that a job's version had its turn."""
+    """Evaluators by name. `note` stores what they say of a version; `done` hears that a job's version had its turn.
+
+    A name that `trainers` has too is an evaluator's.
+    """
 
     def __init__(
         self,
@@ -124,12 +138,14 @@ class Evaluation:
         blobs: BlobStore,
         note: Note,
         done: Callable[[str], None],
+        trainers: Trainers | None = None,
     ) -> None:
         self._references = dict(references)
         self._timeout_s = timeout_s
         self._blobs = blobs
         self._note = note
         self._done = done
+        self._trainers = trainers
         self._process = _Process()
         self._queue: asyncio.Queue[_Turn] = asyncio.Queue()
         self._pending: Counter[str] = Counter()
@@ -138,12 +154,12 @@ class Evaluation:
     @property
     def names(self) -> list[str]:
         """The evaluators that jobs may name."""
-        return sorted(self._references)
+        return sorted({*self._references, *(self._trainers.names if self._trainers is not None else ())})
 
     def is_due(self, job: JobState, version: ModelVersion) -> bool:
         """Whether a version shall be scored."""
         evaluation = job.spec.evaluation
-        if evaluation.server not in self._references:
+        if evaluation.server not in self.names:
             return False
         return version.round % evaluation.every == 0 or version.round >= job.spec.rounds
 
@@ -151,9 +167,7 @@ class Evaluation:
         """Scores a version when its turn comes."""
         assert job.spec.evaluation.server is not None
         self._pending[job.job_id] += 1
-        self._queue.put_nowait(
-            _Turn(job.job_id, version, self._references[job.spec.evaluation.server], job.spec.aggregation)
-        )
+        self._queue.put_nowait(_Turn(job.job_id, version, job.spec.evaluation.server, job.spec))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
 
@@ -178,10 +192,10 @@ class Evaluation:
             self._done(turn.job_id)
 
     async def _score(self, turn: _Turn) -> None:
-        log = logs.get().bind(job=turn.job_id, version=turn.version.version, evaluator=turn.reference)
-        path = self._blobs.path(turn.version.digest)
+        name = self._references.get(turn.name, turn.name)
+        log = logs.get().bind(job=turn.job_id, version=turn.version.version, evaluator=name)
         try:
-            metrics = await self._process.run(turn.reference, path, turn.rule, self._timeout_s)
+            metrics = await self._scored(turn)
             if isinstance(metrics, Failure):
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return
@@ -196,6 +210,15 @@ class Evaluation:
             log.exception("a version could not be scored")
         else:
             log.info("a version was scored", metrics=metrics)
+
+    async def _scored(self, turn: _Turn) -> dict[str, float] | Failure:
+        path = self._blobs.path(turn.version.digest)
+        if turn.name in self._references:
+            reference, rule = self._references[turn.name], turn.spec.aggregation
+            return await self._process.run(reference, path, rule, self._timeout_s)
+        assert self._trainers is not None
+        scored = await asyncio.wait_for(self._trainers.score(turn.name, path, turn.spec), self._timeout_s)
+        return Failure(scored.error, "") if scored.error else scored.metrics
 
     async def _store(self, turn: _Turn, metrics: Mapping[str, float]) -> None:
         while True:

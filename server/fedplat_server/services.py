@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AttemptKey, JobState, Participation
+from fedplat.rounds import AttemptKey, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
 from fedplat_server.budgets import Budgets
@@ -28,6 +28,11 @@ from fedplat_server.runner import Runner
 from fedplat_server.store.port import JobRecord, Store
 from fedplat_server.tls import Certificates
 from fedplat_server.uploads import UploadStore
+
+
+def is_to_begin(job: JobState) -> bool:
+    """Whether a job has a warm start before it, or is at it."""
+    return warm_start.is_due(job) and job.status not in ENDED_JOBS
 
 
 class JobBook:
@@ -76,6 +81,10 @@ class JobBook:
         attempts = [state.open_attempt for state in states]
         needed = {key for state in states for key in state.origins}
         return sorted(needed | {attempt.key for attempt in attempts if attempt is not None})
+
+    def to_begin(self) -> frozenset[str]:
+        """The jobs that have a warm start before them."""
+        return frozenset(job_id for job_id in self._records if is_to_begin(self.state(job_id)))
 
     def changed(self, job_id: str) -> None:
         """Wakes everybody who watches a job."""

@@ -138,6 +138,7 @@ class GetStatusResponse(_message.Message):
     NUM_JOBS_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     EVALUATORS_FIELD_NUMBER: _builtins.int
+    TRAINERS_FIELD_NUMBER: _builtins.int
     NUM_STORAGE_FULL_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
     LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
@@ -177,6 +178,10 @@ class GetStatusResponse(_message.Message):
     def evaluators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the evaluators that the operator gave to this server."""
 
+    @_builtins.property
+    def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the trainers that it may train with on the server's own data."""
+
     def __init__(
         self,
         *,
@@ -190,6 +195,7 @@ class GetStatusResponse(_message.Message):
         num_jobs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         process_id: _builtins.int = ...,
         evaluators: _abc.Iterable[_builtins.str] | None = ...,
+        trainers: _abc.Iterable[_builtins.str] | None = ...,
         num_storage_full: _builtins.int = ...,
         leader: _builtins.str = ...,
         leader_address: _builtins.str = ...,
@@ -201,7 +207,7 @@ class GetStatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_days_left", b"certificate_days_left", "certificate_expires_unix_s", b"certificate_expires_unix_s", "evaluators", b"evaluators", "gateway", b"gateway", "insecure", b"insecure", "leader", b"leader", "leader_address", b"leader_address", "num_busy", b"num_busy", "num_clients", b"num_clients", "num_jobs", b"num_jobs", "num_storage_full", b"num_storage_full", "num_waiting", b"num_waiting", "peak_rss_bytes", b"peak_rss_bytes", "process_id", b"process_id", "protocol_version", b"protocol_version", "software_version", b"software_version", "term", b"term", "trainers", b"trainers", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

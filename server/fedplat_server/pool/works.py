@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from fedplat.backends.ranks import Ranks
+from fedplat_server.pool import training
 
 Note: TypeAlias = Callable[[bytes], None]
 """Tells the daemon something before the work is done, and lets other works have their turn. All ranks have to call it,
@@ -38,5 +39,5 @@ def echo(ranks: Ranks, request: bytes, inbox: Iterator[bytes], note: Note) -> by
     return content
 
 
-WORKS: Mapping[str, Work] = {"echo": echo}
+WORKS: Mapping[str, Work] = {"echo": echo, "train": training.train, "evaluate": training.evaluate}
 """The works by name."""

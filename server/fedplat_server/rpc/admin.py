@@ -63,6 +63,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
             num_jobs=dict(jobs),
             process_id=os.getpid(),
             evaluators=services.evaluation.names,
+            trainers=sorted(services.config.trainers),
             num_storage_full=files.num_full(),
             leader=services.lease.holder,
             leader_address=services.lease.address,

@@ -75,6 +75,7 @@ def test_status(run: Run, server: FakeServer):
         "clients      12 enrolled, 9 waiting, 3 busy\n"
         "jobs         1 DRAFT, 2 RUNNING\n"
         "evaluators   digits\n"
+        "trainers     none\n"
     )
     server.state.leader = {"leader": "d-1", "leader_address": "one:7443", "term": 3}
     assert "role         leader, d-1 at one:7443, term 3\n" in run("status").stdout
