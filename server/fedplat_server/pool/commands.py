@@ -11,9 +11,11 @@ import typer
 
 from fedplat_server.command_options import DEFAULT_DATA_DIR, DataDir
 from fedplat_server.errors import ConfigError
+from fedplat_server.pool.bench.command import bench
 from fedplat_server.pool.link import PoolLink
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.command()(bench)
 Backend = Literal["auto", "gloo", "nccl"]
 
 

@@ -8,10 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fedplat.backends.ranks import Layout, Ranks, Way, vectors
+from fedplat.backends.ranks.bench.area import Area
+from fedplat.backends.ranks.bench.measuring import measure
+from fedplat.backends.ranks.bench.records import FACTORS, Plan, Progress
 from fedplat.backends.ranks.sent import SentVectors
 
 
@@ -29,11 +34,11 @@ def add_up(ranks: Ranks, way: Way, logical: int, bounds: list[int], folder: str)
         zeros = not any(vector.any() for vector in terms.own.values())
         for name in ("first", "second"):
             for number, vector in terms.own.items():
-                vector.numpy()[:] = vector_of(number, layout.size)
+                vector.copy_(torch.from_numpy(vector_of(number, layout.size)))
             columns = terms.reduce_scatter()
-            Path(folder, f"columns-{name}-{ranks.rank}").write_bytes(columns.numpy().tobytes())
+            Path(folder, f"columns-{name}-{ranks.rank}").write_bytes(columns.cpu().numpy().tobytes())
             columns *= 2
-            Path(folder, f"whole-{name}-{ranks.rank}").write_bytes(terms.all_gather().numpy().tobytes())
+            Path(folder, f"whole-{name}-{ranks.rank}").write_bytes(terms.all_gather().cpu().numpy().tobytes())
         return {"class": type(terms).__name__, "zeros": zeros, "own": list(terms.own)}
 
 
@@ -117,3 +122,22 @@ def gather_or_die(ranks: Ranks, victim: int) -> None:
     if ranks.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.gather(b"here")
+
+
+def bench(ranks: Ranks, sizes: list[int]) -> dict[str, Any]:
+    """The report, and what was told of the progress."""
+    steps: list[Progress] = []
+    plan = Plan(sizes=sizes, collectives=list(FACTORS), seconds=0.0, probe=2**20)
+    report = measure(ranks, plan, steps.append)
+    return {"report": msgspec.to_builtins(report), "steps": [(step.done, step.total) for step in steps]}
+
+
+def what_is_correct_without_doing_it(ranks: Ranks) -> list[str]:
+    area = Area(ranks, *(torch.zeros(12, device=ranks.device) for _ in range(3)))
+    area.fill()
+    found: list[str] = []
+    for collective in FACTORS:
+        area.prepare(collective)
+        if area.is_correct(collective):
+            found.append(collective)
+    return found

@@ -1,0 +1,69 @@
+"""What was measured, as a picture (extra "plots" of fedplat): busbw over size, a panel for each collective."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedplat.backends.ranks.bench.records import FACTORS, Report
+from fedplat.simulation.report import plots
+from fedplat_server.pool.bench import sizes, tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {"library": plots.MAIN, "star": plots.QUIET, "tree": plots.SPARE, "ring": plots.SECOND, "shared": plots.BAD}
+_COLUMNS = 4
+
+
+def save(report: Report, path: Path) -> None:
+    """Draws a PNG file. Raises `MissingExtraError` without matplotlib."""
+    plots.save(path, lambda figure: draw(figure, report))
+
+
+def draw(figure: Figure, report: Report) -> None:
+    """Small multiples with the same axes, both logarithmic."""
+    collectives = [each for each in FACTORS if any(found.collective == each for found in report.measurements)]
+    columns = min(_COLUMNS, len(collectives))
+    rows = -(-len(collectives) // columns)
+    figure.set_size_inches(2.6 * columns + 0.6, 2.3 * rows + 0.9)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for number, axis in enumerate(axes.flat):
+        if number < len(collectives):
+            _panel(axis, report, collectives[number])
+        else:
+            axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("busbw, GB/s")
+    handles = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    names = [name for name in handles if not str(name).startswith("_")]
+    figure.legend([handles[name] for name in names], names, loc="outside upper center", ncols=len(names), frameon=False)
+
+
+def _panel(axis: Axes, report: Report, collective: str) -> None:
+    for way in tables.WAYS:
+        found = sorted(
+            (each.size, each.busbw)
+            for each in report.measurements
+            if (each.collective, each.way) == (collective, way) and each.is_correct
+        )
+        if found:
+            across, up = zip(*found, strict=True)
+            name = tables.name_of(way, report)
+            axis.plot(across, up, color=COLOURS[way], label=name, linewidth=1.5, marker="o", markersize=2.5)
+    for value, style, name in (
+        (statistics.median(report.copies), "--", "memory copy"),
+        (report.tcp, ":", "plain TCP"),
+    ):
+        axis.axhline(value, color="black", linestyle=style, linewidth=0.8, label=name)
+    axis.set_title(collective, fontsize=10)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    every = sorted({each.size for each in report.measurements})
+    shown = every if len(every) <= 4 else every[:: -(-len(every) // 4)]
+    axis.set_xticks(shown, [sizes.shown(size) for size in shown], fontsize=7)
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
