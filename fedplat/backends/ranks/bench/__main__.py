@@ -6,7 +6,6 @@ Each rank says at the Unix socket SOCKET, in lines of JSON, how far it is, what 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from typing import cast
@@ -21,7 +20,6 @@ from fedplat.backends.ranks.bench.records import Done, Failed, Plan, Progress
 
 def main() -> int:
     """Measures; the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the command speaks of
     address, backend, text = sys.argv[1:]
     plan = msgspec.json.decode(text, type=Plan)
     rank = int(os.environ["RANK"])

@@ -86,8 +86,6 @@ def measured(ranks: int, backend: Backend, plan: Plan, note: Callable[[Progress]
         try:
             elastic_launch(_config(ranks), sys.executable)(*arguments)
         except SignalException as exc:
-            if exc.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from exc
             sys.exit(128 + exc.sigval)
         except ChildFailedError as exc:
             failed = _reason(exc, ear.failures)
@@ -111,7 +109,7 @@ def _reason(error: ChildFailedError, told: list[Failed]) -> str:
 
 
 def _config(ranks: int) -> LaunchConfig:
-    return LaunchConfig(
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -123,3 +121,5 @@ def _config(ranks: int) -> LaunchConfig:
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(),
     )
+    config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # not Ctrl-C: torchrun would interrupt the ranks, too
+    return config
