@@ -16,7 +16,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
+.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -30,6 +30,9 @@ demo: $(STAMP) ## the main job, for real: one server, ten client processes, hand
 
 private: $(STAMP) ## the digits with differential privacy: one server, sixty clients, a stated (epsilon, delta)
 	$(BIN)/python examples/private/run.py
+
+warm-start: $(STAMP) ## the server's own ranks: a warm start on public digits, ten rounds, and all of it without the pool
+	$(BIN)/python examples/warm_start/run.py
 
 test: $(STAMP) ## every test; no network beyond loopback, no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -77,6 +77,11 @@ class Processes:
         self._running[name].kill()
         self._running[name].wait()
 
+    def stop(self, name: str) -> None:
+        """SIGTERM; returns when it has ended."""
+        self._running[name].terminate()
+        self._running[name].wait()
+
     def has_ended(self, name: str, patience_s: float = 0.0) -> bool:
         """Whether it has ended; its connections break a moment before."""
         try:

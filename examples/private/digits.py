@@ -35,6 +35,12 @@ def client_data(client: int) -> tuple[Images, Labels]:
     return images[part], labels[part]
 
 
+def held_out() -> tuple[Images, Labels]:
+    """What nobody trains on."""
+    images, labels, num_held_out = _data()
+    return images[:num_held_out], labels[:num_held_out]
+
+
 def train(parameters: Parameters, images: Images, labels: Labels, rate: float, steps: int) -> None:
     """Steps of gradient descent on all of a client's images, in place."""
     for _ in range(steps):
@@ -46,9 +52,9 @@ def train(parameters: Parameters, images: Images, labels: Labels, rate: float, s
 
 def evaluate(parameters: Parameters) -> dict[str, float]:
     """Scores a model version; the server calls this in a process of its own."""
-    images, labels, num_held_out = _data()
-    found = _probabilities(parameters, images[:num_held_out]).argmax(axis=1)
-    return {"accuracy": float((found == labels[:num_held_out]).mean())}
+    images, labels = held_out()
+    found = _probabilities(parameters, images).argmax(axis=1)
+    return {"accuracy": float((found == labels).mean())}
 
 
 def _probabilities(parameters: Parameters, images: Images) -> Images:

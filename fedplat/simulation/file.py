@@ -15,7 +15,6 @@ from typing import Any, cast
 from fedplat.configuration import read_record, read_toml, shown
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
-from fedplat.simulation import refusals
 from fedplat.simulation.options import SimulationOptions
 
 TABLE = "simulation"
@@ -52,7 +51,6 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
     spec, options = None, None
     try:
         spec = read_record(job, JobSpec)
-        refusals.check(spec)
     except JobFileError as exc:
         mistakes.append(str(exc))
     table = raw.get(TABLE, {})
@@ -62,7 +60,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
         options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.")
     except JobFileError as exc:
         mistakes.append(str(exc))
-    if mistakes or spec is None or options is None:
+    if spec is None or options is None:
         raise JobFileError("\n".join(mistakes))
     return SimulationFile(spec, options, folder, raw)
 

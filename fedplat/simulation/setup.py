@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fedplat import initial
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
 from fedplat.model import Parameters
+from fedplat.simulation import refusals
 from fedplat.simulation.data import Federation, federation
 from fedplat.simulation.file import SimulationFile
 from fedplat.simulation.fleet import build_fleet
@@ -47,6 +48,7 @@ def prepared(
 
     `data` and `learner` replace what the file says of them. Raises `JobFileError`, `DataError`, `MissingExtraError`.
     """
+    refusals.check(file.job)
     options = file.simulation
     dealt = data if data is not None else load_data(file, tell)
     num_clients = dealt.num_clients if dealt is not None else 0

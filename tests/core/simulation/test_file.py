@@ -9,8 +9,10 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.job import parse_job
-from fedplat.simulation import file
+from fedplat.simulation import file, setup
 from fedplat.simulation.data import partitioners, sources
+from fedplat.simulation.fleet import FleetOptions, build_fleet
+from fedplat.simulation.play import Simulation, run
 
 JOB = """# a policy
 name = "digits"
@@ -82,9 +84,11 @@ def test_all_mistakes_are_told_at_once_by_their_keys() -> None:
 def test_what_only_a_server_does_is_refused() -> None:
     warm = '[warm_start]\ntrainer = "public"\nbatch_size = 8\nlearning_rate = 0.1\n'
     step = '[server_step]\ntrainer = "public"\nbatch_size = 8\nlearning_rate = 0.1\nsteps = 2\n'
-    (found,) = mistakes(JOB + warm + step)
-    assert found.startswith("[warm_start] and [server_step]: a simulation has no server that trains on data of its own")
-    assert "model.initial" in found
+    job = file.parse(JOB + warm + step, HERE)  # as it is submitted
+    with pytest.raises(JobFileError, match=r"^\[warm_start\] and \[server_step\]: a simulation .*model\.initial"):
+        setup.prepared(job).__enter__()
+    with pytest.raises(JobFileError, match=r"^\[warm_start\] and"):
+        run(Simulation(spec=job.job, fleet=build_fleet(FleetOptions(num_clients=4), 0)))
     assert file.parse(JOB + "[pool]\nranks = 4\n", HERE).job.num_ranks == 4, "they change no result"
 
 

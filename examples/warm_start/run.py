@@ -1,0 +1,179 @@
+"""A warm start on two ranks, then ten rounds; and the same once more without the pool. `make warm-start` runs it.
+
+Everything goes through what operators and clients use, with TLS: the commands `fedplat-server run` and `fedplat-server
+pool run`, the client SDK and the Admin API. Both runs have to make the same versions, bit for bit: one before the rounds
+and one of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "digits"))
+
+from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
+from fedplat.cli import profile, submission, watch  # noqa: E402
+from fedplat.cli.admin import AdminClient  # noqa: E402
+from fedplat.errors import FedplatError  # noqa: E402
+from fedplat.wire.v1 import admin_pb2  # noqa: E402
+
+RANKS = 2
+NEEDED_ACCURACY = 0.8
+"""Ten digits; the public part has seven of them."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a job has made: the digest and the held-out accuracy of each version after the initial one."""
+
+    job_id: str
+    digests: list[str]
+    accuracies: list[float]
+
+
+@dataclasses.dataclass
+class Run:
+    """One run: where its files lie, and its processes."""
+
+    folder: Path
+    port: int
+    rounds: int
+    console: Console
+    processes: Processes
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def admin(self) -> AdminClient:
+        """The operator that `fedplat-server init` made."""
+        return AdminClient(profile.load(self.folder / "admin.toml"), timeout_s=30.0)
+
+    def start(self) -> None:
+        """Sets the server up, and starts it, its pool and the clients."""
+        self._server("init", "--port", str(self.port))
+        self.processes.start("pool", self._command("pool", "run", "--ranks", str(RANKS)))
+        trainer = f"digits={HERE / 'public.py'}:trainer"
+        self.processes.start("server", self._command("run", "--listen", self.address, "--trainer", trainer))
+        with self.admin() as admin:
+            try:
+                admin.wait_until_ready(30.0)
+            except FedplatError as exc:
+                raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
+            (self.folder / "ticket").write_text(admin.create_enrolment("demo", 4, 3600.0, self.address).ticket)
+        clients = ["--ticket-file", str(self.folder / "ticket"), "--folder", str(self.folder / "clients")]
+        self.processes.start("clients", [sys.executable, str(HERE / "clients.py"), *clients])
+        deadline = time.monotonic() + 60.0
+        while not (self.folder / "pool.sock").is_socket():
+            if self.processes.has_ended("pool") or time.monotonic() > deadline:
+                raise DemoError(f"the pool did not start; see {self.folder / 'pool.log'}")
+            time.sleep(0.1)
+
+    def job(self, admin: AdminClient) -> Outcome:
+        """Runs the job to its end."""
+        wanted = submission.load(HERE / "job.toml")
+        text = wanted.text.replace(f"rounds = {wanted.spec.rounds}\n", f"rounds = {self.rounds}\n")
+        submitted = submission.submit(admin, dataclasses.replace(wanted, text=text))
+        lines = watch.lines(lambda line: self.console.print(line, soft_wrap=True), submitted)
+        ended = watch.follow(admin, submitted.job_id, watch.View(lines, self.console.print))
+        if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
+            raise DemoError(f"the job {ended.name} did not complete: {ended.reason}")
+        versions = list(admin.list_versions(ended.job_id))[1:]
+        return Outcome(
+            ended.job_id,
+            [version.model.digest for version in versions],
+            [version.metrics.get("accuracy", 0.0) for version in versions],
+        )
+
+    def _server(self, *arguments: str) -> None:
+        done = subprocess.run(self._command(*arguments), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DemoError(f"the server could not be set up: {done.stderr.strip()}")
+
+    def _command(self, *arguments: str) -> list[str]:
+        return [str(BIN / "fedplat-server"), *arguments, "--data-dir", str(self.folder)]
+
+
+def run(folder: Path, port: int, rounds: int, console: Console) -> int:
+    """Runs the job on the pool and without it; returns the exit status."""
+    make_empty(folder)
+    began, processes = time.monotonic(), Processes(folder)
+    here = Run(folder, port or free_port(), rounds, console, processes)
+    try:
+        with ended_by_sigterm():
+            console.print(f"starting a pool of {RANKS} ranks, a server and four clients …")
+            here.start()
+            with here.admin() as admin:
+                pooled = here.job(admin)
+                processes.stop("pool")
+                console.print("the pool was stopped; the same job again, without it")
+                alone = here.job(admin)
+    finally:
+        processes.stop_all()
+    console.print(_table(pooled, alone))
+    same = [one == other for one, other in zip(pooled.digests, alone.digests, strict=True)]
+    seconds = round(time.monotonic() - began, 1)
+    summary = {"pool": dataclasses.asdict(pooled), "alone": dataclasses.asdict(alone), "seconds": seconds}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _plot(pooled, folder / "accuracy.png")
+    first, last = pooled.accuracies[0], pooled.accuracies[-1]
+    fine = all(same) and len(same) == rounds + 1 and first < last >= NEEDED_ACCURACY
+    words = f"versions={len(same)} equal={sum(same)} warm_start={first:.4f} accuracy={last:.4f} seconds={seconds}"
+    reason = "" if all(same) else "the versions differ: "
+    print(f"WARM START {'OK' if fine else f'FAILED {reason}'.strip()} {words}", flush=True)
+    return 0 if fine else 1
+
+
+def _table(pooled: Outcome, alone: Outcome) -> Table:
+    table = Table("round", "on the pool", "without it", "version")
+    rows = zip(pooled.accuracies, alone.accuracies, pooled.digests, alone.digests, strict=True)
+    for round_, (one, other, digest, again) in enumerate(rows):
+        name = str(round_) if round_ else "warm start"
+        found = "the same" if digest == again else again[:12]
+        table.add_row(name, f"{one:.4f}", f"{other:.4f}", f"{digest[:12]} {found}")
+    return table
+
+
+def _plot(outcome: Outcome, path: Path) -> None:
+    """Accuracy by round, from the warm start on."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.plot(range(len(outcome.accuracies)), outcome.accuracies, marker="o", color="#1f5f8b")
+    axes.annotate("warm start: no 7, 8 or 9", (0, outcome.accuracies[0]), xytext=(40, -8), textcoords="offset points")
+    axes.set(xlabel="round", ylabel="held-out accuracy", title="Digits: a warm start on public data, then four clients")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(folder: Path = Path("runs/warm_start"), port: int = 0, rounds: int = 10) -> None:
+    """Run the job on a pool and without it; results go to FOLDER, and PORT 0 takes any free port."""
+    console = Console(highlight=False, markup=False)
+    try:
+        status = run(folder.resolve(), port, rounds, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; every process was stopped")
+        status = 130
+    except (DemoError, FedplatError, OSError) as exc:
+        print(f"WARM START FAILED {exc}", flush=True)
+        status = 1
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    typer.run(main)
