@@ -1,8 +1,8 @@
 """A warm start on two ranks, then ten rounds; and the same once more without the pool. `make warm-start` runs it.
 
-Everything goes through what operators and clients use, with TLS: the commands `fedplat-server run` and `fedplat-server
-pool run`, the client SDK and the Admin API. Both runs have to make the same versions, bit for bit: one before the rounds
-and one of each.
+Everything goes through what operators and clients use, with TLS: the commands `fedplat-server run` and
+`fedplat-server pool run`, the client SDK and the Admin API. Both runs have to make the same versions, bit for
+bit: one before the rounds and one of each.
 """
 
 from __future__ import annotations
