@@ -128,5 +128,5 @@ def test_links_lead_somewhere() -> None:
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (processes.ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make (\w+)`?", README):
+    for target in re.findall(r"`?make ([\w-]+)`?", README):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
