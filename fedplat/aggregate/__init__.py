@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedplat.aggregate.accumulator import Accumulator, Part, Shard
+from fedplat.aggregate.accumulator import Accumulator, Part, Shard, Tally
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
-from fedplat.aggregate.algebra import Contribution, Counterpart, Partial, Rule, State, Wrapper, unusable
+from fedplat.aggregate.algebra import Contribution, Counterpart, Elsewhere, Partial, Rule, State, Wrapper, unusable
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.easgd import Easgd
@@ -93,6 +93,7 @@ __all__ = [
     "Contribution",
     "Counterpart",
     "Easgd",
+    "Elsewhere",
     "FedAdagrad",
     "FedAdam",
     "FedAsync",
@@ -111,6 +112,7 @@ __all__ = [
     "Scaffold",
     "Shard",
     "State",
+    "Tally",
     "Wrapper",
     "clip_by_norm",
     "clip_by_quantile",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate.algebra import Contribution, Partial, Rule, State
+from fedplat.aggregate.algebra import Contribution, Elsewhere, Partial, Rule, State
 from fedplat.aggregate.state import Remembered, columns, columns_of, joined
 from fedplat.errors import ModelError
 from fedplat.model import (
@@ -52,12 +53,26 @@ class Part(NamedTuple):
 class Shard(NamedTuple):
     """The columns of an accumulator that has some of them (see `fedplat.model.shards`).
 
-    One shard `carries`: it has the entries that are no floating-point numbers, too.
+    One shard `carries`: it has the entries that are no floating-point numbers, too. The sum of the updates is kept in
+    `memory`, a vector of zeros, or elsewhere; in memory of its own if there is none, or if the rule gathers.
     """
 
     columns: range
-    across: Across
-    carries: bool
+    across: Across = alone
+    carries: bool = True
+    memory: Vector | Elsewhere | None = None
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """What is known of the updates that an accumulator has folded, beside their sum: for those it is merged with.
+
+    `carried` are the largest values of the runs that are carried, in the order of the schema.
+    """
+
+    weight: float
+    num_updates: int
+    sums: Mapping[str, float]
+    carried: Sequence[bytes]
 
 
 class Accumulator:
@@ -86,17 +101,11 @@ class Accumulator:
         """
         self._schema = schema
         self._rule = rule
-        self._shard = shard or Shard(range(schema.num_floating), alone, True)
-        first = rule.start(len(self._shard.columns))
-        self._partial = dataclasses.replace(
-            first, scalars=scalars or first.scalars, first=self._shard.columns.start, across=self._shard.across
-        )
+        self._shard = shard or Shard(range(schema.num_floating))
+        self._partial = _placed(rule.start(len(self._shard.columns)), self._shard, rule)
+        if scalars:
+            self._partial = dataclasses.replace(self._partial, scalars=scalars)
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
-
-    @property
-    def rule(self) -> Rule:
-        """The rule that it applies."""
-        return self._rule
 
     @property
     def num_updates(self) -> int:
@@ -157,12 +166,14 @@ class Accumulator:
         Raises `ValueError` when there are too few updates for the rule, say, and then before any update is read.
         """
         rule, size = self._rule, len(self._shard.columns)
+        if (elsewhere := self._partial.elsewhere) is not None:
+            return self._with(rule, dataclasses.replace(self._partial, total=elsewhere.total(), elsewhere=None))
         if rule.gather is None:
             return self
         remembered = {name: Remembered(state, name, size) for name in rule.init(0)}
         with np.errstate(all="ignore"):
             partial = rule.gather(remembered, self._partial)
-        return self._with(dataclasses.replace(rule, gather=None), partial, self._shard)
+        return self._with(dataclasses.replace(rule, gather=None), partial)
 
     def joined(self, totals: Iterable[Vector]) -> Accumulator:
         """One of all columns, of the totals of all shards, in order, which must have been `gathered`.
@@ -170,13 +181,42 @@ class Accumulator:
         Only the one that carries can be. It is for rules that are not blockwise: their end is computed in one place.
         """
         assert self._shard.carries
-        shard = Shard(range(self._schema.num_floating), alone, True)
-        return self._with(self._rule, dataclasses.replace(self._partial, total=np.concatenate([*totals])), shard)
+        shard = Shard(range(self._schema.num_floating), memory=np.concatenate([*totals]))
+        return self._with(self._rule, self._partial, shard)
 
-    def _with(self, rule: Rule, partial: Partial, shard: Shard) -> Accumulator:
+    @property
+    def tally(self) -> Tally:
+        """What is known beside the sum."""
+        carried = [self._carried[run].tobytes() for run in self._schema.segments if run in self._carried]
+        return Tally(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)
+
+    @classmethod
+    def merged(
+        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[Tally], shard: Shard
+    ) -> Accumulator:
+        """One of all updates that several have folded, whose sums `shard.memory` is the sum of."""
+        nothing = np.empty(0, np.float32)
+        result = cls(schema, rule, scalars, shard)
+        partial = dataclasses.replace(result._partial, total=nothing)
+        for tally in tallies:
+            other = Partial(nothing, tally.weight, tally.num_updates, tally.sums)
+            partial = rule.merge(partial, other)
+            result._carry_all(tally.carried)
+        result._partial = dataclasses.replace(partial, total=result.total)
+        return result
+
+    def _carry_all(self, carried: Sequence[bytes]) -> None:
+        runs = [run for run in self._schema.segments if run.dtype not in FLOATING]
+        for run, content in zip(runs, carried, strict=False):  # none of an accumulator without updates
+            values = np.frombuffer(content, DTYPES[run.dtype])
+            largest = self._carried.get(run)
+            self._carried[run] = values if largest is None else np.maximum(largest, values)
+
+    def _with(self, rule: Rule, partial: Partial, shard: Shard | None = None) -> Accumulator:
         other = copy.copy(self)
-        other._rule, other._shard = rule, shard
-        other._partial = dataclasses.replace(partial, first=shard.columns.start, across=shard.across)
+        other._rule, other._partial = rule, partial
+        if shard is not None:
+            other._shard, other._partial = shard, _placed(partial, shard, rule)
         return other
 
     def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
@@ -242,6 +282,16 @@ class Accumulator:
     def _check(self, values: Values, what: str) -> None:
         if difference := values.schema.difference_from(self._schema):
             raise ModelError(f"the {what} does not fit the attempt: {difference}")
+
+
+def _placed(partial: Partial, shard: Shard, rule: Rule) -> Partial:
+    """A partial result of a shard's columns, in its memory."""
+    partial = dataclasses.replace(partial, first=shard.columns.start, across=shard.across)
+    if shard.memory is None or rule.gather is not None:
+        return partial
+    if isinstance(shard.memory, np.ndarray):
+        return dataclasses.replace(partial, total=shard.memory)
+    return dataclasses.replace(partial, elsewhere=shard.memory)
 
 
 def _check_finite(*arrays: npt.NDArray[Any]) -> None:

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from fedplat.model import Blocks, Parameters, Schema, Vector
 from fedplat.model.shards import Across, alone
@@ -60,6 +61,18 @@ class Contribution:
     client_id: str = ""
 
 
+class Elsewhere(Protocol):
+    """Memory for a sum of updates that NumPy cannot add to: that of an accelerator."""
+
+    def add(self, start: int, values: Vector, weight: float) -> None:
+        """Adds values times a weight to the entries from `start` on: rounded as NumPy does, the product and the sum."""
+        ...
+
+    def total(self) -> Vector:
+        """The sum."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
@@ -67,7 +80,8 @@ class Partial:
     `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
     remembers of the attempt before, which are known while updates are folded. `kept` are the updates of a rule that
     gathers. Where the total is a slice of the model's vector, `first` is the entry that it begins with; updates and
-    state are slices then, too, and `across` adds up what is a sum over all entries, such as a norm.
+    state are slices then, too, and `across` adds up what is a sum over all entries, such as a norm. What is kept
+    `elsewhere` is brought into `total` before `apply`.
     """
 
     total: Vector
@@ -78,6 +92,7 @@ class Partial:
     kept: tuple[tuple[Blocks, Contribution], ...] = ()
     first: int = 0
     across: Across = alone
+    elsewhere: Elsewhere | None = None
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""

@@ -44,10 +44,13 @@ def _fold(partial: Partial, update: Blocks, contribution: Contribution) -> Parti
     scratch = np.empty(min(WINDOW, total.size), np.float32)
     start = 0
     for values in windows(update):
-        part = total[start : start + values.size]
-        # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.
-        scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: values.size])
-        np.add(part, scaled, out=part)
+        if partial.elsewhere is not None:
+            partial.elsewhere.add(start, values, weight)
+        else:
+            part = total[start : start + values.size]
+            # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.
+            scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: values.size])
+            np.add(part, scaled, out=part)
         start += values.size
     assert start == total.size
     return dataclasses.replace(

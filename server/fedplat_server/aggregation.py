@@ -1,4 +1,4 @@
-"""Folds the updates of open attempts as they arrive, in threads, and makes new versions durable.
+"""Folds the updates of open attempts as they arrive (`attempts/` says where), and makes new versions durable.
 
 One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
 bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
@@ -10,36 +10,26 @@ the coordinator hears how the attempt ended: an attempt that nobody ends would s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from fedplat.aggregate import (
-    Accumulator,
-    Rule,
-    compress_step,
-    first_columns,
-    read_columns,
-    read_scalars,
-    rebased,
-    scalars_to_bytes,
-    seed_of,
-    state_schema,
-)
+from fedplat import codecs
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
-from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.updates import Format
-from fedplat_server import crash, intake, logs
-from fedplat_server.blobs import Blob, BlobStore, BlobWriter
+from fedplat_server import crash, logs
+from fedplat_server.attempts.folding import Aggregate, Folding
+from fedplat_server.attempts.here import Here
+from fedplat_server.attempts.pooled import PoolFirst
+from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobError, StoreUnavailableError
+from fedplat_server.pool.link import PoolLink
 from fedplat_server.training import ServerTraining, is_due
 from fedplat_server.uploads import UploadKey, UploadStore
 
@@ -56,6 +46,14 @@ class _Work:
     task: asyncio.Task[None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Accelerators:
+    """What the server has beside its own process."""
+
+    pool: PoolLink
+    training: ServerTraining
+
+
 class Aggregation:
     """All open attempts. `post` hears how each of them ended."""
 
@@ -65,10 +63,10 @@ class Aggregation:
         uploads: UploadStore,
         find_version: FindVersion,
         post: Post,
-        training: ServerTraining | None = None,
+        accelerators: Accelerators | None = None,
     ) -> None:
-        """Without a `training` no job may have server steps."""
-        self._training = training
+        """Without `accelerators` this process aggregates for all jobs, and none may have server steps."""
+        self._accelerators = accelerators
         self._blobs = blobs
         self._uploads = uploads
         self._find_version = find_version
@@ -133,38 +131,49 @@ class Aggregation:
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]
     ) -> AttemptAggregated:
-        base = await asyncio.to_thread(ModelFile.open, self._blobs.path(job.latest.digest))
-        payloads: list[bytes] = []
-        rule = _rule(job, payloads.append)
-        accumulator = Accumulator(base.schema, rule, await asyncio.to_thread(self._scalars, job, rule, base))
-        folds: list[Fold] = []
-        while isinstance(command := await queue.get(), Fold):
-            folds.append(command)
-            origin = await self._origin(job, command) if rule.from_latest else None
-            await asyncio.to_thread(self._fold, job, base, accumulator, command, origin)
-        if is_due(job, key.round):
-            assert self._training is not None
-            with self._blobs.temporary() as draft:
-                aggregate = await asyncio.to_thread(self._commit, job, key, accumulator, base, draft)
-                version = await self._training.step(job, aggregate, draft, (self._update(each) for each in folds))
-        else:
-            version = await asyncio.to_thread(self._commit, job, key, accumulator, base)
+        recipe = Recipe.of(job, self._blobs)
+        from_latest = recipe.rule(_ignore).from_latest
+        folding, paths = self._begun(job, recipe), list[Path]()
+        try:
+            while isinstance(command := await queue.get(), Fold):
+                origin = await self._origin(job, command) if from_latest else ""
+                paths.append(await asyncio.to_thread(self._received, command))
+                await folding.fold(Update(str(paths[-1]), command.contribution, origin))
+                if job.spec.durability == "memory" and not folding.keeps_updates:
+                    await asyncio.to_thread(self._release, UploadKey(*command.origin, command.client_id))
+            aggregate, version = await self._committed(job, key, folding, paths)
+        finally:
+            await folding.close()
         if codec := job.spec.compression.downlink:
-            delta = await asyncio.to_thread(self._keep_delta, Format(codec, base.schema), payloads[-1], version.digest)
+            delta = await asyncio.to_thread(self._keep_delta, codec, aggregate)
             version = dataclasses.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
-        return AttemptAggregated(key, version, accumulator.published)
+        return AttemptAggregated(key, version, aggregate.published)
 
-    def _scalars(self, job: JobState, rule: Rule, base: ModelFile) -> Mapping[str, float]:
-        """The numbers that the job's rule remembers; none before its first version."""
-        digest = job.latest.state_digest
-        return read_scalars(self._blobs.path(digest), rule, base.schema.num_floating) if digest else {}
+    async def _committed(
+        self, job: JobState, key: AttemptKey, folding: Folding, updates: Sequence[Path]
+    ) -> tuple[Aggregate, ModelVersion]:
+        """What came of the updates, and the version that it is; or becomes, if the server trains it further."""
+        if not is_due(job, key.round):
+            aggregate = await folding.commit()
+            return aggregate, _version(job, key, aggregate)
+        assert self._accelerators is not None
+        with self._blobs.temporary() as draft:
+            aggregate = await folding.commit(draft)
+            version = _version(job, key, aggregate)
+            return aggregate, await self._accelerators.training.step(job, version, draft, updates)
 
-    async def _origin(self, job: JobState, command: Fold) -> ModelFile | None:
-        """The version that a client began with, if it is not the latest."""
+    def _begun(self, job: JobState, recipe: Recipe) -> Folding:
+        """Where the job's attempts are aggregated."""
+        if job.spec.pool is None or self._accelerators is None:
+            return Here(recipe, self._blobs)
+        return PoolFirst(recipe, self._blobs, self._accelerators.pool)
+
+    async def _origin(self, job: JobState, command: Fold) -> str:
+        """The file of the version that a client began with, if that is not the latest."""
         if command.base_version == job.latest.version:
-            return None
+            return ""
         while True:
             try:
                 found = await self._find_version(job.job_id, command.base_version)
@@ -172,63 +181,20 @@ class Aggregation:
                 await asyncio.sleep(STORE_RETRY_S)
             else:
                 assert found is not None
-                return await asyncio.to_thread(ModelFile.open, self._blobs.path(found.digest))
+                return os.path.abspath(self._blobs.path(found.digest))
 
-    def _fold(
-        self, job: JobState, base: ModelFile, accumulator: Accumulator, command: Fold, origin: ModelFile | None
-    ) -> None:
-        update = intake.open_update(self._update(command), base, job.spec.compression.uplink)
-        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-            accumulator.fold(rebased(update, origin, base) if origin else update, command.contribution)
-        if job.spec.durability == "memory" and not accumulator.keeps_updates:
-            self._uploads.discard(UploadKey(*command.origin, command.client_id))
-
-    def _update(self, command: Fold) -> Path:
+    def _received(self, command: Fold) -> Path:
         """The file of an update."""
         path = self._uploads.complete(UploadKey(*command.origin, command.client_id), command.digest)
         if path is None:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
-        return path
+        return path.absolute()
 
-    def _commit(
-        self, job: JobState, key: AttemptKey, accumulator: Accumulator, base: ModelFile, draft: Path | None = None
-    ) -> ModelVersion:
-        """Writes the aggregate and the rule's state; with a `draft`, the aggregate is no blob yet."""
-        digest, rule = job.latest.state_digest, accumulator.rule
-        size = base.schema.num_floating
-        state = read_columns(self._blobs.path(digest), rule, size) if digest else first_columns(rule, size)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(crash.step("commit.model"))
-            model = stack.enter_context(self._blobs.writer() if draft is None else self._blobs.draft(draft))
-            model.write(base.schema.header)
-            state_writer: BlobWriter | None = None
-            names, scalars = rule.init(0), accumulator.scalars
-            if names or scalars:
-                stack.enter_context(crash.step("commit.state"))
-                state_writer = stack.enter_context(self._blobs.writer())
-                state_writer.write(state_schema(names, size, scalars).header)
-                state_writer.write(scalars_to_bytes(scalars))
-            for part in accumulator.parts(base, state):
-                model.write(part.model.view(np.uint8).data)
-                if state_writer and part.state:
-                    for vector in part.state.values():
-                        state_writer.write(vector.data)
-        return ModelVersion(
-            version=job.latest.version + 1,
-            round=key.round,
-            attempt=key.number,
-            digest=model.blob.digest,
-            size_bytes=model.blob.size_bytes,
-            state_digest=state_writer.blob.digest if state_writer else "",
-            num_updates=accumulator.num_updates,
-            total_weight=accumulator.total_weight,
-        )
-
-    def _keep_delta(self, format: Format, payload: bytes, digest: str) -> Blob:
+    def _keep_delta(self, codec: codecs.Options, aggregate: Aggregate) -> Blob:
         """Stores the step to a version as a file of its own; without a version that names it, it is an orphan."""
-        model = ModelFile.open(self._blobs.path(digest))
+        model = ModelFile.open(self._blobs.path(aggregate.model.digest))
         with crash.step("commit.delta"):
-            return self._blobs.put_chunks(format.framed([payload], model))
+            return self._blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
 
     def _release(self, *uploads: UploadKey) -> None:
         for key in uploads:
@@ -247,10 +213,18 @@ class Aggregation:
         task.add_done_callback(self._discarding.discard)
 
 
-def _rule(job: JobState, keep: Callable[[bytes], None]) -> Rule:
-    """The job's rule; if the job has a downlink, with steps that are encoded, and `keep` is given what they become."""
-    seed = seed_of(job.job_id, job.latest.version + 1)
-    # Noise that nobody can make again: a release that was thrown away tells nothing of the next one.
-    noise = Noise(os.urandom(KEY_BYTES)) if job.spec.privacy is not None else None
-    rule, codec = job.spec.rule(seed, noise), job.spec.compression.downlink
-    return rule if codec is None else compress_step(codec.build(), seed, keep)(rule)
+def _version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersion:
+    return ModelVersion(
+        version=job.latest.version + 1,
+        round=key.round,
+        attempt=key.number,
+        digest=aggregate.model.digest,
+        size_bytes=aggregate.model.size_bytes,
+        state_digest=aggregate.state.digest if aggregate.state else "",
+        num_updates=aggregate.num_updates,
+        total_weight=aggregate.total_weight,
+    )
+
+
+def _ignore(payload: bytes) -> None:
+    return

@@ -19,7 +19,7 @@ from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fol
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
-from fedplat_server.aggregation import Aggregation
+from fedplat_server.aggregation import Accelerators, Aggregation
 from fedplat_server.blobs import BlobStore
 from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
@@ -37,6 +37,7 @@ from fedplat_server.identity.callers import Callers
 from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
+from fedplat_server.pool.link import PoolLink
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -279,7 +280,8 @@ class _Parts:
             certificates=endpoint.certificates,
             mtls_port=endpoint.mtls_port,
         )
-        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post, training)
+        pool = PoolLink.of_folder(config.data_dir)
+        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post, Accelerators(pool, training))
         aggregation.keep(spooled)
         return cls(services, aggregation, training)
 

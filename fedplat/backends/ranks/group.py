@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed
 
@@ -51,6 +53,19 @@ class Ranks:
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(gathered, mine, group=self.group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, lengths, strict=True)]
+
+    def bring(self, part: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Large parts of all ranks, in the order of ranks, on the first one; nothing on the others."""
+        lengths = [int.from_bytes(each, "little") for each in self.gather(part.size.to_bytes(8, "little"))]
+        if not self.is_first:
+            if part.size:
+                distributed.send(torch.from_numpy(part), group=self.group, group_dst=0)
+            return []
+        parts = [part, *(np.empty(length, part.dtype) for length in lengths[1:])]
+        for rank, other in enumerate(parts):
+            if rank and other.size:
+                distributed.recv(torch.from_numpy(other), group=self.group, group_src=rank)
+        return parts
 
     def told(self, content: bytes = b"") -> bytes:
         """What rank 0 gave; all of them get it."""

@@ -13,6 +13,7 @@ import msgspec
 
 from fedplat.backends.ranks import Ranks
 from fedplat_server.pool import training
+from fedplat_server.pool.aggregating import aggregate
 
 Note: TypeAlias = Callable[[bytes], None]
 """Tells the daemon something before the work is done, and lets other works have their turn. All ranks have to call it,
@@ -39,5 +40,10 @@ def echo(ranks: Ranks, request: bytes, inbox: Iterator[bytes], note: Note) -> by
     return content
 
 
-WORKS: Mapping[str, Work] = {"echo": echo, "train": training.train, "evaluate": training.evaluate}
+WORKS: Mapping[str, Work] = {
+    "echo": echo,
+    "aggregate": aggregate,
+    "train": training.train,
+    "evaluate": training.evaluate,
+}
 """The works by name."""

@@ -1,0 +1,230 @@
+"""The aggregate of an attempt, computed by the ranks of the pool; by this process, where they cannot.
+
+The ranks read the updates from the spool and write the files of the next version; the daemon hashes, syncs and adopts
+them. Whatever befalls the ranks costs time only: the updates stay in the spool until the version is stored, so all is
+done again, and the same bits come out (F35).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from fedplat.aggregate import state_schema
+from fedplat.errors import ModelError
+from fedplat.model import ModelFile
+from fedplat_server import files, logs
+from fedplat_server.attempts import folding
+from fedplat_server.attempts.folding import Aggregate, Folding
+from fedplat_server.attempts.here import Here
+from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.blobs import Blob, BlobStore
+from fedplat_server.errors import BlobFullError, PoolError, PoolWorkError
+from fedplat_server.pool.link import PoolLink, Session
+
+PATIENCE_S = 10.0
+"""How long a pool whose ranks died has to be back, before the daemon does their work."""
+
+
+class Close(msgspec.Struct, tag="close", frozen=True):
+    """All updates were sent; these files, which are there and have their size, are to be filled."""
+
+    model: str
+    state: str
+    payload: str
+
+
+class Fold(msgspec.Struct, tag="fold", frozen=True):
+    """One more update."""
+
+    update: Update
+
+
+class Aggregated(msgspec.Struct, frozen=True):
+    """The files are written and synced; or `problem` says why not.
+
+    "refused": the updates have no result, wherever it is computed; "full": there is no room; "failed": anything else.
+    """
+
+    kind: Literal["done", "refused", "full", "failed"] = "done"
+    problem: str = ""
+    num_updates: int = 0
+    total_weight: float = 0.0
+    published: Mapping[str, float] | None = None
+
+
+class OnPool:
+    """Ranks fold updates as they come. Each method raises `PoolError` if they cannot; then nothing is left of it."""
+
+    keeps_updates = True
+
+    def __init__(self, recipe: Recipe, blobs: BlobStore, link: PoolLink) -> None:
+        self._recipe = recipe
+        self._blobs = blobs
+        self._link = link
+        self._held = AsyncExitStack()
+        self._session: Session | None = None
+
+    async def begin(self) -> None:
+        """Tells the ranks what there is to do. Raises `PoolUnavailableError` when nobody listens."""
+        self._session = await self._held.enter_async_context(self._link.begin("aggregate", self._recipe))
+
+    async def fold(self, update: Update) -> None:
+        """Sends the ranks an update's name."""
+        assert self._session is not None
+        await self._session.send(Fold(update))
+
+    async def commit(self, draft: Path | None = None) -> Aggregate:
+        """Has the ranks fill the files of the next version, and stores these."""
+        assert self._session is not None
+        with contextlib.ExitStack() as stack:
+            model = stack.enter_context(self._blobs.temporary())
+            drafts = await asyncio.to_thread(self._drafts, stack, model)
+            await self._session.send(drafts)
+            said = await self._session.result(Aggregated)
+            _raise_problem(said)
+            aggregate = await asyncio.to_thread(self._stored, drafts, said, draft)
+        return aggregate
+
+    async def close(self) -> None:
+        """Ends the work, if it goes on."""
+        await self._held.aclose()
+
+    def _drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
+        """Files of the right sizes: room that is missing shows now, and not when the ranks have computed it all."""
+        rule, base = self._recipe.rule(_ignore), ModelFile.open(self._recipe.base)
+        names, scalars = rule.init(0), rule.start(0).scalars
+        state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
+        has_payload = self._recipe.spec.compression.downlink is not None
+        with files.translated("making room for a version"):
+            return Close(
+                model=_made(path, base.schema.file_size_bytes),
+                state=_made(stack.enter_context(self._blobs.temporary()), state) if state else "",
+                payload=_made(stack.enter_context(self._blobs.temporary()), 0) if has_payload else "",
+            )
+
+    def _stored(self, drafts: Close, said: Aggregated, draft: Path | None) -> Aggregate:
+        path = Path(drafts.model)
+        if draft is None:
+            with folding.storing_model():
+                model = self._blobs.take(path)
+        else:
+            model = Blob("", path.stat().st_size)
+            os.replace(path, draft)
+        state = None
+        if drafts.state:
+            with folding.storing_state():
+                state = self._blobs.take(Path(drafts.state))
+        return Aggregate(
+            model=model,
+            state=state,
+            num_updates=said.num_updates,
+            total_weight=said.total_weight,
+            published=said.published,
+            payload=Path(drafts.payload).read_bytes() if drafts.payload else b"",
+        )
+
+
+class PoolFirst:
+    """The pool does it if it is there, and is asked once more when it breaks; else this process does it."""
+
+    keeps_updates = True
+
+    def __init__(self, recipe: Recipe, blobs: BlobStore, link: PoolLink, patience_s: float | None = None) -> None:
+        self._recipe = recipe
+        self._blobs = blobs
+        self._link = link
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._updates: list[Update] = []
+        self._inner: Folding | None = None
+        self._tries_left = 2
+
+    async def fold(self, update: Update) -> None:
+        """Adds an update."""
+        self._updates.append(update)
+        await self._folded(self._updates[-1:])
+
+    async def commit(self, draft: Path | None = None) -> Aggregate:
+        """Ends the attempt."""
+        while True:
+            inner = await self._folded([])
+            try:
+                return await inner.commit(draft)
+            except PoolError as exc:
+                await self._give_up(exc)
+
+    async def close(self) -> None:
+        """Frees the ranks."""
+        if self._inner is not None:
+            await self._inner.close()
+
+    async def _folded(self, more: list[Update]) -> Folding:
+        """What has folded these updates, and all before them."""
+        while True:
+            if self._inner is None:
+                self._inner, more = await self._begun(), self._updates
+            try:
+                for update in more:
+                    await self._inner.fold(update)
+            except PoolError as exc:
+                await self._give_up(exc)
+            else:
+                return self._inner
+
+    async def _begun(self) -> Folding:
+        is_again, self._tries_left = self._tries_left == 1, self._tries_left - 1
+        if self._tries_left < 0 or (is_again and not await self._link.is_there(self._patience_s)):
+            return Here(self._recipe, self._blobs)
+        pooled = OnPool(self._recipe, self._blobs, self._link)
+        try:
+            await pooled.begin()
+        except PoolError as exc:
+            await pooled.close()
+            logs.get().info("the daemon aggregates in its own process", job=self._recipe.job_id, reason=str(exc))
+            return Here(self._recipe, self._blobs)
+        return pooled
+
+    async def _give_up(self, error: PoolError) -> None:
+        assert self._inner is not None
+        inner, self._inner = self._inner, None
+        await inner.close()
+        logs.get().warning(
+            "the pool has not aggregated an attempt, which is done again",
+            job=self._recipe.job_id,
+            version=self._recipe.version,
+            error=str(error),
+        )
+
+
+def _raise_problem(said: Aggregated) -> None:
+    match said.kind:
+        case "refused":
+            raise ModelError(said.problem)
+        case "full":
+            files.note_full()
+            raise BlobFullError(said.problem)
+        case "failed":
+            raise PoolWorkError(said.problem)
+        case "done":
+            return
+
+
+def _made(path: Path, size_bytes: int) -> str:
+    descriptor = files.create(path)
+    try:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+    finally:
+        os.close(descriptor)
+    return os.path.abspath(path)
+
+
+def _ignore(payload: bytes) -> None:
+    return

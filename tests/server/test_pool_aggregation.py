@@ -1,0 +1,311 @@
+"""Aggregation on ranks: the bits are those of one process, also when ranks die; and errors are told as in one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from fedplat.aggregate import Contribution
+from fedplat.errors import ModelError
+from fedplat.job import parse_job
+from fedplat.model import WINDOW, Parameters
+from fedplat.rounds import JobState, ModelVersion
+from fedplat.updates import Format
+from fedplat_server.attempts import pooled
+from fedplat_server.attempts.folding import Aggregate, Folding
+from fedplat_server.attempts.here import Here
+from fedplat_server.attempts.pooled import Close, OnPool, PoolFirst
+from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.blobs import BlobStore
+from fedplat_server.errors import BlobFullError
+from fedplat_server.pool.link import PoolLink
+from server import harness
+from server.harness import Site, job_file
+from server.pool import PoolProcess, pool
+
+SIZE = WINDOW + 5000
+NUM_UPDATES = 5
+BY_COLUMNS = "[pool]\nranks = 2\n"
+PRIVATE = (
+    '[updates]\nclip_norm = 3.0\nweighting = "uniform"\n'
+    '[privacy]\nparticipation = "fixed"\ndelta = 1e-6\nnoise_multiplier = 0.5\n'
+)
+CLIPPED = "[updates]\nclip_norm = 3.0\n"
+FEDADAM = '[aggregation]\nrule = "fedadam"\n'
+
+
+def base_model(size: int = SIZE) -> Parameters:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "double": rng.normal(size=100),
+        "weight": rng.normal(size=size - 200).astype(np.float32),
+        "half": rng.normal(size=100).astype(np.float16),
+        "steps": np.array([7, 8]),
+    }
+    return Parameters.from_arrays(arrays)
+
+
+class Spool:
+    """A folder with blobs and updates, and what a job makes of them, wherever it is computed."""
+
+    def __init__(self, folder: Path, tables: str, base: Parameters | None = None) -> None:
+        self.folder = folder
+        self.blobs = BlobStore(folder / "blobs")
+        text = job_file("toy", 2, NUM_UPDATES, more=tables, close="deadline" if "[privacy]" in tables else "goal")
+        self.spec = parse_job(text)
+        base = base or base_model()
+        model = self.blobs.put_chunks([base.to_bytes()])
+        self.version = ModelVersion(0, 0, 0, model.digest, model.size_bytes)
+        self.updates = [self._update(number, base) for number in range(NUM_UPDATES)]
+
+    def _update(self, number: int, base: Parameters) -> Update:
+        update = harness.update_of(base, number)
+        path, codec = self.folder / f"{number}.update", self.spec.compression.uplink
+        content = [update.to_bytes()]
+        if codec is not None:
+            content = Format(codec, base.schema).encode(update, np.random.default_rng(1))
+        path.write_bytes(b"".join(content))
+        metrics = {"loss_before": 2.0 / (number + 1), "local_steps": 3.0 + number}
+        return Update(str(path), Contribution(1.0, 10.0, metrics, client_id=f"c{number}"))
+
+    def recipe(self) -> Recipe:
+        return Recipe.of(JobState("job", self.spec, self.version), self.blobs)
+
+    async def done(self, folding: Folding) -> Aggregate:
+        try:
+            for update in self.updates:
+                await folding.fold(update)
+            return await folding.commit()
+        finally:
+            await folding.close()
+
+    def accept(self, aggregate: Aggregate) -> None:
+        self.version = dataclasses.replace(
+            self.version,
+            version=self.version.version + 1,
+            digest=aggregate.model.digest,
+            state_digest=aggregate.state.digest if aggregate.state else "",
+        )
+
+    def model(self, aggregate: Aggregate) -> np.ndarray[Any, Any]:
+        return Parameters.open(self.blobs.path(aggregate.model.digest)).to_vector()
+
+
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=ON_GPUS)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
+    count = torch.cuda.device_count() if request.param == "nccl" else 2
+    with pool(tmp_path_factory.mktemp("ranks"), count, "--backend", request.param) as started:
+        yield started
+
+
+def drafted(model: str) -> Callable[..., Close]:
+    """Has the ranks write into something else than a file that the daemon has made."""
+
+    def drafts(*_: object) -> Close:
+        return Close(model, "", "")
+
+    return drafts
+
+
+def kill_one(ranks: PoolProcess) -> None:
+    """The last rank, by SIGKILL."""
+    running = ranks.ranks()
+    running[max(running)].send_signal(signal.SIGKILL)
+
+
+async def on_pool(spool: Spool, recipe: Recipe, link: PoolLink) -> Aggregate:
+    folding = OnPool(recipe, spool.blobs, link)
+    await folding.begin()
+    return await spool.done(folding)
+
+
+JOBS = {
+    "fedadam with clipping": FEDADAM + CLIPPED,
+    "adaptive clipping": CLIPPED.replace("clip_norm = 3.0", "adaptive_clip = {initial_norm = 300.0}"),
+    "private": FEDADAM + PRIVATE,
+    "median": FEDADAM + '[robust]\nbyzantine = 1\nrule = {name = "median"}\n',
+    "krum": FEDADAM + '[robust]\nbyzantine = 1\nrule = {name = "krum"}\n',
+    "qfedavg, encoded": '[aggregation]\nrule = "qfedavg"\n[compression]\nuplink = {codec = "quantize", bits = 8}\n',
+    "downlink": FEDADAM + '[compression]\ndownlink = {codec = "eden"}\n',
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+async def test_two_rounds_have_the_bits_of_one_process(ranks: PoolProcess, name: str, tmp_path: Path) -> None:
+    link, spool = await ranks.ready(), Spool(tmp_path, JOBS[name] + BY_COLUMNS)
+    for _ in range(2):
+        recipe = spool.recipe()  # with the key of the noise
+        alone = await spool.done(Here(recipe, spool.blobs))
+        assert await on_pool(spool, recipe, link) == alone
+        spool.accept(alone)
+    assert not list(spool.blobs.folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+async def test_by_reports_the_bits_are_those_of_so_many_ranks(
+    ranks: PoolProcess, num_ranks: int, tmp_path: Path
+) -> None:
+    """As close to one process as rounding; and without a pool, or on two processes, the same bits."""
+    reports = f'[pool]\nranks = {num_ranks}\nsplit = "reports"\n'
+    link, spool = await ranks.ready(), Spool(tmp_path, FEDADAM + CLIPPED + reports)
+    one = msgspec.structs.replace(spool.recipe(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
+    wanted = spool.model(await spool.done(Here(one, spool.blobs)))
+    alone = await spool.done(Here(spool.recipe(), spool.blobs))
+    found = await on_pool(spool, spool.recipe(), link)
+    assert found == alone
+    np.testing.assert_allclose(spool.model(found), wanted, rtol=1e-6, atol=1e-6)
+
+
+async def test_a_counter_is_the_largest_of_all_reports(ranks: PoolProcess, tmp_path: Path) -> None:
+    base = base_model()
+    base = Parameters.from_arrays({**base}, "max")
+    for split in ("columns", "reports"):
+        (tmp_path / split).mkdir()
+        spool = Spool(tmp_path / split, f'[pool]\nranks = 3\nsplit = "{split}"\n', base)
+        for number, update in enumerate(spool.updates):
+            changed = Parameters.from_bytes(bytearray(Path(update.path).read_bytes()))
+            changed["steps"][:] = [number, 100 - number]
+            Path(update.path).write_bytes(changed.to_bytes())
+        alone = await spool.done(Here(spool.recipe(), spool.blobs))
+        assert await on_pool(spool, spool.recipe(), await ranks.ready()) == alone
+        steps = Parameters.open(spool.blobs.path(alone.model.digest))["steps"]
+        assert steps.tolist() == [NUM_UPDATES - 1, 100]
+
+
+async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: PoolProcess, tmp_path: Path) -> None:
+    base = Parameters.from_arrays({"w": np.ones(1, np.float32)})
+    mode = '[mode]\nkind = "buffered"\nconcurrency = 5\n[aggregation]\nrule = "easgd"\n'
+    spool = Spool(tmp_path, mode + BY_COLUMNS, base)
+    (tmp_path / "origin").write_bytes(harness.update_of(base, 9).to_bytes())
+    origin = str(tmp_path / "origin")
+    spool.updates[1:3] = [msgspec.structs.replace(update, origin=origin) for update in spool.updates[1:3]]
+    alone = await spool.done(Here(spool.recipe(), spool.blobs))
+    assert await on_pool(spool, spool.recipe(), await ranks.ready()) == alone
+
+
+async def test_a_result_that_is_not_finite_and_one_that_there_is_not_are_told(
+    ranks: PoolProcess, tmp_path: Path
+) -> None:
+    link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
+    huge = Parameters.zeros(base_model().schema)
+    huge["weight"][-1] = 3e38
+    for update in spool.updates:
+        Path(update.path).write_bytes(huge.to_bytes())
+    before = {number: process.pid for number, process in ranks.ranks().items()}
+    with pytest.raises(ModelError, match="not finite"):
+        await on_pool(spool, spool.recipe(), link)
+    spool.updates.clear()
+    with pytest.raises(ModelError, match="no update was folded"):
+        await on_pool(spool, spool.recipe(), link)
+    (tmp_path / "median").mkdir()
+    robust = Spool(tmp_path / "median", JOBS["median"] + BY_COLUMNS)
+    del robust.updates[2:]
+    with pytest.raises(ModelError, match="needs at least 3"):
+        await on_pool(robust, robust.recipe(), link)
+    assert {number: process.pid for number, process in ranks.ranks().items()} == before, "nobody died of it"
+    assert not list(spool.blobs.folder.glob("*.tmp"))
+
+
+@pytest.mark.fault("F7")
+async def test_a_full_disk_is_told_as_in_one_process(
+    ranks: PoolProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon makes the room, and a rank that finds none all the same says so."""
+    link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
+    full = "/dev/full"
+    with monkeypatch.context() as patched:
+        patched.setattr(OnPool, "_drafts", drafted(full))
+        with pytest.raises(BlobFullError):
+            await on_pool(spool, spool.recipe(), link)
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(BlobFullError):
+        await on_pool(spool, spool.recipe(), link)
+    assert not list(spool.blobs.folder.glob("*.tmp"))
+
+
+async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, tmp_path: Path) -> None:
+    link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
+    left = PoolFirst(spool.recipe(), spool.blobs, link)
+    await left.fold(spool.updates[0])
+    await left.close()
+    assert await on_pool(spool, spool.recipe(), link) == await spool.done(Here(spool.recipe(), spool.blobs))
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("split", ["columns", "reports"])
+async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> None:
+    spool = Spool(tmp_path, FEDADAM + f'[pool]\nranks = 2\nsplit = "{split}"\n')
+    recipe, nobody = spool.recipe(), PoolLink.of_folder(tmp_path)
+    assert await spool.done(PoolFirst(recipe, spool.blobs, nobody)) == await spool.done(Here(recipe, spool.blobs))
+
+
+@pytest.mark.fault("F35")
+async def test_a_rank_killed_while_it_writes_the_version(
+    ranks: PoolProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is not back in time, and the daemon does all of it."""
+    link, spool = await ranks.ready(), Spool(tmp_path, JOBS["private"] + BY_COLUMNS)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # whoever opens it waits for a reader
+    monkeypatch.setattr(OnPool, "_drafts", drafted(str(pipe)))
+    recipe = spool.recipe()
+    committing = asyncio.create_task(spool.done(PoolFirst(recipe, spool.blobs, link, patience_s=0.0)))
+    with await asyncio.to_thread(pipe.open, "rb"):  # a rank has come to it
+        kill_one(ranks)
+        assert await committing == await spool.done(Here(recipe, spool.blobs))
+
+
+@pytest.mark.calm
+@pytest.mark.fault("F35")
+async def test_the_daemon_s_versions_have_the_same_digests(
+    ranks: PoolProcess, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second round a rank is killed between two reports; the pool is back in time, and does it all again."""
+    made = list[type[Folding]]()
+
+    async def commit(pooled: OnPool, commit: Any = OnPool.commit) -> Aggregate:
+        made.append(OnPool)
+        return await commit(pooled)
+
+    monkeypatch.setattr(OnPool, "commit", commit)
+    monkeypatch.setattr(pooled, "PATIENCE_S", 60.0)
+    await ranks.ready()
+    (site.folder / "pool.sock").symlink_to(ranks.folder / "pool.sock")
+    clients = await site.fleet(2)
+    digests = list[list[str]]()
+    for tables in (BY_COLUMNS, ""):
+        job = await site.operator.start(
+            job_file(f"job{len(tables)}", 2, 2, more=FEDADAM + CLIPPED + tables), base_model()
+        )
+        for round_ in (1, 2):
+            work = await site.assign(clients)
+            for number, (client, one) in enumerate(zip(clients, work, strict=True)):
+                update = harness.update_of(base_model(), 10 * round_ + number)
+                assert (await client.deliver(one.token, update.to_bytes())).HasField("receipt")
+                if tables and round_ == 2 and number == 0:
+                    kill_one(ranks)
+            await site.operator.until(job, "attempt", "COMMITTED", round_)
+        digests.append([version.model.digest for version in await site.operator.versions(job)])
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 3
+    assert len(made) >= 2
