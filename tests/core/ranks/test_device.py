@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_somebody_else_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _failing(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+def _failing(monkeypatch: pytest.MonkeyPatch, after: int) -> Generator[None]:
     """The device has no memory left after so many windows."""
     copy, left = torch.Tensor.copy_, [after]
 
