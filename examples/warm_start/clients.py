@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-import public
+import shares
 from fedplat_client import Client, Task, TrainResult
 
 PATIENCE_S = 300.0
@@ -39,7 +39,7 @@ class Crew:
 
     def __init__(self, ticket: str, folder: Path) -> None:
         self.over = threading.Event()
-        self._clients = [self._client(ticket, folder, index) for index in range(public.CLIENTS)]
+        self._clients = [self._client(ticket, folder, index) for index in range(shares.CLIENTS)]
         self._turns = Turns(len(self._clients))
 
     def run(self) -> None:
@@ -64,13 +64,13 @@ class Crew:
 
     def _client(self, ticket: str, folder: Path, index: int) -> Client:
         client = Client.from_ticket(ticket, labels={"index": str(index)}, data_dir=folder / str(index))
-        images, labels = public.client_data(index)
+        images, labels = shares.client_data(index)
 
         @client.trainer("digits")
         def train(task: Task) -> TrainResult:
             self._turns.wait(index)
             rate, steps = float(task.config["learning_rate"]), int(task.config["steps"])
-            public.digits.train(task.parameters, images, labels, rate, steps)
+            shares.train(task.parameters, images, labels, rate, steps)
             return TrainResult(parameters=task.parameters, num_examples=len(labels))
 
         return client

@@ -26,7 +26,7 @@ from fedplat.rounds.commands import WarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
 from fedplat_server.blobs import Blob, BlobStore
-from fedplat_server.errors import ConfigError, PoolBrokenError, PoolWorkError
+from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
 from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
 from fedplat_server.pool.link import PoolLink, Session
 from fedplat_server.pool.own import OwnRank
@@ -204,7 +204,7 @@ class ServerTraining:
             try:
                 async with self._begun(work, again=turn > 1) as session:
                     return await session.result(kind)
-            except PoolBrokenError as exc:
+            except (PoolBrokenError, PoolUnavailableError) as exc:  # they died just now, or a moment before
                 if turn == TRIES:
                     raise
                 logs.get().warning("ranks died; the work is begun again", work=work.name, error=str(exc))

@@ -13,7 +13,7 @@ from e2e import processes
 
 pytest.importorskip("torch")
 EXAMPLE = processes.ROOT / "examples" / "warm_start"
-ROUNDS = 3  # of ten
+ROUNDS = 2  # of ten
 
 
 def test_the_pool_and_the_server_alone_make_the_same_versions(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_pool_and_the_server_alone_make_the_same_versions(tmp_path: Path) ->
     assert last is not None
     shown = {name: float(value) for name, _, value in (word.partition("=") for word in last[1].split())}
     assert shown["versions"] == shown["equal"] == ROUNDS + 1
-    assert shown["warm_start"] < 0.75 < shown["accuracy"]  # 7 of 10 digits are public
+    assert shown["warm_start"] < 0.7 < shown["accuracy"]  # 7 of 10 digits are public
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["pool"]["digests"] == summary["alone"]["digests"]
     assert summary["pool"]["job_id"] != summary["alone"]["job_id"]

@@ -22,6 +22,7 @@ from server.server_trainers import learning, trainers
 pytest.importorskip("torch")
 ONCE = "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 1\n"
 RANKS = "[pool]\nranks = 2\n"
+LONG_STEP = job_file("interrupted", goal=1, more=RANKS + learning("server_step", steps=300))
 
 
 async def warmed(site: Site, name: str, more: str = "", **options: object) -> str:
@@ -130,6 +131,19 @@ async def server_steps(site: Site) -> None:
     assert changed == ["weight", "bias"], "its control variates stay"
 
 
+async def interrupted(folder: Path, registered: dict[str, str], digest: str) -> None:
+    """A daemon that ends within a server step leaves no half-done version; the next one comes to the same bits."""
+    async with harness.running(folder, trainers=registered, grace_s=0.0) as site:
+        job = await site.operator.start(LONG_STEP)
+        (assignment,) = await site.assign(clients := await site.fleet(1))
+        await clients[0].deliver(assignment.token, update_of(initial_model(), 0))
+        await site.operator.until(job, "attempt", "COMMITTING")
+    async with harness.running(folder, trainers=registered) as site:
+        assert (await site.operator.show(job)).model.version == 0
+        await site.operator.until(job, "job", "COMPLETED")
+        assert (await site.operator.show(job)).model.digest == digest
+
+
 async def distillation(site: Site) -> None:
     """The model comes nearer to what its clients' models say together."""
     bare = await stepped(site, steps=1, learning_rate=1e-30, method="distill")
@@ -152,6 +166,7 @@ def divergence(teacher: npt.NDArray[np.float64], student: npt.NDArray[np.float64
     return float(np.mean(np.sum(p * np.log(p / q), axis=1)))
 
 
+@pytest.mark.fault("F35")
 @pytest.mark.calm
 async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path) -> None:
     registered = trainers(folder)
@@ -169,7 +184,14 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path) -> Non
             await checkpointed(site, job)
         async with harness.running(folder, trainers=registered) as site:
             assert await warm_version(site, job) == undisturbed
-            ranks.stop()
+            job = await site.operator.start(LONG_STEP)
+            (assignment,) = await site.assign(clients := await site.fleet(1))
+            await clients[0].deliver(assignment.token, update_of(initial_model(), 0))
+            await site.operator.until(job, "job", "COMPLETED")
+            digest = (await site.operator.show(job)).model.digest
+        await interrupted(folder, registered, digest)
+        ranks.stop()
+        async with harness.running(folder, trainers=registered) as site:
             assert await warmed(site, "alone", trainer="killed", epochs=20, checkpoint_every=3) == undisturbed
             assert (folder / "died").exists()
             await distillation(site)
