@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -108,6 +109,7 @@ class Run:
 def run(folder: Path, port: int, rounds: int, console: Console) -> int:
     """Runs the job on the pool and without it; returns the exit status."""
     make_empty(folder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU, or on none: bits are compared on equal hardware
     began, processes = time.monotonic(), Processes(folder)
     here = Run(folder, port or free_port(), rounds, console, processes)
     try:

@@ -168,7 +168,8 @@ def divergence(teacher: npt.NDArray[np.float64], student: npt.NDArray[np.float64
 
 @pytest.mark.fault("F35")
 @pytest.mark.calm
-async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path) -> None:
+async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # bits are compared: on equal hardware
     registered = trainers(folder)
     table = RANKS + learning("warm_start", epochs=20, checkpoint_every=3)
     async with contextlib.AsyncExitStack() as stack:
