@@ -179,6 +179,9 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
             assert list((await site.status()).trainers) == sorted(registered)
             undisturbed = await warmed(site, "undisturbed", epochs=20)
             await stopped_by_an_operator(site)
+            alone = job_file("fewer", more="[pool]\nranks = 1\n" + learning("warm_start", epochs=20))
+            fewer = await warm_version(site, await site.operator.start(alone))
+            assert fewer != undisturbed, "one rank of the two had nothing to do"
             await rounds_after(site)
             await server_steps(site)
             job = await site.operator.start(job_file("restarted", more=table))

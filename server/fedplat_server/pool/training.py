@@ -34,6 +34,7 @@ def train(ranks: Ranks, request: bytes, inbox: Iterator[bytes], note: Note) -> b
         learned = _learned(ranks, asked, note)
     except FedplatError as exc:  # on all ranks alike; whatever else is raised ends the ranks
         learned = Learned(error=str(exc))
+    _hear_out(inbox)
     return msgspec.msgpack.encode(learned)
 
 
@@ -46,9 +47,17 @@ def evaluate(ranks: Ranks, request: bytes, inbox: Iterator[bytes], note: Note) -
         metrics = parallel.evaluate(ranks, trainer, model.copy())
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
+        scored = Scored(metrics=metrics)
     except FedplatError as exc:
-        return msgspec.msgpack.encode(Scored(error=str(exc)))
-    return msgspec.msgpack.encode(Scored(metrics=metrics))
+        scored = Scored(error=str(exc))
+    _hear_out(inbox)
+    return msgspec.msgpack.encode(scored)
+
+
+def _hear_out(inbox: Iterator[bytes]) -> None:
+    """Waits until the daemon has said that it has no more to say: who speaks to a closed connection hears no answer."""
+    for _ in inbox:
+        pass
 
 
 class _Pace:
