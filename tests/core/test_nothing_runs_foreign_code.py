@@ -56,6 +56,7 @@ ALLOWED = {
         "server/fedplat_server/evaluation.py": "pickles between the daemon and its child, which nobody else reaches",
         "fedplat/simulation/engines/crew.py": "forks its workers; what travels is msgpack, over sockets without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
+        "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/robust_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/papers/reproduction.py": "pickles between the program and its own workers",
     },
