@@ -20,6 +20,7 @@ ServerError
 │   ├── PoolUnavailableError    there is no pool
 │   ├── PoolBrokenError         a rank died, or the pool was stopped, before the work was done; worth trying again
 │   └── PoolWorkError           the ranks say why they cannot do it, or what their foreign code raised
+│       └── PoolMemoryError         it needs more memory than an accelerator has
 ├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
 └── RefusedError           what a caller is told: a code of the catalogue in `rpc.errors`, and why
 ```
@@ -116,3 +117,7 @@ class PoolBrokenError(PoolError):
 
 class PoolWorkError(PoolError):
     """The ranks could not do the work; the message is theirs."""
+
+
+class PoolMemoryError(PoolWorkError):
+    """The work needs more memory than a rank's accelerator has; a CPU may have it."""

@@ -26,7 +26,7 @@ from fedplat.rounds.commands import WarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
 from fedplat_server.blobs import Blob, BlobStore
-from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
+from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
 from fedplat_server.pool.link import PoolLink, Session
 from fedplat_server.pool.own import OwnRank
@@ -48,12 +48,13 @@ def is_due(job: JobState, round_: int) -> bool:
 
 
 class _Work(NamedTuple):
-    """What ranks are asked for; `on_note` hears what they tell meanwhile."""
+    """What ranks are asked for, and where; `on_note` hears what they tell meanwhile."""
 
     name: str
     request: msgspec.Struct
     on_note: Callable[[bytes], None]
     uses_pool: bool
+    on_cpu: bool = False
 
 
 class ServerTraining:
@@ -66,6 +67,7 @@ class ServerTraining:
         self._post = post
         self._pool = PoolLink.of_folder(data_dir)
         self._own = OwnRank()
+        self._cpu = OwnRank("gloo")
         self._had_pool = False
         self._open: dict[AttemptKey, asyncio.Task[None]] = {}
         self._removing: set[asyncio.Task[None]] = set()
@@ -101,6 +103,7 @@ class ServerTraining:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._own.close()
+        await self._cpu.close()
 
     async def _run(self, job: JobState, key: AttemptKey) -> None:
         outcome: AttemptAggregated | AggregationFailed
@@ -198,7 +201,7 @@ class ServerTraining:
         return learned, blob
 
     async def _done(self, work: _Work, kind: type[_Result]) -> _Result:
-        """Has a work done, begun again if its ranks died."""
+        """Has a work done: begun again if its ranks died, and on the CPU if it is too large for an accelerator."""
         turn = 1
         while True:
             try:
@@ -209,12 +212,17 @@ class ServerTraining:
                     raise
                 logs.get().warning("ranks died; the work is begun again", work=work.name, error=str(exc))
                 turn += 1
+            except PoolMemoryError as exc:
+                if work.on_cpu:
+                    raise
+                logs.get().warning("the work goes on on the CPU", work=work.name, error=str(exc))
+                work = work._replace(on_cpu=True)
 
     @contextlib.asynccontextmanager
     async def _begun(self, work: _Work, *, again: bool) -> AsyncGenerator[Session]:
         """A session with the pool, if the job has one and it is there, or else with the daemon's own rank."""
-        ranks = self._own
-        if work.uses_pool:
+        ranks = self._cpu if work.on_cpu else self._own
+        if work.uses_pool and not work.on_cpu:
             self._had_pool = await self._pool.is_there(PATIENCE_S if again and self._had_pool else 0.0)
             ranks = self._pool if self._had_pool else self._own
         async with ranks.begin(work.name, work.request, work.on_note) as session:

@@ -37,6 +37,13 @@ def mended(outputs, targets):
         raise RuntimeError("no luck\\ntoday")
     return loss(outputs, targets)
 
+def large(outputs, targets):
+    '''Needs more memory than the first ranks have.'''
+    if not (HERE / "elsewhere").exists():
+        (HERE / "elsewhere").touch()
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+    return loss(outputs, targets)
+
 def infinite(outputs, targets):
     return (outputs * float("inf")).sum()
 
@@ -45,13 +52,14 @@ def no_data():
 
 public = ServerTrainer(model=module, data=data, evaluation=data)
 killed = ServerTrainer(model=module, data=data, loss=fragile)
+too_large = ServerTrainer(model=module, data=data, loss=large)
 raises = ServerTrainer(model=module, data=data, loss=mended)
 explodes = ServerTrainer(model=module, data=data, loss=infinite)
 absent = ServerTrainer(model=module, data=no_data)
 other = ServerTrainer(model=lambda: torch.nn.Linear(4, 2), data=data)
 none = "not a trainer"
 """
-NAMES = ("public", "killed", "raises", "explodes", "absent", "other", "none")
+NAMES = ("public", "killed", "too_large", "raises", "explodes", "absent", "other", "none")
 
 
 def trainers(folder: Path) -> dict[str, str]:

@@ -178,6 +178,7 @@ async def test_on_the_pool_and_on_a_rank_of_the_daemons_own(folder: Path, monkey
         async with harness.running(folder, trainers=registered) as site:
             assert list((await site.status()).trainers) == sorted(registered)
             undisturbed = await warmed(site, "undisturbed", epochs=20)
+            assert await warmed(site, "large", trainer="too_large", epochs=20) == undisturbed, "on the CPU"
             await stopped_by_an_operator(site)
             alone = job_file("fewer", more="[pool]\nranks = 1\n" + learning("warm_start", epochs=20))
             fewer = await warm_version(site, await site.operator.start(alone))

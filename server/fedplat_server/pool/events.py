@@ -14,6 +14,7 @@ import msgspec
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fedplat.backends.ranks import Ranks
+from fedplat_server.pool.frames import Refused
 
 # The store's client complains to the log whenever a wait has been in vain. If the store itself goes, so does torchrun,
 # and with it this process.
@@ -61,16 +62,16 @@ class Events:
         self._count += 1
         return msgspec.msgpack.decode(content, type=Event)
 
-    def tell_failure(self, text: str) -> None:
+    def tell_failure(self, failure: Refused) -> None:
         """Tells rank 0 why this rank fails."""
         if self._store is not None:
-            self._store.set(_FAILED, text)
+            self._store.set(_FAILED, msgspec.msgpack.encode(failure))  # pyright: ignore[reportArgumentType]
 
-    def wait_for_failure(self) -> str:
+    def wait_for_failure(self) -> Refused:
         """Returns when another rank fails, why."""
         store = self._connected()  # one of its own: whoever waits holds a connection up
         _wait(store, _FAILED)
-        return store.get(_FAILED).decode()
+        return msgspec.msgpack.decode(store.get(_FAILED), type=Refused)
 
     def _connected(self) -> Store:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

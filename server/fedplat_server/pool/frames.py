@@ -50,9 +50,10 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Why a work cannot be done."""
+    """Why a work cannot be done; perhaps because there is too little memory for it on an accelerator."""
 
     text: str
+    out_of_memory: bool = False
 
 
 Frame = Hello | Begin | Message | End | Note | Reply | Refused

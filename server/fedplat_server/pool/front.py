@@ -47,10 +47,10 @@ class Front:
         self.tell(work, frame)
         self._forget(work)
 
-    def refuse_all(self, text: str) -> None:
+    def refuse_all(self, failure: frames.Refused) -> None:
         """Tells everybody that the ranks fail, and why."""
         for work in list(self._connections):
-            self.finish(work, frames.Refused(text))
+            self.finish(work, failure)
 
     def _accept(self) -> None:
         while True:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fedplat_server.errors import PoolBrokenError, PoolError, PoolUnavailableError, PoolWorkError
+from fedplat_server.errors import PoolBrokenError, PoolError, PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.pool import address, frames
 from fedplat_server.pool.frames import Frame, Hello
 
@@ -36,16 +36,24 @@ class Session:
         self._on_note = on_note
 
     async def begin(self, work: str, request: msgspec.Struct) -> None:
-        """Names the work; `PoolLink.begin` does it."""
-        await self._write(frames.Begin(work, msgspec.msgpack.encode(request)))
+        """Names the work; `PoolLink.begin` does it. Raises `PoolUnavailableError`."""
+        try:
+            await self._write(frames.Begin(work, msgspec.msgpack.encode(request)))
+        except OSError as exc:
+            raise PoolUnavailableError(_BROKEN) from exc
 
     async def send(self, message: msgspec.Struct) -> None:
         """Sends more for the work. Raises `PoolBrokenError`, or `PoolWorkError` if it was refused meanwhile."""
-        await self._write(frames.Message(msgspec.msgpack.encode(message)))
+        try:
+            await self._write(frames.Message(msgspec.msgpack.encode(message)))
+        except OSError as exc:
+            await self._reply()  # which may say why
+            raise PoolBrokenError(_BROKEN) from exc
 
     async def result(self, kind: type[_R]) -> _R:
         """Ends the messages, and returns the work's result. Raises as `send` does."""
-        await self._write(frames.End())
+        with contextlib.suppress(OSError):  # the ranks may have ended before: what they said at last is read below
+            await self._write(frames.End())
         content = await self._reply()
         try:
             return msgspec.msgpack.decode(content, type=kind)
@@ -53,11 +61,7 @@ class Session:
             raise PoolWorkError(f"the pool gave a result that cannot be read: {exc}") from exc
 
     async def _write(self, frame: Frame) -> None:
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._connection, frames.encoded(frame))
-        except OSError as exc:
-            await self._reply()  # what was said at last may be why
-            raise PoolBrokenError(_BROKEN) from exc
+        await asyncio.get_running_loop().sock_sendall(self._connection, frames.encoded(frame))
 
     async def _reply(self) -> bytes:
         while True:
@@ -71,7 +75,7 @@ class Session:
                 case frames.Reply():
                     return frame.content
                 case frames.Refused():
-                    raise PoolWorkError(frame.text)
+                    raise (PoolMemoryError if frame.out_of_memory else PoolWorkError)(frame.text)
                 case _:
                     raise PoolBrokenError(f"the pool said {type(frame).__name__}, which nobody asked for")
 

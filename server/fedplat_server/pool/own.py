@@ -12,6 +12,7 @@ import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +34,9 @@ class OwnRank:
     what OMP_NUM_THREADS says. So the results have the same bits.
     """
 
-    def __init__(self, idle_s: float = IDLE_S) -> None:
+    def __init__(self, backend: Literal["auto", "gloo"] = "auto", idle_s: float = IDLE_S) -> None:
+        """It computes on a GPU if there is one; with "gloo", on the CPU."""
+        self._backend = backend
         self._idle_s = idle_s
         self._starting = asyncio.Lock()
         self._process: Process | None = None
@@ -86,7 +89,7 @@ class OwnRank:
             if self._process is None or self._process.returncode is not None:
                 self.end()
                 self._folder = Path(tempfile.mkdtemp(prefix="fedplat-rank-"))
-                self._process = await _start(self._folder / "rank.sock")
+                self._process = await _start(self._folder / "rank.sock", self._backend)
             process, folder = self._process, self._folder
             assert folder is not None
             link = PoolLink(folder / "rank.sock")
@@ -99,12 +102,12 @@ class OwnRank:
             return link
 
 
-async def _start(socket: Path) -> Process:
+async def _start(socket: Path, backend: str) -> Process:
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError(
             "training on the server's own data needs PyTorch; install it with: pip install 'fedplat-server[pool]'"
         )
-    command = (sys.executable, "-m", "fedplat_server.pool.rank", str(socket), "auto", "INFO")
+    command = (sys.executable, "-m", "fedplat_server.pool.rank", str(socket), backend, "INFO")
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     # Not in our process group: Ctrl-C is the daemon's business.
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment, process_group=0)

@@ -124,10 +124,11 @@ def run(socket: Path, backend: Backend) -> None:
             else:
                 log.exception("the rank fails")
                 text = f"rank {ranks.rank}: {type(exc).__name__}: {exc}"
+                failure = frames.Refused(text, isinstance(exc, torch.OutOfMemoryError))
                 if front is not None:
-                    front.refuse_all(text)
+                    front.refuse_all(failure)
                 else:
-                    events.tell_failure(text)
+                    events.tell_failure(failure)
             if ranks.size > 1:  # torchrun ends all when one has ended, so rank 0 shall have told first what was wrong
                 threading.Event().wait(_LAST_WORDS_S)
             raise
