@@ -22,7 +22,8 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True):
     `split` says how an attempt's updates are spread over them: by `columns` (each rank folds its part of every update;
     the result has the bits of one process), or by `reports` (each folds whole updates, and their sums are added up;
     the result differs from that of one process by rounding, and pays where updates have to be decoded). `backend`
-    "auto" is NCCL where the pool has GPUs, else Gloo.
+    "auto" is whatever the pool was started with; only a pool with GPUs serves "nccl", and with "gloo" the ranks compute
+    on CPUs.
     """
 
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1

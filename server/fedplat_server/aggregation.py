@@ -168,7 +168,7 @@ class Aggregation:
         """Where the job's attempts are aggregated."""
         if job.spec.pool is None or self._accelerators is None:
             return Here(recipe, self._blobs)
-        return PoolFirst(recipe, self._blobs, self._accelerators.pool)
+        return PoolFirst(recipe, self._blobs, self._accelerators.pool.suited(job.spec.pool.backend))
 
     async def _origin(self, job: JobState, command: Fold) -> str:
         """The file of the version that a client began with, if that is not the latest."""

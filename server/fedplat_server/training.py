@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from fedplat.errors import FedplatError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, Pool
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import WarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
@@ -53,7 +53,7 @@ class _Work(NamedTuple):
     name: str
     request: msgspec.Struct
     on_note: Callable[[bytes], None]
-    uses_pool: bool
+    pool: Pool | None
     on_cpu: bool = False
 
 
@@ -132,9 +132,8 @@ class ServerTraining:
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
         )
         moves: list[Progress] = []
-        uses_pool = job.spec.pool is not None
         try:
-            learned, blob = await self._trained(asked, f"warm start of {job.job_id}", uses_pool, moves.append)
+            learned, blob = await self._trained(asked, f"warm start of {job.job_id}", job.spec.pool, moves.append)
         except PoolWorkError:
             if not moves:  # a checkpoint may be of no use any more: the trainer has other data now
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -163,9 +162,8 @@ class ServerTraining:
             traces=str(self._data_dir / "traces" / job.job_id / f"round_{round_}"),
             teachers=teachers,
         )
-        uses_pool = job.spec.pool is not None
         try:
-            _, blob = await self._trained(asked, f"server step of {job.job_id} round {round_}", uses_pool)
+            _, blob = await self._trained(asked, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
         return dataclasses.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
@@ -176,14 +174,14 @@ class ServerTraining:
         """Scores a version of a job on a trainer's held-out examples."""
         asked = Scoring(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
         try:
-            return await self._done(_Work("evaluate", asked, _ignore, spec.pool is not None), Scored)
+            return await self._done(_Work("evaluate", asked, _ignore, spec.pool), Scored)
         except FedplatError as exc:
             return Scored(error=str(exc))
 
     # --- works -----------------------------------------------------------------------------------------------
 
     async def _trained(
-        self, asked: Training, what: str, uses_pool: bool, moved: Callable[[Progress], object] = lambda _: None
+        self, asked: Training, what: str, pool: Pool | None, moved: Callable[[Progress], object] = lambda _: None
     ) -> tuple[Learned, Blob]:
         """Has a training done, and stores the model; `moved` hears how far it is.
 
@@ -192,7 +190,7 @@ class ServerTraining:
         journal = _Journal(what, moved)
         with self._blobs.temporary() as result:
             asked = msgspec.structs.replace(asked, result=str(result))
-            work = _Work("train", asked, journal.note, uses_pool)
+            work = _Work("train", asked, journal.note, pool)
             learned = await self._done(work, Learned)
             if learned.error:
                 raise PoolWorkError(learned.error)
@@ -222,9 +220,10 @@ class ServerTraining:
     async def _begun(self, work: _Work, *, again: bool) -> AsyncGenerator[Session]:
         """A session with the pool, if the job has one and it is there, or else with the daemon's own rank."""
         ranks = self._cpu if work.on_cpu else self._own
-        if work.uses_pool and not work.on_cpu:
-            self._had_pool = await self._pool.is_there(PATIENCE_S if again and self._had_pool else 0.0)
-            ranks = self._pool if self._had_pool else self._own
+        if work.pool is not None and not work.on_cpu:
+            pool = self._pool.suited(work.pool.backend)
+            self._had_pool = await pool.is_there(PATIENCE_S if again and self._had_pool else 0.0)
+            ranks = pool if self._had_pool else self._own
         async with ranks.begin(work.name, work.request, work.on_note) as session:
             yield session
 

@@ -124,6 +124,14 @@ def test_nccl_wants_a_gpu(tmp_path: Path) -> None:
         commands.run(data_dir=tmp_path, backend="nccl", ranks=1)
 
 
+async def test_a_job_that_wants_gpus_does_not_get_others(running: PoolProcess) -> None:
+    link = await running.ready()
+    assert await link.suited("gloo").is_there()
+    if (await link.look()).device == "cpu":
+        with pytest.raises(PoolUnavailableError, match=r'the pool computes on cpu.*pool\.backend = "nccl"'):
+            await link.suited("nccl").look()
+
+
 async def test_without_a_pool_nobody_answers(tmp_path: Path) -> None:
     link = PoolLink.of_folder(tmp_path)
     assert not await link.is_there()

@@ -36,6 +36,7 @@ class Ranks:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self._smaller: dict[int, Ranks | None] = {}
+        self._on_cpu: Ranks | None = None
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +83,14 @@ class Ranks:
         """Returns when every rank has come here."""
         here = torch.zeros(1, dtype=torch.uint8)
         distributed.all_gather([torch.empty_like(here) for _ in range(self.size)], here, group=self.group)
+
+    def on(self, backend: Backend) -> Ranks:
+        """These ranks, which with "gloo" compute on CPUs even where they have GPUs."""
+        if backend != "gloo" or self.device.type == "cpu":
+            return self
+        if self._on_cpu is None:
+            self._on_cpu = Ranks(torch.device("cpu"), self.group, self.timeout_s)
+        return self._on_cpu
 
     def first(self, count: int) -> Ranks | None:
         """The first `count` ranks as a group of their own; None in a process that is none of them.

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fedplat.backends.ranks import Ranks
+from fedplat.backends.ranks import Backend, Ranks
 from fedplat_server.pool.frames import Refused
 
 # The store's client complains to the log whenever a wait has been in vain. If the store itself goes, so does torchrun,
@@ -25,13 +25,15 @@ _FAILED = "failed"
 class Event(msgspec.Struct, frozen=True):
     """Something of one work.
 
-    It begins (its name, the request), gets a message, gets no more of them, goes on, or is not wanted any more.
+    It begins (its name, the request, what carries tensors), gets a message, gets no more of them, goes on, or is not
+    wanted any more.
     """
 
     work: int
     kind: Literal["begin", "message", "end", "resume", "cancel"]
     content: bytes = b""
     name: str = ""
+    backend: Backend = "auto"
 
 
 class Events:

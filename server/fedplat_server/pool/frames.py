@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,10 +21,11 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """The daemon wants a work of this name; there is one for each connection."""
+    """The daemon wants a work of this name; there is one for each connection. `backend` is as in a job's `[pool]`."""
 
     work: str
     request: bytes
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
 
 
 class Message(msgspec.Struct, tag="message", frozen=True):

@@ -66,9 +66,9 @@ class Front:
             connection.sendall(self._hello)
             while True:
                 match frames.receive(connection):
-                    case frames.Begin(name, request) if not begun:
+                    case frames.Begin(name, request, backend) if not begun:
                         begun = True
-                        self.events.put(Event(work, "begin", request, name))
+                        self.events.put(Event(work, "begin", request, name, backend))
                     case frames.Message(content) if begun:
                         self.events.put(Event(work, "message", content))
                     case frames.End() if begun:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from fedplat_server.pool.frames import Frame, Hello
 _HELLO_S = 10.0
 _LOOK_AGAIN_S = 0.1
 _R = TypeVar("_R", bound=msgspec.Struct)
+Backend = Literal["auto", "gloo", "nccl"]
 _BROKEN = "the pool broke off the work: a rank has died, or the pool was stopped"
 
 
@@ -35,10 +36,10 @@ class Session:
         self._connection = connection
         self._on_note = on_note
 
-    async def begin(self, work: str, request: msgspec.Struct) -> None:
+    async def begin(self, work: str, request: msgspec.Struct, backend: Backend) -> None:
         """Names the work; `PoolLink.begin` does it. Raises `PoolUnavailableError`."""
         try:
-            await self._write(frames.Begin(work, msgspec.msgpack.encode(request)))
+            await self._write(frames.Begin(work, msgspec.msgpack.encode(request), backend))
         except OSError as exc:
             raise PoolUnavailableError(_BROKEN) from exc
 
@@ -81,15 +82,20 @@ class Session:
 
 
 class PoolLink:
-    """The pool that listens at a socket, if there is one."""
+    """The pool that listens at a socket, if there is one; with the backend "nccl", if it has GPUs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, backend: Backend = "auto") -> None:
         self._path = path
+        self._backend: Backend = backend
 
     @classmethod
     def of_folder(cls, data_dir: Path) -> PoolLink:
         """The pool of a data folder."""
         return cls(address.of_folder(data_dir))
+
+    def suited(self, backend: Backend) -> PoolLink:
+        """The same pool for a job that wants this backend."""
+        return PoolLink(self._path, backend)
 
     @contextlib.asynccontextmanager
     async def begin(
@@ -102,7 +108,7 @@ class PoolLink:
         """
         async with self._connected() as (connection, hello):
             session = Session(hello, connection, on_note)
-            await session.begin(work, request)
+            await session.begin(work, request, self._backend)
             yield session
 
     async def look(self) -> Hello:
@@ -143,4 +149,8 @@ class PoolLink:
             raise PoolUnavailableError(f"the pool at {self._path} does not answer") from exc
         if not isinstance(frame, Hello):
             raise PoolUnavailableError(f"what listens at {self._path} is no pool of this version of fedplat")
+        if self._backend == "nccl" and not frame.device.startswith("cuda"):
+            raise PoolUnavailableError(
+                f'the pool computes on {frame.device}, and the job wants GPUs: pool.backend = "nccl"'
+            )
         return frame

@@ -86,10 +86,12 @@ class _Rank:
                 self._front.tell(event.work, frames.Note(content))
             task.pause()
 
+        ranks = self._ranks.on(event.backend)
+
         def run(inbox: Iterator[bytes]) -> bytes:
-            if self._ranks.device.type == "cuda":  # which each thread has to be told
-                torch.cuda.set_device(self._ranks.device)
-            return work(self._ranks, event.content, inbox, note)
+            if ranks.device.type == "cuda":  # which each thread has to be told
+                torch.cuda.set_device(ranks.device)
+            return work(ranks, event.content, inbox, note)
 
         task = self._open[event.work] = Task(f"{event.name} {event.work}", run)
         return self._went(event.work, task.start())
