@@ -107,8 +107,9 @@ def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
         ({"log_level": "LOUD"}, "--log-level LOUD: expected DEBUG"),
         ({"hosts": "2"}, "--hosts 2 needs --rendezvous HOST:PORT"),
         ({"hosts": "3:1", "rendezvous": "a:1"}, "--hosts 3:1: expected at least 1, and MIN not above MAX"),
+        ({"hosts": "2", "rendezvous": "a:1"}, "--hosts 2 needs --address HOST"),
         ({"hosts": "many"}, "--hosts many: expected a number, or MIN:MAX"),
-        ({"rendezvous": "a:1"}, "--rendezvous is for several hosts"),
+        ({"rendezvous": "a:1"}, "--rendezvous and --address are for several hosts"),
         ({"data_dir": running.folder}, "another pool serves"),
         ({"data_dir": tmp_path / "none"}, "name the daemon's data folder with --data-dir"),
     ]

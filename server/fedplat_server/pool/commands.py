@@ -33,6 +33,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     rendezvous: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where several hosts meet: at one of them, the same for all.")
     ] = "",
+    address: Annotated[
+        str, typer.Option(metavar="HOST", help="Where the others reach this host; the daemon's has to sort first.")
+    ] = "",
     max_restarts: Annotated[int, typer.Option(help="How often ranks that died are started again.")] = 1000,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
@@ -45,8 +48,10 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     found = _hosts(hosts)
     if found != (1, 1) and not _is_address(rendezvous):
         raise ConfigError(f"--hosts {hosts} needs --rendezvous HOST:PORT, the same on all of them")
-    if found == (1, 1) and rendezvous:
-        raise ConfigError("--rendezvous is for several hosts; say how many with --hosts")
+    if found != (1, 1) and not address:
+        raise ConfigError(f"--hosts {hosts} needs --address HOST, where the others reach this one")
+    if found == (1, 1) and (rendezvous or address):
+        raise ConfigError("--rendezvous and --address are for several hosts; say how many with --hosts")
     from fedplat_server.pool import launch
 
     launch.run(
@@ -56,6 +61,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             backend=backend,
             hosts=found,
             rendezvous=rendezvous or "127.0.0.1:0",
+            address=address or "127.0.0.1",
             max_restarts=max_restarts,
             threads=threads,
             log_level=log_level.upper(),

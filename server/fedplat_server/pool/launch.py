@@ -29,8 +29,9 @@ except ImportError as exc:
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How a pool is started on this host.
 
-    `hosts` are the fewest and the most that form a group; they meet at `rendezvous` (HOST:PORT). A group whose ranks
-    died is formed again `max_restarts` times. `threads`: those of PyTorch in each rank.
+    `hosts` are the fewest and the most that form a group; they meet at `rendezvous` (HOST:PORT), and know this one by
+    `address`, in whose order hosts are numbered. A group whose ranks died is formed again `max_restarts` times.
+    `threads`: those of PyTorch in each rank.
     """
 
     data_dir: Path
@@ -38,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend = "auto"
     hosts: tuple[int, int] = (1, 1)
     rendezvous: str = "127.0.0.1:0"
+    address: str = "127.0.0.1"
     max_restarts: int = 1000
     threads: int = 1
     log_level: str = "INFO"
@@ -82,7 +84,6 @@ def run(options: Options) -> None:
 
 
 def _config(options: Options) -> LaunchConfig:
-    single = options.hosts == (1, 1)
     return LaunchConfig(
         min_nodes=options.hosts[0],
         max_nodes=options.hosts[1],
@@ -93,7 +94,7 @@ def _config(options: Options) -> LaunchConfig:
         rdzv_configs={"timeout": 900},
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        local_addr="127.0.0.1" if single else None,
+        local_addr=options.address,
         logs_specs=DefaultLogsSpecs(),
     )
 
