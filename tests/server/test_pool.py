@@ -12,11 +12,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool import commands
+from fedplat_server.pool import commands, keys
 from fedplat_server.pool.events import Event
 from fedplat_server.pool.link import PoolLink
 from fedplat_server.pool.order import Order
@@ -80,6 +81,30 @@ async def test_a_killed_rank_breaks_the_work_off_and_the_group_is_formed_again(
     assert await link.is_there(60.0)
     async with link.begin("echo", Echo(["again"])) as session:
         assert (await session.result(Echo)).texts == ["again"]
+
+
+async def test_nobody_else_reaches_the_ranks_of_one_host(running: PoolProcess) -> None:
+    await running.ready()
+    processes = [psutil.Process(running.process.pid), *running.ranks().values()]
+    listening = [each for one in processes for each in one.net_connections("tcp") if each.status == "LISTEN"]
+    assert {each.laddr.ip for each in listening} == {"127.0.0.1"}
+    assert (running.folder / "pool.sock").stat().st_mode & 0o777 == 0o600
+    assert (running.folder / "pool.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
+    keys.make(tmp_path)
+    key = keys.read(tmp_path)
+    keys.make(tmp_path)
+    assert keys.read(tmp_path) == key, "a second host finds it"
+    assert len(key) == 32
+    message = keys.signed(key, "group 7", b"begin")
+    assert keys.checked(key, "group 7", message) == b"begin"
+    for name, forged in (("group 8", message), ("group 7", message + b"!"), ("group 7", b"begin"), ("group 7", b"")):
+        with pytest.raises(PermissionError, match="not of this pool"):
+            keys.checked(key, name, forged)
+    with pytest.raises(PermissionError):
+        keys.checked(bytes(32), "group 7", message)
 
 
 async def test_a_work_that_fails_says_why(running: PoolProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
@@ -119,7 +120,8 @@ def joined(
 ) -> Generator[Ranks]:
     """The ranks that torchrun started with this process, or this process alone, for as long as the context lasts.
 
-    "auto" is NCCL where there is a GPU for each rank of this host. Processes that join several times, one after the
+    "auto" is NCCL where there is a GPU for each rank of this host. If all ranks are on one host, and GLOO_SOCKET_IFNAME
+    is its loopback, no other host reaches what they tell each other. Processes that join several times, one after the
     other, need a `store` of their own for each time. Raises `ValueError` for "nccl" where there is none.
     """
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
@@ -135,7 +137,7 @@ def joined(
     if "RANK" not in os.environ:
         store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         options |= {"store": store, "rank": 0, "world_size": 1}
-    elif store is not None:
+    elif (store := store or _loopback_store()) is not None:
         options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     # Gloo as well on GPUs: small messages are in the memory of the host.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
@@ -143,3 +145,22 @@ def joined(
         yield Ranks(device, timeout_s=timeout_s)
     finally:
         distributed.destroy_process_group()
+
+
+def _loopback_store() -> Any:
+    """The key-value store of the ranks of one host; None of several, and where torchrun has made one already.
+
+    PyTorch's own would listen on every network of the host, for whoever comes.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE") != "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] != "0":
+        return distributed.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+        return distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )

@@ -8,18 +8,19 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fedplat.backends.ranks import Backend, Ranks
+from fedplat_server.pool import keys
 from fedplat_server.pool.frames import Refused
 
-# The store's client complains to the log whenever a wait has been in vain. If the store itself goes, so does torchrun,
-# and with it this process.
+# The store's client complains to the log whenever a wait has been in vain. If the store itself goes, it fails at once.
 _WAIT = datetime.timedelta(days=1)
 _FAILED = "failed"
+_R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -39,9 +40,11 @@ class Event(msgspec.Struct, frozen=True):
 class Events:
     """The events of the present group; each rank makes it at the same time."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, key: bytes) -> None:
+        """`key` proves what each says (`keys.py`); a rank alone needs none."""
         # Whatever an earlier group of the same torchrun has left there is none of ours.
         self._name = ranks.told(secrets.token_bytes(8)).hex()
+        self._secret = key
         self._others = ranks.size - 1
         self._count = 0
         self._store = self._connected() if self._others else None
@@ -49,31 +52,41 @@ class Events:
     def publish(self, event: Event) -> None:
         """Tells the other ranks; for rank 0."""
         if self._store is not None:
-            self._store.set(self._key(), msgspec.msgpack.encode(event))  # pyright: ignore[reportArgumentType]
+            self._put(self._store, self._key(), event)
         self._count += 1
 
     def next(self) -> Event:
-        """Waits for the next event; for the others. Raises an error of PyTorch when the store is gone."""
+        """Waits for the next event; for the others.
+
+        Raises an error of PyTorch when the store is gone, and `PermissionError` for an event that is not rank 0's.
+        """
         assert self._store is not None
         key = self._key()
         _wait(self._store, key)
-        content = self._store.get(key)
+        event = self._got(self._store, key, Event)
         if self._store.add(f"read {key}", 1) == self._others:  # the last one to read it tidies up
             self._store.delete_key(key)
             self._store.delete_key(f"read {key}")
         self._count += 1
-        return msgspec.msgpack.decode(content, type=Event)
+        return event
 
     def tell_failure(self, failure: Refused) -> None:
         """Tells rank 0 why this rank fails."""
         if self._store is not None:
-            self._store.set(_FAILED, msgspec.msgpack.encode(failure))  # pyright: ignore[reportArgumentType]
+            self._put(self._store, _FAILED, failure)
 
     def wait_for_failure(self) -> Refused:
         """Returns when another rank fails, why."""
         store = self._connected()  # one of its own: whoever waits holds a connection up
         _wait(store, _FAILED)
-        return msgspec.msgpack.decode(store.get(_FAILED), type=Refused)
+        return self._got(store, _FAILED, Refused)
+
+    def _put(self, store: Store, key: str, record: msgspec.Struct) -> None:
+        content: Any = keys.signed(self._secret, f"{self._name} {key}", msgspec.msgpack.encode(record))
+        store.set(key, content)
+
+    def _got(self, store: Store, key: str, kind: type[_R]) -> _R:
+        return msgspec.msgpack.decode(keys.checked(self._secret, f"{self._name} {key}", store.get(key)), type=kind)
 
     def _connected(self) -> Store:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

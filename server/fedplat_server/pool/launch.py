@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 from fedplat.backends.ranks import Backend
 from fedplat.errors import MissingExtraError
 from fedplat_server.errors import ConfigError, PoolError
-from fedplat_server.pool import address
+from fedplat_server.pool import address, keys, meeting
 
 try:
     import torch
@@ -60,16 +61,13 @@ def run(options: Options) -> None:
     """
     if options.backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--backend nccl: this machine has no GPU that PyTorch can use; expected auto or gloo")
-    with _held(options):
+    with _held(options), tempfile.TemporaryDirectory(prefix="fedplat-pool-") as folder:
+        keys.make(options.data_dir)
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-        # A key-value store of its own for each group: else a new one finds the addresses of the one before.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        if options.hosts == (1, 1):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         socket = address.of_folder(options.data_dir)
         arguments = ("-m", "fedplat_server.pool.rank", str(socket), options.backend, options.log_level)
         try:
-            elastic_launch(_config(options), sys.executable)(*arguments)
+            elastic_launch(_config(options, Path(folder)), sys.executable)(*arguments)
         except SignalException as exc:
             if exc.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from exc
@@ -83,19 +81,20 @@ def run(options: Options) -> None:
             socket.unlink(missing_ok=True)
 
 
-def _config(options: Options) -> LaunchConfig:
+def _config(options: Options, folder: Path) -> LaunchConfig:
+    if options.hosts == (1, 1):
+        how = meeting.on_one_host(folder)
+    else:
+        how = meeting.over_network(options.rendezvous, options.address)
     return LaunchConfig(
         min_nodes=options.hosts[0],
         max_nodes=options.hosts[1],
         nproc_per_node=options.num_ranks,
         run_id="fedplat",
-        rdzv_backend="c10d",
-        rdzv_endpoint=options.rendezvous,
-        rdzv_configs={"timeout": 900},
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        local_addr=options.address,
         logs_specs=DefaultLogsSpecs(),
+        **how,
     )
 
 

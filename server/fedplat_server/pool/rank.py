@@ -20,7 +20,7 @@ from torch import distributed
 
 from fedplat.backends.ranks import Backend, Ranks, joined
 from fedplat_server import logs
-from fedplat_server.pool import frames
+from fedplat_server.pool import frames, keys
 from fedplat_server.pool.events import Event, Events
 from fedplat_server.pool.front import Front
 from fedplat_server.pool.order import Order
@@ -112,7 +112,7 @@ def run(socket: Path, backend: Backend) -> None:
     """Joins the other ranks and serves; does not return."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
     with joined(backend) as ranks:
-        events = Events(ranks)
+        events = Events(ranks, keys.read(socket.parent) if ranks.size > 1 else b"")
         front = Front(socket, frames.Hello(ranks.size, str(ranks.device))) if ranks.is_first else None
         log = logs.get().bind(rank=ranks.rank)
         log.info("the rank is ready", ranks=ranks.size, device=str(ranks.device))

@@ -19,6 +19,7 @@ from fedplat.backends.ranks import Backend
 from fedplat.backends.ranks.bench.records import Done, Failed, Plan, Progress, Report
 from fedplat.errors import MissingExtraError
 from fedplat_server.errors import PoolError
+from fedplat_server.pool import meeting
 
 try:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -77,14 +78,13 @@ def measured(ranks: int, backend: Backend, plan: Plan, note: Callable[[Progress]
         if name.startswith("torch.distributed.elastic"):  # what it says of ranks, we say in words
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
         path = Path(folder) / "ranks.sock"
         ear = _Ear(path, note)
         arguments = ("-m", "fedplat.backends.ranks.bench", str(path), backend, msgspec.json.encode(plan).decode())
         failed = ""
         try:
-            elastic_launch(_config(ranks), sys.executable)(*arguments)
+            elastic_launch(_config(ranks, Path(folder)), sys.executable)(*arguments)
         except SignalException as exc:
             sys.exit(128 + exc.sigval)
         except ChildFailedError as exc:
@@ -108,18 +108,16 @@ def _reason(error: ChildFailedError, told: list[Failed]) -> str:
     return f"rank {rank} ended with exit status {failure.exitcode}"
 
 
-def _config(ranks: int) -> LaunchConfig:
+def _config(ranks: int, folder: Path) -> LaunchConfig:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="fedplat-bench",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         monitor_interval=0.1,
-        local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(),
+        **meeting.on_one_host(folder),
     )
     config.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # not Ctrl-C: torchrun would interrupt the ranks, too
     return config
