@@ -22,6 +22,7 @@ try:
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 except ImportError as exc:
     raise MissingExtraError("a pool needs PyTorch, which is not installed: pip install 'fedplat-server[pool]'") from exc
@@ -71,6 +72,11 @@ def run(options: Options) -> None:
         except SignalException as exc:
             if exc.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from exc
+        except RendezvousError as exc:
+            raise PoolError(
+                f"the hosts of the pool do not find together ({exc}); does the one at {options.rendezvous} run, can "
+                "it be reached?"
+            ) from exc
         except ChildFailedError as exc:
             [rank, failure] = exc.get_first_failure()
             raise PoolError(
