@@ -167,6 +167,10 @@ def _print(out: Output, run: Run, folder: Path) -> None:
         fields[summary.metric] = (
             f"{summary.last.value:.4f} at the end, best {summary.best.value:.4f} in round {summary.best.round}"
         )
+    if (scored := summary.federated) is not None:
+        fields["on clients"] = (
+            f"{summary.metric} {scored.value:.4f} on what they keep from training, round {scored.round}"
+        )
     if summary.target:
         fields[f"{summary.metric} {summary.target:g}"] = (
             "not reached"

@@ -84,11 +84,11 @@ class Canaries:
 
     def begin(self, works: Sequence[Work]) -> None:
         """See `Engine`."""
-        self._inner.begin([work for work in works if work.client not in self._included])
+        self._inner.begin([work for work in works if not self._is_canary(work)])
 
     def result(self, work: Work) -> Trained:
         """See `Engine`."""
-        if work.client not in self._included:
+        if not self._is_canary(work):
             return self._inner.result(work)
         assert self.first is not None
         update = Parameters.zeros(self.first.schema)
@@ -98,8 +98,11 @@ class Canaries:
 
     def drop(self, work: Work) -> None:
         """See `Engine`."""
-        if work.client not in self._included:
+        if not self._is_canary(work):
             self._inner.drop(work)
+
+    def _is_canary(self, work: Work) -> bool:
+        return work.client in self._included and not work.scores
 
     def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
         """See `Engine`."""

@@ -100,7 +100,7 @@ class Learning:
         """See `Training`."""
         works: list[Work] = []
         for task in tasks:
-            if task.work is None and task.kind is AttemptKind.TRAIN:
+            if task.work is None:
                 task.work = self._work(task)
                 works.append(task.work)
         if works:
@@ -108,11 +108,11 @@ class Learning:
 
     def report(self, task: Task) -> Report:
         """See `Training`."""
-        if task.kind is not AttemptKind.TRAIN:
-            return UpdateReported(task.key, task.client_id, "", self._engine.num_examples(task.client))
         self.expect([task])
         assert task.work is not None
         trained = self._engine.result(task.work)
+        if task.kind is AttemptKind.EVALUATE:
+            return self._scored(task, trained)
         if (refusal := self._refusal(task, trained)) is not None:
             return refusal
         values, left_out, size = self._sent(task, trained.update)
@@ -224,7 +224,17 @@ class Learning:
     def _work(self, task: Task) -> Work:
         entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
         self._users[task.version] += 1
+        if task.kind is AttemptKind.EVALUATE:
+            return Work(task.client, task.version, seed=0, scores=True)
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
+
+    def _scored(self, task: Task, trained: Trained) -> Report:
+        """What the server's intake makes of an evaluation's report, with which the client's work is over."""
+        self._release(task.version)
+        task.work = None
+        if not all(map(math.isfinite, trained.metrics.values())):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
+        return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
 
     def _drop(self, work: Work) -> None:
         self._engine.drop(work)

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from fedplat.simulation.data import Partition, Source
 from fedplat.simulation.fleet import FleetOptions
 
+YEAR_S = 365 * 86_400.0
 FunctionName = Annotated[str, Meta(pattern=r"^$|^[\w.]+:[\w.]+$")]
 
 
@@ -31,7 +32,8 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     `training` = false studies scheduling alone: no model is trained, and `model_bytes` is what clients download and
     send (0: what the job's model has). `until_s` ends the simulation after so much virtual time. `target` is the value
-    of the metric `target_metric` on held-out data that the summary counts the rounds to (0: none).
+    of the metric `target_metric` on held-out data that the summary counts the rounds to (0: none). `held_out` is the
+    part of its examples that each client keeps from training, to score models with in a federated evaluation.
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -39,7 +41,8 @@ class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[int, Meta(ge=0, le=4096)] = 0
     training: bool = True
     model_bytes: Annotated[int, Meta(ge=0, le=10**15)] = 0
-    until_s: Annotated[float, Meta(gt=0.0, le=1e12)] = 1e12
+    until_s: Annotated[float, Meta(gt=0.0, le=1e12)] = YEAR_S
+    held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     target: float = 0.0
     target_metric: str = "accuracy"
     data: Source | None = None

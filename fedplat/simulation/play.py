@@ -18,12 +18,11 @@ from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.fleet import Fleet
 from fedplat.simulation.journal import Journal
 from fedplat.simulation.learning import Learning
+from fedplat.simulation.options import YEAR_S
 from fedplat.simulation.ports import Engine
 from fedplat.simulation.result import Result
 from fedplat.simulation.tally import Observer, Tally, groups_of, staleness_of
 from fedplat.simulation.training import Scheduling, Training
-
-YEAR_S = 365 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

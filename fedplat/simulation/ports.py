@@ -15,18 +15,23 @@ class Work(NamedTuple):
     `client` is its index in the fleet, from 0 on. `version` is the model version that it begins with. `seed` decides
     the order of its batches and all else that is random in it, so that the result does not depend on when, where and
     beside whom it is computed. `fraction` is the part of its local steps that it has time for: 1 but for stragglers
-    whose partial work counts.
+    whose partial work counts. A work that `scores` trains nothing: the client scores the version, with what it
+    remembers, on the examples that it keeps from training.
     """
 
     client: int
     version: int
     seed: int
     fraction: float = 1.0
+    scores: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """What local training gave: the difference from the base version, and what the client reports of it."""
+    """What local training gave: the difference from the base version, and what the client reports of it.
+
+    The update of a work that scores has no tensors, and its examples are those that it scored.
+    """
 
     update: Parameters
     num_examples: float

@@ -54,7 +54,8 @@ def prepared(
     num_clients = dealt.num_clients if dealt is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
     if dealt is not None:
-        fleet = fleet.with_examples(dealt.sizes())
+        dealt = _holding_out(file, dealt)
+        fleet = fleet.with_examples(dealt.sizes(), dealt.sizes_held_out())
     simulation = Simulation(spec=file.job.settled(), fleet=fleet, seed=options.seed, until_s=options.until_s)
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
@@ -64,6 +65,11 @@ def prepared(
         raise JobFileError(
             "simulation.data: training needs data; add a table [simulation.data] with a source, or simulate scheduling "
             "alone (training = false, --no-training)"
+        )
+    if file.job.evaluation.clients is not None and not dealt.held_out:
+        raise JobFileError(
+            "evaluation.clients: clients have no examples but those that they train on; say what part of them they "
+            "keep to score models with (simulation.held_out = 0.2), or leave the table [evaluation.clients] out"
         )
     engine, start = _training(file, dealt, learner)
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
@@ -80,6 +86,20 @@ def load_data(file: SimulationFile, tell: Tell = lambda text: None) -> Federatio
         return None
     tell("reading the data")
     return federation(options.data, options.partition, seed=options.seed, folder=file.folder)
+
+
+def _holding_out(file: SimulationFile, dealt: Federation) -> Federation:
+    """The data with what clients keep from training."""
+    options = file.simulation
+    if not options.held_out:
+        return dealt
+    if dealt.held_out:
+        raise JobFileError(
+            f"simulation.held_out = {options.held_out}: the data says itself which examples clients keep from "
+            "training; leave the key out"
+        )
+    own = None if options.partition is None else options.partition.seed
+    return dealt.holding_out(options.held_out, options.seed if own is None else own)
 
 
 def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
@@ -105,5 +125,7 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
         start = file.job.rule().counterpart.extend(start)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
+    if learner.personal:  # a model without any client's layers has no score
+        dealt = dataclasses.replace(dealt, test_inputs=dealt.test_inputs[:0], test_targets=dealt.test_targets[:0])
     task = Task(dealt, learner, options, file.simulation.seed)
     return open_engine(file.simulation.engine, task, file.simulation.workers), start

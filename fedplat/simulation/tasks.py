@@ -97,7 +97,8 @@ class Planner:
         upload_s = self._fleet.latency_s[clients] + update_bytes / self._fleet.upload[clients]
         inline = update_bytes <= INLINE_BYTES
         room_s = np.maximum(timeout_s * (1.0 - SPARE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
-        work_s = self._work_s(clients, numbers, trains, room_s)
+        examples = self._examples(clients, trains)
+        work_s = self._work_s(clients, numbers, trains, examples, room_s)
         fraction = np.ones(len(clients))
         if self._load.partial:
             short = trains & (work_s > room_s)
@@ -111,7 +112,7 @@ class Planner:
         in_time &= np.where(inline, report_at < now + timeout_s, on_time)
         begins_upload_at = np.where(inline, np.inf, trained_at)
         moments = (begins_upload_at, report_at, fails_at, gone_at, returns_at)
-        columns = (clients, numbers, self._fleet.examples[clients], *moments, in_time, fraction)
+        columns = (clients, numbers, examples, *moments, in_time, fraction)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tasks = [
             Task(command.client_id, command.key, command.kind, command.base_version, *row)
@@ -126,10 +127,17 @@ class Planner:
         step = sizes.model if sizes.step is None else sizes.step
         return np.where(behind == 0, 0.0, np.where(behind == 1, step, sizes.model))
 
-    def _work_s(self, clients: Clients, numbers: Clients, trains: npt.NDArray[np.bool_], room_s: Floats) -> Floats:
+    def _examples(self, clients: Clients, trains: npt.NDArray[np.bool_]) -> Floats:
+        """How many each has for what it is assigned."""
+        examples, held_out = self._fleet.examples[clients], self._fleet.held_out[clients]
+        return np.where(trains | (held_out == 0.0), examples, held_out)
+
+    def _work_s(
+        self, clients: Clients, numbers: Clients, trains: npt.NDArray[np.bool_], examples: Floats, room_s: Floats
+    ) -> Floats:
         """How long the local steps take; a straggler's time is enough for a part of them only."""
         fleet, options = self._fleet, self._fleet.options
-        work_s = np.where(trains, self._load.epochs, 1.0) * fleet.examples[clients] / fleet.speed[clients]
+        work_s = np.where(trains, self._load.epochs, 1.0) * examples / fleet.speed[clients]
         if options.noise:
             work_s *= np.exp(options.noise * hashed_normal(self._seed, clients, numbers, _NOISE))
         if options.stragglers:

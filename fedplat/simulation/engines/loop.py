@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fedplat.model import Parameters
 from fedplat.simulation.engines.memories import Memories
-from fedplat.simulation.engines.resident import Contents, Resident, Task
+from fedplat.simulation.engines.resident import Contents, Resident, Task, num_examples
 from fedplat.simulation.engines.versions import Versions
 from fedplat.simulation.ports import Trained, Work
 
@@ -45,15 +45,15 @@ class LoopEngine:
             self._begun.add(work)
 
     def result(self, work: Work) -> Trained:
-        """Trains the client."""
+        """Trains the client, or lets it score."""
         self._begun.remove(work)
         try:
-            outcome = self._resident.train(work, self._memories.begin(work) or {})
+            outcome = self._resident.answer(work, self._memories.begin(work) or {})
         finally:
             self._versions.end(work)
         if outcome.contents is not None:
             self._memories.put(work, outcome.contents)
-        return Trained(outcome.update, float(self.num_examples(work.client)), outcome.metrics)
+        return Trained(outcome.update, num_examples(self._federation, work), outcome.metrics)
 
     def drop(self, work: Work) -> None:
         """Forgets what the client remembers of it."""

@@ -23,7 +23,10 @@ class Note(Struct, frozen=True, array_like=True):
 
 
 class Train(Struct, frozen=True, tag=True, array_like=True):
-    """One work. `base` is the version's slot, `update` that for the result, `after` that for what to remember."""
+    """One work. `base` is the version's slot, `update` that for the result, `after` that for what to remember.
+
+    One that scores uses neither of the latter.
+    """
 
     number: int
     client: int
@@ -34,6 +37,7 @@ class Train(Struct, frozen=True, tag=True, array_like=True):
     update: int
     before: Note | None
     after: int
+    scores: bool
 
 
 class Score(Struct, frozen=True, tag=True, array_like=True):

@@ -21,7 +21,7 @@ from fedplat.simulation.engines.backlog import Backlog
 from fedplat.simulation.engines.crew import Crew
 from fedplat.simulation.engines.memories import Memories
 from fedplat.simulation.engines.messages import Done, Note, Score, Train
-from fedplat.simulation.engines.resident import Contents, Resident, Task
+from fedplat.simulation.engines.resident import NO_UPDATE, Contents, Resident, Task, num_examples
 from fedplat.simulation.engines.shared import Arrays, Texts
 from fedplat.simulation.engines.versions import Versions
 from fedplat.simulation.engines.worker import Shared, Worker, serve
@@ -80,16 +80,21 @@ class ProcessEngine:
         while not self._backlog.has_answer(work):
             self._receive()
         request, done = self._backlog.fetch(work)
-        if done.failure:
+        if done.failure or work.scores:
             self._discard(request)
-            raise EngineError(f"the training of client {work.client} failed: {done.failure}")
+        if done.failure:
+            raise EngineError(
+                f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {done.failure}"
+            )
+        if work.scores:
+            return Trained(NO_UPDATE, num_examples(self._federation, work), done.metrics)
         shared = self._shared
         if done.note is None:
             shared.notes.release(request.after)
         else:
             self._memories.put(work, done.note)
         update = Parameters(shared.schema, shared.updates.lend(request.update))
-        return Trained(update, float(self.num_examples(work.client)), done.metrics)
+        return Trained(update, num_examples(self._federation, work), done.metrics)
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
@@ -186,6 +191,7 @@ class ProcessEngine:
                     shared.updates.acquire(),
                     self._memories.begin(work),
                     shared.notes.acquire(),
+                    work.scores,
                 )
             )
 

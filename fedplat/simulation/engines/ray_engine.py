@@ -21,7 +21,7 @@ from fedplat.simulation.engines.memories import Memories
 from fedplat.simulation.engines.ray_cluster import Cluster
 from fedplat.simulation.engines.ray_data import Pieces
 from fedplat.simulation.engines.ray_worker import Answer, RayWorker, piece_of
-from fedplat.simulation.engines.resident import Contents, ModuleTrainer, Task
+from fedplat.simulation.engines.resident import NO_UPDATE, Contents, ModuleTrainer, Task, num_examples
 from fedplat.simulation.engines.versions import Versions
 from fedplat.simulation.ports import Trained, Work
 
@@ -55,7 +55,8 @@ class RayEngine:
         self._names: list[str] = []
         try:
             self._start(task)
-            self._pieces = Pieces(task.federation, self._ray.put)
+            self._pieces = Pieces(task.federation, task.federation.parts, self._ray.put)
+            self._held_out = Pieces(task.federation, task.federation.held_out, self._ray.put)
         except BaseException:
             self.close()
             raise
@@ -99,13 +100,17 @@ class RayEngine:
             self._receive()
         answer = self._backlog.fetch(work)
         if answer.update is None:
-            raise EngineError(f"the training of client {work.client} failed: {answer.failure}")
+            raise EngineError(
+                f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {answer.failure}"
+            )
         if answer.note is not None:
             self._memories.put(work, answer.note)
+        if work.scores:
+            return Trained(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
         assert self._schema is not None
         # A copy, because memory of the store is gone with the cluster, and must not be written to.
         update = Parameters(self._schema, answer.update.copy())
-        return Trained(update, float(self.num_examples(work.client)), answer.metrics)
+        return Trained(update, num_examples(self._federation, work), answer.metrics)
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
@@ -187,9 +192,9 @@ class RayEngine:
         while min(self._loads) < _AHEAD and (drawn := self._backlog.draw()):
             number, work = drawn
             worker = self._loads.index(min(self._loads))
-            piece, span = self._pieces.place(work.client)
-            train = self._actors[worker].train
-            reference = train.remote(work, span, self._memories.begin(work), self._models[work.version], piece)
+            piece, span = (self._held_out if work.scores else self._pieces).place(work.client)
+            answer = self._actors[worker].answer
+            reference = answer.remote(work, span, self._memories.begin(work), self._models[work.version], piece)
             self._sent[reference] = _Sent(number, work, worker)
             self._loads[worker] += 1
 

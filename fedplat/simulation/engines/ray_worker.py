@@ -52,14 +52,14 @@ class RayWorker:
         self._schema: Schema | None = None
         return f"process {os.getpid()} on {socket.gethostname()}"
 
-    def train(self, work: Work, span: tuple[int, int], note: bytes | None, model: Model, piece: Piece) -> Answer:
-        """Trains a client, whose examples are those of `span` in `piece`."""
+    def answer(self, work: Work, span: tuple[int, int], note: bytes | None, model: Model, piece: Piece) -> Answer:
+        """Does a client's work, whose examples for it are those of `span` in `piece`."""
         try:
             if work.version not in self._known:
                 self._trainer.publish(work.version, self._parameters(model))
                 self._known.add(work.version)
             contents = {} if note is None else messages.unpacked(note)
-            outcome = self._trainer.train_on(_examples(piece, span), work, contents)
+            outcome = self._trainer.answer_on(_examples(piece, span), work, contents)
         except Exception as exc:  # the boundary of the process: the engine raises it
             return _failed(exc)
         after = None if outcome.contents is None else messages.packed(outcome.contents)

@@ -22,12 +22,21 @@ Contents = Mapping[str, Parameters]
 """What a client remembers, as `Memory` has it."""
 
 
+NO_UPDATE = Parameters.from_arrays({})
+"""Of a work that scores."""
+
+
 class Outcome(NamedTuple):
     """What a work gave; `contents` is None where the client remembers no more than before."""
 
     update: Parameters
     metrics: Mapping[str, float]
     contents: Contents | None
+
+
+def num_examples(federation: Federation, work: Work) -> float:
+    """How many examples a work is about."""
+    return float((federation.num_held_out if work.scores else federation.num_examples)(work.client))
 
 
 class Task(NamedTuple):
@@ -72,17 +81,19 @@ class ModuleTrainer:
         """Forgets a version."""
         del self._bases[version]
 
-    def train_on(self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
-        """Training of a client that has these examples; its update lies in `buffer` if there is one."""
-        memory = Memory(contents)
+    def answer_on(self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+        """A work of a client that has these examples for it; its update lies in `buffer` if there is one."""
+        base, memory = self._bases[work.version], Memory(contents)
+        if work.scores:
+            return Outcome(NO_UPDATE, self.evaluate_on(examples, base.parameters, memory), None)
         with one_thread():
-            update, metrics = self._train(self._bases[work.version], self.training_on(examples, work, memory), buffer)
+            update, metrics = self._train(base, self.training_on(examples, work, memory), buffer)
         return Outcome(update, metrics, memory.contents if memory.changed else None)
 
-    def evaluate_on(self, examples: PartExamples, model: Parameters) -> dict[str, float]:
-        """Scores a model; empty if there are no examples."""
+    def evaluate_on(self, examples: PartExamples, model: Parameters, memory: Memory | None = None) -> dict[str, float]:
+        """Scores a model, with what a client remembers; empty if there are no examples."""
         with one_thread():
-            return evaluate(self.trainee, model, examples) if len(examples) else {}
+            return evaluate(self.trainee, model, examples, memory=memory) if len(examples) else {}
 
     def training_on(self, examples: PartExamples, work: Work, memory: Memory) -> Training:
         """What a work means for a client that has these examples."""
@@ -116,7 +127,7 @@ class Resident(ModuleTrainer):
     def __init__(self, task: Task, device: str = "cpu") -> None:
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
-        self._parts = federation.parts
+        self._parts, self._held_out = federation.parts, federation.held_out
         self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
         self._test = PartExamples(
             tensor_of(federation.test_inputs, device),
@@ -124,9 +135,13 @@ class Resident(ModuleTrainer):
             np.arange(len(federation.test_targets)),
         )
 
-    def train(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
-        """One client's training; its update lies in `buffer` if there is one."""
-        return self.train_on(self._examples(work), work, contents, buffer)
+    def answer(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+        """One client's work; its update lies in `buffer` if there is one."""
+        return self.answer_on(self._examples(work), work, contents, buffer)
+
+    def score(self, work: Work, contents: Contents, model: Parameters) -> Outcome:
+        """One client's work that scores, with the model of its version."""
+        return Outcome(NO_UPDATE, self.evaluate_on(self._examples(work), model, Memory(contents)), None)
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
         """Scores a model on the held-out examples [start, stop); empty if there are none."""
@@ -137,7 +152,8 @@ class Resident(ModuleTrainer):
         return self.training_on(self._examples(work), work, memory)
 
     def _examples(self, work: Work) -> PartExamples:
-        return PartExamples(self._inputs, self._targets, self._parts[work.client])
+        part = (self._held_out if work.scores else self._parts)[work.client]
+        return PartExamples(self._inputs, self._targets, part)
 
 
 def tensor_of(array: Array, device: str = "cpu") -> torch.Tensor:

@@ -15,7 +15,7 @@ from fedplat.errors import EngineError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.simulation.engines.memories import Memories
-from fedplat.simulation.engines.resident import Contents, Outcome, Resident, Task, one_thread
+from fedplat.simulation.engines.resident import Contents, Outcome, Resident, Task, num_examples, one_thread
 from fedplat.simulation.engines.versions import Versions
 from fedplat.simulation.ports import Trained, Work
 
@@ -69,14 +69,16 @@ class VmapEngine:
             self._waiting[work.version][work] = None
 
     def result(self, work: Work) -> Trained:
-        """Trains the client, and others with it."""
-        if work not in self._done:
+        """Trains the client, and others with it; who scores does so alone."""
+        if work.scores:
+            self._score(work)
+        elif work not in self._done:
             self._train(work)
         outcome = self._done.pop(work)
         self._versions.end(work)
         if outcome.contents is not None:
             self._memories.put(work, outcome.contents)
-        return Trained(outcome.update, float(self.num_examples(work.client)), outcome.metrics)
+        return Trained(outcome.update, num_examples(self._federation, work), outcome.metrics)
 
     def drop(self, work: Work) -> None:
         """Forgets a work, or what the client remembers of it."""
@@ -102,10 +104,18 @@ class VmapEngine:
     def close(self) -> None:
         """Nothing: the memory goes with the engine."""
 
+    def _score(self, work: Work) -> None:
+        del self._waiting[work.version][work]
+        contents = self._memories.begin(work) or {}
+        self._done[work] = self._resident.score(work, contents, self._bases[work.version].parameters)
+
     def _train(self, work: Work) -> None:
         """Trains a work together with those of like size, so that they end at about the same step."""
         waiting = self._waiting[work.version]
-        works = sorted(waiting, key=lambda each: (-each.fraction * self.num_examples(each.client), each.client))
+        works = sorted(
+            (each for each in waiting if not each.scores),
+            key=lambda each: (-each.fraction * self.num_examples(each.client), each.client),
+        )
         groups = np.array_split(np.arange(len(works)), math.ceil(len(works) / self.at_once))
         works = next(found for group in groups if work in (found := [works[place] for place in group]))
         memories = [Memory(self._memories.begin(each)) for each in works]

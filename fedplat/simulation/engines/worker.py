@@ -44,8 +44,8 @@ class Worker:
         self._know(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
         contents = {} if before is None else messages.unpacked(notes.read(before.slot, before.size))
-        work = Work(request.client, request.version, request.seed, request.fraction)
-        outcome = self._resident.train(work, contents, self._shared.updates.array(request.update))
+        work = Work(request.client, request.version, request.seed, request.fraction, request.scores)
+        outcome = self._resident.answer(work, contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
             note = Note(request.after, notes.write(request.after, messages.packed(outcome.contents)))
         return Done(request.number, dict(outcome.metrics), note)

@@ -31,7 +31,10 @@ class Label:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Fleet:
-    """What each client is like; see `FleetOptions` for the units. All arrays have `num_clients` entries."""
+    """What each client is like; see `FleetOptions` for the units. All arrays have `num_clients` entries.
+
+    A client trains on `examples`, and scores models with `held_out` more; where nobody has such, with the former.
+    """
 
     options: FleetOptions
     speed: Floats
@@ -39,6 +42,7 @@ class Fleet:
     upload: Floats
     latency_s: Floats
     examples: Floats
+    held_out: Floats
     labels: Mapping[str, Label]
     availability: Availability
 
@@ -60,12 +64,13 @@ class Fleet:
         """What a client says of itself."""
         return {name: label.values[label.codes[client]] for name, label in self.labels.items()}
 
-    def with_examples(self, examples: npt.ArrayLike) -> Fleet:
-        """The fleet with other numbers of examples, those of the data say."""
+    def with_examples(self, examples: npt.ArrayLike, held_out: npt.ArrayLike | None = None) -> Fleet:
+        """The fleet with the numbers of examples that its data say: to train on, and to score models with."""
         known = np.asarray(examples, np.float64)
-        if known.shape != (self.num_clients,):
+        kept = np.zeros_like(known) if held_out is None else np.asarray(held_out, np.float64)
+        if known.shape != (self.num_clients,) or kept.shape != known.shape:
             raise ValueError(f"the data has {known.size} clients, and the fleet {self.num_clients}; expected as many")
-        return dataclasses.replace(self, examples=known)
+        return dataclasses.replace(self, examples=known, held_out=kept)
 
 
 def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: Path | None = None) -> Fleet:
@@ -93,7 +98,8 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
         availability: Availability = trace.read_intervals(path, devices.names, rows, count, options.repeat_s, rng)
     else:
         availability = options.availability.build(count, rng)
-    return Fleet(options=options, labels=labels, availability=availability, **drawn)
+    held_out = np.zeros(count)
+    return Fleet(options=options, labels=labels, availability=availability, held_out=held_out, **drawn)
 
 
 def _count(options: FleetOptions, num_clients: int, devices: trace.Devices) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data import Federation
 from fedplat.simulation.report.data import label_table
-from fedplat.simulation.report.summary import Summary, series
+from fedplat.simulation.report.summary import Summary, federated, series
 from fedplat.simulation.result import Group, Result
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MAX_GROUPS = 24
 def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
     """Draws what there is to be seen as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
-    if len(series(result.attempts, summary.metric).values):
+    if any(len(each(result.attempts, summary.metric).values) for each in (series, federated)):
         pictures["accuracy"] = lambda figure: accuracy(figure, result, summary)
     if result.rounds:
         pictures["time"] = lambda figure: time(figure, result)
@@ -62,19 +62,24 @@ def save(path: Path, picture: Callable[[Figure], object]) -> Path:
 
 
 def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
-    """The metric on held-out data, over rounds and over virtual time."""
-    found = series(result.attempts, summary.metric)
-    seconds, unit = _time_unit(float(found.at_s.max(initial=0.0)))
+    """The metric on held-out data, over rounds and over virtual time; beside it the clients' own, if they evaluate."""
+    named = {"held by nobody": series(result.attempts, summary.metric)}
+    named["kept by clients"] = federated(result.attempts, summary.metric)
+    lines = {name: found for name, found in named.items() if len(found.values)}
+    seconds, unit = _time_unit(max(float(found.at_s.max()) for found in lines.values()))
     figure.set_size_inches(10, 4)
     axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
-    for axis, steps, label in ((axes[0], found.rounds, "round"), (axes[1], found.at_s / seconds, f"virtual {unit}")):
-        axis.plot(
-            steps, found.values, color=MAIN, marker="o" if len(steps) <= 40 else None, markersize=3, linewidth=1.5
-        )
+    for (name, found), color in zip(lines.items(), (MAIN, SECOND), strict=False):
+        marker = "o" if len(found.values) <= 40 else None
+        for axis, steps in ((axes[0], found.rounds), (axes[1], found.at_s / seconds)):
+            axis.plot(steps, found.values, color=color, marker=marker, markersize=3, linewidth=1.5, label=name)
+    for axis, label in ((axes[0], "round"), (axes[1], f"virtual {unit}")):
         if summary.target:
             axis.axhline(summary.target, linestyle="--", linewidth=1, color=QUIET)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+    if len(lines) > 1:
+        _legend_above(axes[1], len(lines))
     _whole_numbers(axes[0])
     axes[0].set_ylabel(f"{summary.metric} on held-out data")
     if summary.target:

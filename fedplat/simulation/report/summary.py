@@ -26,7 +26,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     `rounds_to_target` is interpolated between scored rounds, along the running best, as McMahan et al. 2017 (section 3)
     read it off their curves; None where the target was not reached, or where there is none. `of_clients` is the metric
-    that clients reported in the last round, weighted by their examples.
+    that clients reported in the last round, weighted by their examples; `federated` that of the last federated
+    evaluation, on what clients keep from training.
     """
 
     metric: str
@@ -36,6 +37,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rounds_to_target: float | None = None
     seconds_to_target: float | None = None
     of_clients: float | None = None
+    federated: Score | None = None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +51,13 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 def series(attempts: Sequence[AttemptRecord], metric: str) -> Series:
     """A metric on held-out data, in the order of the rounds."""
     scored = [record for record in attempts if record.committed and metric in record.evaluation]
-    return Series(
-        rounds=np.array([record.round for record in scored], np.float64),
-        at_s=np.array([record.ended_at for record in scored]),
-        values=np.array([record.evaluation[metric] for record in scored]),
-    )
+    return _series(scored, [record.evaluation[metric] for record in scored])
+
+
+def federated(attempts: Sequence[AttemptRecord], metric: str) -> Series:
+    """A metric of the federated evaluations: the mean over what clients keep from training."""
+    scored = [each for each in attempts if each.kind == "EVALUATE" and each.committed and metric in each.metrics]
+    return _series(scored, [record.metrics[metric] for record in scored])
 
 
 def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> Summary:
@@ -61,8 +65,10 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
     found = series(result.attempts, metric)
     trained = [record for record in result.attempts if record.kind == "TRAIN" and metric in record.metrics]
     of_clients = trained[-1].metrics[metric] if trained else None
+    of_evaluations = federated(result.attempts, metric)
+    on_clients = _score(of_evaluations, -1) if len(of_evaluations.values) else None
     if not len(found.values):
-        return Summary(metric=metric, target=target, of_clients=of_clients)
+        return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)
     sign = -1.0 if metric.endswith("loss") else 1.0
     best = int(np.nanargmax(sign * found.values)) if np.isfinite(found.values).any() else len(found.values) - 1
     reached = _crossing(found, sign, target) if target else None
@@ -74,6 +80,15 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
         rounds_to_target=None if reached is None else reached[0],
         seconds_to_target=None if reached is None else reached[1],
         of_clients=of_clients,
+        federated=on_clients,
+    )
+
+
+def _series(scored: Sequence[AttemptRecord], values: Sequence[float]) -> Series:
+    return Series(
+        rounds=np.array([record.round for record in scored], np.float64),
+        at_s=np.array([record.ended_at for record in scored]),
+        values=np.array(values, np.float64),
     )
 
 

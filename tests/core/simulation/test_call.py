@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from core.simulation.runs import DIGITS, write_digits
 from fedplat.errors import DataError, JobFileError
@@ -18,6 +19,7 @@ from fedplat.simulation.call import Run, simulate
 from fedplat.simulation.data import Dataset, deal, partitioners
 from fedplat.simulation.file import parse
 from fedplat.simulation.keep import Every, Keep
+from fedplat.simulation.report import plots
 from fedplat.simulation.result import AttemptRecord
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,7 +63,7 @@ def test_the_schema_of_the_results_is_stable(run: Run) -> None:
         *("groups", "attempts", "computed"),
     }
     assert set(found["summary"]) == {
-        *("metric", "last", "best", "target", "rounds_to_target", "seconds_to_target", "of_clients"),
+        *("metric", "last", "best", "target", "rounds_to_target", "seconds_to_target", "of_clients", "federated"),
     }
     assert set(found["summary"]["best"]) == {"value", "round", "at_s"}
     assert set(found["computed"]) == {"engine", "workers", "wall_s", "updates", "updates_per_s", "versions"}
@@ -185,6 +187,66 @@ def test_what_is_missing_is_said(remove: str, words: str, tmp_path: Path) -> Non
     assert remove in DIGITS
     with pytest.raises(JobFileError, match=words):
         simulate(parse(DIGITS.replace(remove, ""), tmp_path))
+
+
+def test_clients_score_what_they_keep_from_training(tmp_path: Path) -> None:
+    """All of them together: so their mean is the score on all that they keep."""
+    everybody = '[evaluation]\nevery = 2\n[evaluation.clients]\nevaluator = "digits"\ngoal = 20\nmin_fraction = 1.0\n'
+    text = DIGITS.replace("[simulation]", everybody + "[simulation]\nheld_out = 0.25").replace("fails = 0.05", "")
+    run = simulate(parse(text, tmp_path))
+    evaluations = [record for record in run.result.attempts if record.kind == "EVALUATE"]
+    assert [record.round for record in evaluations] == [2, 4]
+    assert run.federation is not None
+    assert run.model is not None
+    kept, trained_on = (np.concatenate(parts) for parts in (run.federation.held_out, run.federation.parts))
+    assert not set(kept) & set(trained_on)
+    assert len(kept) == pytest.approx((len(kept) + len(trained_on)) / 4, abs=10)
+    inputs = run.federation.inputs[kept].reshape(len(kept), -1)
+    names = sorted(run.model)
+    hidden = inputs
+    weights = [run.model[name] for name in names]
+    for bias, weight in zip(weights[::2], weights[1::2], strict=True):
+        hidden = np.maximum(hidden, 0.0) if hidden is not inputs else hidden
+        hidden = hidden @ weight.T + bias
+    accuracy = (hidden.argmax(1) == run.federation.targets[kept]).mean()
+    assert run.summary.federated is not None
+    assert run.summary.federated.round == 4
+    assert run.summary.federated.value == pytest.approx(accuracy, abs=1e-6)
+    assert evaluations[-1].metrics["accuracy"] == run.summary.federated.value
+    figure = Figure()
+    plots.accuracy(figure, run.result, run.summary)
+    legend = figure.axes[1].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["held by nobody", "kept by clients"]
+
+
+def test_a_model_with_personal_layers_is_scored_by_clients_alone(tmp_path: Path) -> None:
+    """Clients of two classes, whose own last layers know which: so they are right more often (FedPer's claim)."""
+    evaluated = '[evaluation]\nevery = 4\n[evaluation.clients]\nevaluator = "digits"\ngoal = 20\n'
+    text = DIGITS.replace("[simulation]", evaluated + "[simulation]\nheld_out = 0.25").replace("fails = 0.05", "")
+    text = (
+        text.replace('"dirichlet"', '"classes"')
+        .replace("alpha = 0.5\nmin_examples = 5\n", "")
+        .replace("goal = 3", "goal = 12")
+    )
+    common = simulate(parse(text, tmp_path)).summary
+    personal = simulate(parse(text + '[simulation.model]\npersonal = ["5.*"]\n', tmp_path)).summary
+    assert common.last is not None
+    assert common.federated is not None
+    assert personal.last is None
+    assert personal.federated is not None
+    assert personal.federated.value > common.federated.value + 0.1
+
+
+def test_clients_that_shall_score_keep_something_for_it(tmp_path: Path) -> None:
+    text = DIGITS.replace("[simulation]", '[evaluation.clients]\nevaluator = "digits"\ngoal = 2\n[simulation]')
+    with pytest.raises(JobFileError, match=r"evaluation.clients: .* \(simulation.held_out = 0.2\)"):
+        simulate(parse(text, tmp_path))
+    text = text.replace("[simulation]", "[simulation]\nheld_out = 0.2")
+    own = Dataset.from_arrays(np.zeros((40, 1, 8, 8), np.float32), np.zeros(40, np.int64))
+    dealt = deal(own, partitioners.Iid(clients=20), 0)
+    with pytest.raises(JobFileError, match=r"simulation.held_out = 0.2: the data says itself"):
+        simulate(parse(text, tmp_path), data=dealt.holding_out(0.5, 0))
 
 
 def test_training_needs_data(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import doctest
 import numpy as np
 import pytest
 
+from fedplat.errors import DataError
 from fedplat.simulation import data
 from fedplat.simulation.data import Dataset, Federation
 
@@ -33,6 +34,8 @@ def test_examples_are_a_copy() -> None:
         ((INPUTS, TARGETS, (np.array([4]),), INPUTS[:0], TARGETS[:0]), "an example that is not there: 4 to 4"),
         ((INPUTS, TARGETS, (np.array([-1]),), INPUTS[:0], TARGETS[:0]), "an example that is not there"),
         ((INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0], ("one",)), "1 names for 2 clients"),
+        ((INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0], (), PARTS[:1]), "held_out has 1 parts for 2 clients"),
+        ((INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0], (), (PARTS[0], PARTS[0][:0])), "client 1 has no held-out"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[object, ...], words: str) -> None:
@@ -45,6 +48,22 @@ def test_datasets_are_checked() -> None:
         Dataset.from_arrays(INPUTS[:0], TARGETS[:0])
     with pytest.raises(ValueError, match="groups has 3 entries"):
         Dataset(INPUTS, TARGETS, INPUTS[:0], TARGETS[:0], TARGETS[:3])
+
+
+def test_clients_keep_a_part_of_their_examples_from_training() -> None:
+    inputs, targets = np.zeros((6, 2), np.float32), np.arange(6)
+    whole = Federation(inputs, targets, [np.array([5, 3, 1, 0]), np.array([2, 4])], inputs[:1], targets[:1])
+    kept = whole.holding_out(0.25, seed=3)
+    assert [(len(part), len(out)) for part, out in zip(kept.parts, kept.held_out, strict=True)] == [(3, 1), (1, 1)]
+    for before, part, out in zip(whole.parts, kept.parts, kept.held_out, strict=True):
+        assert [example for example in before if example in part] == part.tolist()  # in their order
+        assert sorted([*part, *out]) == sorted(before)
+    assert kept.sizes_held_out().tolist() == [1, 1]
+    assert whole.sizes_held_out().tolist() == [0, 0]
+    drawn = {tuple(whole.holding_out(0.25, seed).held_out[0]) for seed in range(50)}
+    assert len(drawn) == 4
+    with pytest.raises(DataError, match="client 1 has a single example"):
+        Federation(INPUTS, TARGETS, PARTS, INPUTS[:0], TARGETS[:0]).holding_out(0.1, 0)
 
 
 def test_the_example_of_the_docstring_runs() -> None:

@@ -56,6 +56,7 @@ def test_a_job_file_is_a_simulation_file() -> None:
     assert read.job == parse_job(JOB)
     assert read.simulation.seed == 0
     assert read.simulation.data is None
+    assert read.simulation.until_s == 365 * 86_400.0
 
 
 def test_what_surrounds_the_job() -> None:

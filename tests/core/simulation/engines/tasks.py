@@ -49,7 +49,8 @@ def federation(sizes: Sequence[int] = SIZES, seed: int = 0) -> Federation:
     inputs = rng.standard_normal((total + 40, 1, SIDE, SIDE), dtype=np.float32)
     targets = rng.integers(0, 4, total + 40)
     parts = np.split(rng.permutation(total), np.cumsum(sizes)[:-1])
-    return Federation(inputs, targets, parts, inputs[total:], targets[total:])
+    held_out = [total + np.arange(1 + client % 4) for client in range(len(sizes))]
+    return Federation(inputs, targets, parts, inputs[total:], targets[total:], held_out=held_out)
 
 
 def task(make: Callable[[], nn.Module] = two_layers, sizes: Sequence[int] = SIZES, **config: Any) -> Task:

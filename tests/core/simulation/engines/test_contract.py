@@ -14,7 +14,7 @@ from core.simulation.engines.conftest import ENGINES, MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
-from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, train
+from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, evaluate, train
 from fedplat.errors import ModelError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
@@ -75,6 +75,13 @@ class Reference:
         metrics = train(self._trainee, parameters, training)
         self._memories[work.client] = Memory(memory.contents)
         return Trained(parameters.minus(model), len(targets), metrics)
+
+    def score(self, model: Parameters, work: Work) -> tuple[int, dict[str, float]]:
+        data = self._task.federation
+        part = data.held_out[work.client]
+        inputs, targets = torch.from_numpy(data.inputs[part]), torch.from_numpy(data.targets[part])
+        memory = self._memories.get(work.client, Memory())
+        return len(part), evaluate(self._trainee, model, TensorExamples(inputs, targets), memory=memory)
 
 
 def differences(left: list[list[Trained]], right: list[list[Trained]]) -> tuple[float, float]:
@@ -138,6 +145,28 @@ def test_personal_layers_stay_with_their_client(make_engine: MakeEngine) -> None
     updates, metrics = differences(rounds(make_engine(given), model, WORKS), Reference(given).rounds(model))
     assert updates < 1e-6
     assert metrics < 1e-5
+
+
+def test_clients_score_with_what_they_keep_from_training_and_with_their_own_layers(make_engine: MakeEngine) -> None:
+    given = personal()
+    engine, reference = make_engine(given), Reference(given)
+    model = given.learner.initial()
+    rounds(engine, model, WORKS[:1])
+    for work in WORKS[0]:
+        reference.train(model, work)
+    engine.publish(1, model)
+    remembered = engine.memories()
+    works = [Work(client, 1, 0, scores=True) for client in ALL]
+    engine.begin(works)
+    engine.drop(works[0])
+    engine.retire(1)
+    for work in works[1:]:
+        scored = engine.result(work)
+        num_examples, expected = reference.score(model, work)
+        assert scored.num_examples == num_examples == 1 + work.client % 4
+        assert not scored.update
+        assert scored.metrics == pytest.approx(expected, rel=1e-5)
+    assert engine.memories() == remembered
 
 
 def test_what_did_not_count_is_not_remembered(make_engine: MakeEngine) -> None:
