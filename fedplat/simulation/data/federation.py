@@ -16,10 +16,10 @@ import numpy.typing as npt
 from fedplat.errors import DataError
 
 Array = npt.NDArray[Any]
-_HOLD_OUT = 3
-"""What a generator is for, in its seed sequence."""
 Part = npt.NDArray[np.int64]
 """Indices of one client's examples."""
+_KEEP = 3
+"""What a generator is for, in its seed sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Federation:
                     "or a larger min_examples, or leave simulation.held_out out"
                 )
             count = min(max(1, round(fraction * len(part))), len(part) - 1)
-            rng = np.random.default_rng(np.random.SeedSequence([seed, _HOLD_OUT, client]))
+            rng = np.random.default_rng(np.random.SeedSequence([seed, _KEEP, client]))
             is_out = np.zeros(len(part), np.bool_)
             is_out[rng.choice(len(part), count, replace=False)] = True
             parts.append(part[~is_out])

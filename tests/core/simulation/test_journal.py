@@ -17,7 +17,10 @@ from fedplat.simulation.result import AttemptRecord, Result
 JOBS: list[dict[str, Any]] = [
     {},
     {"mode": {"kind": "buffered", "concurrency": 15}},
-    {"evaluation": {"clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 10.0}}},
+    {
+        "mode": {"kind": "buffered", "concurrency": 15},
+        "evaluation": {"clients": {"evaluator": "digits-eval", "goal": 3, "timeout_s": 10.0}},
+    },
     {
         "compression": {"uplink": {"codec": "topk"}, "downlink": {"codec": "quantize"}},
         "aggregation": {"rule": "fedadam"},
