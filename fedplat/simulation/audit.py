@@ -101,9 +101,6 @@ class Canaries:
         if not self._is_canary(work):
             self._inner.drop(work)
 
-    def _is_canary(self, work: Work) -> bool:
-        return work.client in self._included and not work.scores
-
     def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
         """See `Engine`."""
         return self._inner.memories()
@@ -132,6 +129,9 @@ class Canaries:
         assert self.first is not None
         step = last.to_vector() - self.first.to_vector()
         return np.array([float(step @ self.direction(client)) for client in self._included])
+
+    def _is_canary(self, work: Work) -> bool:
+        return work.client in self._included and not work.scores
 
 
 def chosen(num_clients: int, num_canaries: int, seed: int) -> dict[int, bool]:

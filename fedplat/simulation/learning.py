@@ -222,10 +222,10 @@ class Learning:
         self.expect(tasks)
 
     def _work(self, task: Task) -> Work:
-        entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
         self._users[task.version] += 1
         if task.kind is AttemptKind.EVALUATE:
             return Work(task.client, task.version, seed=0, scores=True)
+        entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
     def _scored(self, task: Task, trained: Trained) -> Report:

@@ -85,10 +85,14 @@ class ModuleTrainer:
         """A work of a client that has these examples for it; its update lies in `buffer` if there is one."""
         base, memory = self._bases[work.version], Memory(contents)
         if work.scores:
-            return Outcome(NO_UPDATE, self.evaluate_on(examples, base.parameters, memory), None)
+            return self.score_on(examples, base.parameters, memory)
         with one_thread():
             update, metrics = self._train(base, self.training_on(examples, work, memory), buffer)
         return Outcome(update, metrics, memory.contents if memory.changed else None)
+
+    def score_on(self, examples: PartExamples, model: Parameters, memory: Memory) -> Outcome:
+        """A work that scores, of a client that has these examples for it."""
+        return Outcome(NO_UPDATE, self.evaluate_on(examples, model, memory), None)
 
     def evaluate_on(self, examples: PartExamples, model: Parameters, memory: Memory | None = None) -> dict[str, float]:
         """Scores a model, with what a client remembers; empty if there are no examples."""
@@ -141,7 +145,7 @@ class Resident(ModuleTrainer):
 
     def score(self, work: Work, contents: Contents, model: Parameters) -> Outcome:
         """One client's work that scores, with the model of its version."""
-        return Outcome(NO_UPDATE, self.evaluate_on(self._examples(work), model, Memory(contents)), None)
+        return self.score_on(self._examples(work), model, Memory(contents))
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
         """Scores a model on the held-out examples [start, stop); empty if there are none."""
