@@ -344,6 +344,7 @@ class _Parts:
         await self._aggregation.close()
         await self.services.evaluation.close()
         await self._training.close()
+        self.services.budgets.accountant.close()
 
     def _is_committing(self) -> bool:
         jobs = self.services.runner.coordinator.jobs.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from grpc import aio
 
 from fedplat.job import JobSpec
-from fedplat.privacy import Charge, accounting, words
+from fedplat.privacy import Charge, words
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import budgets
+from fedplat_server import accountant
 from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.rpc import convert, gate, requests
 from fedplat_server.rpc.errors import Code, RefusedError
@@ -32,7 +31,7 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
     async def ShowPrivacy(
         self, request: admin_pb2.ShowPrivacyRequest, context: Context[Any, Any]
     ) -> admin_pb2.ShowPrivacyResponse:
-        """One job, or all that are private; what each costs is computed anew from the ledger."""
+        """One job, or all that are private; what each costs follows from the ledger."""
         services = self._services
         if request.job:
             record = services.jobs.find(request.job)
@@ -40,7 +39,7 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
         else:
             records, found = services.jobs.all(), await services.store.populations()
             records = [record for record in records if record.state.spec.privacy is not None]
-        return await asyncio.to_thread(_response, records, found)
+        return await services.budgets.accountant.run(_response, records, found)
 
     async def SetPrivacyBudget(
         self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context[Any, Any]
@@ -55,8 +54,9 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
         entry = AuditEntry(gate.caller(), Action.BUDGET_SET, name, terms)
-        population = await self._services.budgets.set(name, Budget(**terms), [entry])
-        return await asyncio.to_thread(_population, population)
+        held = self._services.budgets
+        population = await held.set(name, Budget(**terms), [entry])
+        return await held.accountant.run(_population, population)
 
     async def RemovePrivacyBudget(
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context[Any, Any]
@@ -125,8 +125,8 @@ def _num_private(population: Population) -> int:
 
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
-    epsilon = budgets.epsilon(charges, delta)
+    epsilon = accountant.epsilon(charges, delta)
     # Where the one is infinite, the other is of no use as a check, and may not be computable at all.
-    checked = accounting.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    checked = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
     return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)
