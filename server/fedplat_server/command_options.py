@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import click
 import typer
+from click.core import ParameterSource
 
+from fedplat_server import folder
 from fedplat_server.errors import ConfigError
+from fedplat_server.store import engine
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 
@@ -20,7 +25,10 @@ Database = Annotated[
     str | None,
     typer.Option(
         envvar="FEDPLAT_DATABASE",
-        help="Database URL, e.g. postgresql://user:password@host/name. Default: DATA_DIR/fedplat.sqlite.",
+        metavar="URL|@FILE",
+        help="Database URL, e.g. postgresql://user@host/name, or @FILE, a file that holds it. Keep a password in that "
+        "file, in FEDPLAT_DATABASE or in PGPASSFILE: arguments are visible to all users of the host. "
+        "Default: DATA_DIR/fedplat.sqlite.",
     ),
 ]
 DEFAULT_DATA_DIR = Path("fedplat-data")
@@ -29,14 +37,49 @@ _T = TypeVar("_T")
 
 
 def database_url(data_dir: Path, database: str | None) -> str:
-    """The database that the options name; the data folder is made if its database is meant."""
-    if database is not None:
-        return database
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"the data folder {data_dir} cannot be made: {exc.strerror}") from exc
+    """Return the database that the options name; the data folder is made if its database is meant."""
+    if (named := named_database(database)) is not None:
+        return named
+    folder.make(data_dir)
     return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"
+
+
+def named_database(database: str | None) -> str | None:
+    """Return the URL that `--database` gives, or the file that it names; None without the option.
+
+    Warns of a password that is an argument of this process.
+    """
+    if database is None or not database.startswith("@"):
+        _warn_of_password(database)
+        return database
+    path = Path(database[1:])
+    try:
+        url = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        raise ConfigError(f"--database @{path}: the file cannot be read ({reason}); expected one line, a URL") from exc
+    if not url or "\n" in url:
+        raise ConfigError(f"--database @{path}: the file holds no database URL; expected one line, a URL")
+    return url
+
+
+def _warn_of_password(database: str | None) -> None:
+    context = click.get_current_context(silent=True)
+    if database is None or context is None:
+        return
+    is_argument = context.get_parameter_source("database") is ParameterSource.COMMANDLINE
+    if is_argument and "://" in database and engine.async_url(database).password:
+        print(
+            "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
+            "processes; set FEDPLAT_DATABASE, or write the URL into a file of yours and give --database @FILE",
+            file=sys.stderr,
+        )
+
+
+def protect(data_dir: Path, url: str) -> None:
+    """Close the data folder and a SQLite database to other users of the host; warn of what stays open."""
+    for warning in folder.protect(data_dir.resolve(), engine.sqlite_path(engine.async_url(url))):
+        print(f"fedplat-server: warning: {warning}", file=sys.stderr)
 
 
 def with_store(url: str, work: Callable[[Store], Awaitable[_T]]) -> _T:

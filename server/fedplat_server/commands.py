@@ -19,7 +19,7 @@ from fedplat_server import (
     operator_commands,
     references,
 )
-from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
+from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, named_database, protect
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
@@ -122,8 +122,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
     if not evaluation_s > 0.0:
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
+    named = named_database(database)
     if share_port:
-        _check_shared_port(listen, advertise, database or "")
+        _check_shared_port(listen, advertise, named or "")
     scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
@@ -133,7 +134,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     config = ServerConfig(
         listen=listen,
         data_dir=data_dir.resolve(),
-        database=database_url(data_dir, database),
+        database=database_url(data_dir, named),
         evaluators=scorers,
         trainers=trainers,
         evaluation_s=evaluation_s,
@@ -160,7 +161,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
 
 def _check_shared_port(listen: str, advertise: str, database: str) -> None:
     if not database.startswith("postgres"):
-        raise ConfigError("--share-port is for daemons of one PostgreSQL; say which with --database postgresql://...")
+        raise ConfigError(
+            "--share-port is for daemons of one PostgreSQL; say which with FEDPLAT_DATABASE or --database"
+        )
     shared, own = (int(address.rpartition(":")[2] or 0) for address in (listen, advertise))
     if own in (0, shared):
         raise ConfigError(
@@ -231,6 +234,7 @@ async def _serve(config: ServerConfig) -> None:
 def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Create the database's tables, or bring them to this version. Safe to repeat."""
     url = database_url(data_dir, database)
+    protect(data_dir, url)
     before = schema.current(url)
     schema.upgrade(url)
     after = schema.current(url)

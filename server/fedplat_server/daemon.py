@@ -42,6 +42,7 @@ from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
+from fedplat_server.store.engine import async_url, sqlite_path
 from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
@@ -81,6 +82,8 @@ class Daemon:
         """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
         config = self._config
         with folder.held(config.data_dir, shared=config.is_shared):
+            for warning in folder.protect(config.data_dir, sqlite_path(async_url(config.database))):
+                logs.get().warning(warning)
             async with contextlib.AsyncExitStack() as stack:
                 endpoint = serving.Endpoint(config, self._utc_now)
                 self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
