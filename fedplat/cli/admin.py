@@ -103,9 +103,9 @@ class AdminClient:
             time.sleep(_PAUSE_S)
             left_s = None if timeout_s is None else end - time.monotonic()
 
-    def status(self) -> admin_pb2.GetStatusResponse:
-        """What the server says of itself."""
-        return self._call(self._stub.GetStatus, admin_pb2.GetStatusRequest())
+    def status(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
+        """What the server says of itself; within `timeout_s` instead of the client's usual time."""
+        return self._call(self._stub.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
 
     def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
         """Stores a safetensors file, given in pieces of at most `wire.MAX_MESSAGE_BYTES`; its digest is checked."""
@@ -216,7 +216,7 @@ class AdminClient:
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: Progress | None = None
     ) -> model_pb2.ModelRef:
-        """Writes a version (None: the latest) to a safetensors file, whole and checked or not at all.
+        """Writes a version (None: the latest) to a safetensors file of its owner, whole and checked or not at all.
 
         Raises `ModelError` when the bytes that arrive are not those of the version, and `OSError` when they cannot
         be written.
@@ -227,7 +227,8 @@ class AdminClient:
         if version is not None:
             request.version = version
         try:
-            with temporary.open("xb") as file:
+            # A model may tell of its data: for its owner only, whatever the umask.
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 model = self._receive_model(request, file, progress)
                 file.flush()
                 os.fsync(file.fileno())
@@ -294,9 +295,10 @@ class AdminClient:
             )
         return model
 
-    def _call(self, method: Callable[..., Response], request: object) -> Response:
-        with self._translated(self._timeout_s):
-            return method(request, timeout=self._timeout_s, metadata=self._metadata)
+    def _call(self, method: Callable[..., Response], request: object, timeout_s: float | None = None) -> Response:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._translated(limit_s):
+            return method(request, timeout=limit_s, metadata=self._metadata)
 
     @contextlib.contextmanager
     def _translated(self, timeout_s: float | None) -> Generator[None]:
@@ -307,7 +309,7 @@ class AdminClient:
             if any(entry.key == METADATA_CODE for entry in exc.trailing_metadata() or ()):  # fedplat's own words
                 if code is grpc.StatusCode.UNAVAILABLE:
                     text = f"the fedplat server at {self.server} does not serve now: {details}"
-                    raise ServerUnreachableError(text) from exc
+                    raise ServerUnreachableError(text, reason=details) from exc
                 raise ServerRefusedError(details) from exc
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
                 raise self._unreachable(f"no answer within {timeout_s:g} s") from exc
@@ -324,9 +326,12 @@ class AdminClient:
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         if problem := handshake.problem(self.server, ca=self.profile.ca, insecure=self.profile.insecure):
-            return ServerUnreachableError(f"cannot talk to the server at {self.server}: {problem}")
+            return ServerUnreachableError(
+                f"cannot talk to the server at {self.server}: {problem}", reason=problem, is_lasting=True
+            )
         return ServerUnreachableError(
-            f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run"
+            f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run",
+            reason=reason,
         )
 
 

@@ -11,6 +11,7 @@ import typer
 from fedplat.cli import formats, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output, to_record
+from fedplat.cli.patience import Patience
 from fedplat.cli.session import (
     FAILED,
     INTERRUPTED,
@@ -19,11 +20,13 @@ from fedplat.cli.session import (
     JsonOption,
     ServerOption,
     Session,
+    TimeoutOption,
+    own_timeout_s,
     reporting,
     session,
 )
 from fedplat.cli.submission import Submission, load, submit
-from fedplat.errors import JobFileError
+from fedplat.errors import JobFileError, ServerUnreachableError
 from fedplat.job import parse_job
 from fedplat.updates import options_to_text
 from fedplat.wire.v1 import admin_pb2
@@ -42,14 +45,22 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     idempotency_key: Annotated[
         str, typer.Option(metavar="KEY", help="8 to 200 characters; submitting again with them gives the same job.")
     ] = "",
+    timeout: TimeoutOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Upload the initial model, create the job and start it."""
-    with session(context, server, as_json) as here:
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
         submission = _load(file)
         with here.output.transfer("uploading the model") as progress:
-            job = submit(here.client, submission, start=start, idempotency_key=idempotency_key, progress=progress)
+            job = submit(
+                here.client,
+                submission,
+                start=start,
+                idempotency_key=idempotency_key,
+                progress=progress,
+                patience=here.patience,
+            )
         _print_state(here.output, job)
         if follow:
             _watch(here, job)
@@ -157,11 +168,15 @@ def list_rounds(
 
 @app.command("watch")
 def watch_job(
-    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    job: JobArgument,
+    timeout: TimeoutOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Follow a job until it ends; the exit status is 0 if it is completed. Ctrl-C leaves, and the job goes on."""
-    with session(context, server, as_json) as here:
-        _watch(here, here.client.show_job(job))
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
+        _watch(here, here.patience.run(here.client, lambda: here.client.show_job(job)))
 
 
 @app.command("start")
@@ -222,10 +237,15 @@ def _print_state(output: Output, job: admin_pb2.Job) -> None:
 def _watch(here: Session, job: admin_pb2.Job) -> None:
     try:
         with watch.view_for(here.output, job) as view:
-            ended = watch.follow(here.client, job.job_id, view)
+            # Its own: on a terminal the view alone knows where a sentence can stand.
+            patience = Patience(here.patience.timeout_s, view.tell)
+            ended = watch.follow(here.client, job.job_id, view, patience)
     except KeyboardInterrupt as exc:
         here.output.note(f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}")
         raise typer.Exit(INTERRUPTED) from exc
+    except ServerUnreachableError as exc:
+        exc.add_note(f"the job goes on. Watch it again with: fedplat job watch {job.job_id}")
+        raise
     if not here.output.as_json:
         _print_state(here.output, ended)
     if ended.status != admin_pb2.JOB_STATUS_COMPLETED:

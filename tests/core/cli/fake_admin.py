@@ -48,6 +48,8 @@ class State:
     """Sent along with a refusal, as the real server does."""
     damage: str = ""
     """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
+    lost_answers: set[str] = field(default_factory=set[str])
+    """Methods that do their work once more, and whose answer is lost then: the connection broke."""
     refuses_start: bool = False
     insecure: bool = False
     ends_started_jobs: bool = False
@@ -143,6 +145,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         job.num_rounds = spec.rounds
         job.model.digest = request.initial_digest
         self.state.by_key[request.idempotency_key] = job.job_id
+        self._answer("CreateJob", context)
         return job
 
     def ListJobs(self, request: admin_pb2.ListJobsRequest, context: grpc.ServicerContext):
@@ -155,7 +158,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def StartJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         if self.state.refuses_start:
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "not today")
-        return self._change(request.job, S.JOB_STATUS_DRAFT, S.JOB_STATUS_RUNNING, context)
+        job = self._change(request.job, S.JOB_STATUS_DRAFT, S.JOB_STATUS_RUNNING, context)
+        self._answer("StartJob", context)
+        return job
 
     def PauseJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_PAUSED, context)
@@ -306,6 +311,11 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
                 context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
             _refuse(context, *self.state.refusal)
 
+    def _answer(self, method: str, context: grpc.ServicerContext) -> None:
+        if method in self.state.lost_answers:
+            self.state.lost_answers.remove(method)
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
     def _find(self, name: str, context: grpc.ServicerContext) -> admin_pb2.Job:
         self._check(context)
         for job in self.state.jobs.values():
@@ -330,10 +340,10 @@ def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> 
 class FakeServer:
     """A server of a state; `restart` kills it and starts another on the same port. `tls`: its key and certificate."""
 
-    def __init__(self, state: State, tls: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, state: State, tls: tuple[bytes, bytes] | None = None, port: int = 0) -> None:
         self.state = state
         self._tls = tls
-        self.port = 0
+        self.port = port
         self._start()
 
     @property
