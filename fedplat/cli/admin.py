@@ -352,6 +352,8 @@ def _reason(details: str) -> str:
     """The part of gRPC's account that a person can use."""
     if "address lookup failed" in details:
         return "the host name is not known"
+    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
+        return "the connection was closed"
     for prefix in ("Failed to connect to remote host: ", "last error: "):
         if prefix in details:
             return details.rpartition(prefix)[2]

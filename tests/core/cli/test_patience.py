@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -39,7 +40,8 @@ goal = 2
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
-    Parameters.from_arrays({"weight": [1.0, 2.0]}).save(tmp_path / "initial.safetensors")
+    model = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
+    (tmp_path / "initial.safetensors").write_bytes(model.to_bytes())
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     return path
@@ -89,7 +91,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     assert done.exit_code == 0, done.output
     assert [job.status for job in state.jobs.values()] == [S.JOB_STATUS_RUNNING]
     assert len(state.by_key) == 1
-    assert done.stderr.splitlines()[0] == f"waiting for {server.address}: Socket closed; trying for 60 s"
+    assert done.stderr.splitlines()[0] == f"waiting for {server.address}: the connection was closed; trying for 60 s"
 
 
 @pytest.mark.fault("F51")
