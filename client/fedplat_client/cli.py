@@ -61,7 +61,11 @@ def main() -> None:
 
 
 @main.command(help="Work for a server until stopped.")
-@click.option("--ticket", metavar="TICKET", help="The line that an operator gave; else FEDPLAT_TICKET.")
+@click.option(
+    "--ticket",
+    metavar="TICKET",
+    help="The line that an operator gave; else FEDPLAT_TICKET. Better in a file: all users of the host see arguments.",
+)
 @click.option(
     "--ticket-file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -100,6 +104,12 @@ def main() -> None:
 def run(**options: Unpack[_RunOptions]) -> None:
     """Runs a client."""
     _set_up_logging(options["log_level"])
+    if options["ticket"] is not None:
+        click.echo(
+            "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
+            "give it with --ticket-file FILE or FEDPLAT_TICKET.",
+            err=True,
+        )
     memory.reuse_message_memory()
     client = _client(options)
     memory.keep_what_is_loaded()

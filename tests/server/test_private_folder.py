@@ -129,3 +129,38 @@ def test_a_database_of_an_older_version_is_closed_by_its_upgrade(tmp_path: Path)
     assert stat.S_IMODE(database.stat().st_mode) == 0o644
     command("db", "upgrade", "--data-dir", tmp_path / "data", "--database", str(database))
     assert stat.S_IMODE(database.stat().st_mode) == 0o600
+
+
+def test_a_password_belongs_into_a_file_or_the_environment(tmp_path: Path) -> None:
+    """Nothing listens there: the commands fail, but first they warn of what is an argument, and of nothing else."""
+    url = "postgresql://ben:hush-hush@127.0.0.1:1/fedplat"
+    held = tmp_path / "database"
+    held.write_text(url + "\n")
+
+    def said(*arguments: str, environment: dict[str, str] | None = None) -> str:
+        line = [COMMAND, "db", "current", *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, **(environment or {})})
+        assert done.returncode == 1, done.stderr
+        assert "127.0.0.1:1" in done.stderr
+        assert "hush-hush" not in done.stdout + done.stderr
+        return done.stderr
+
+    assert "warning: --database has a password" in said("--database", url)
+    for silent in (
+        said("--database", f"@{held}"),
+        said(environment={"FEDPLAT_DATABASE": url}),
+        said(environment={"FEDPLAT_DATABASE": f"@{held}"}),
+        said("--database", url.replace(":hush-hush", "")),
+    ):
+        assert "warning" not in silent
+
+
+@pytest.mark.parametrize("content", [None, "", "postgresql://a@b/c\npostgresql://d@e/f"])
+def test_a_file_without_a_url_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "database"
+    if content is not None:
+        path.write_text(content)
+    done = subprocess.run([COMMAND, "db", "current", "--database", f"@{path}"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "expected one line, a URL" in done.stderr
+    assert done.stderr.count("\n") == 1

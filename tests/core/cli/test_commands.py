@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +175,21 @@ def test_model_export(run: Run, state: State, tmp_path: Path):
     record = parsed(run("model", "export", "digits", "--version", "0", "--output", str(path), "--json"))
     assert record == {"version": 0, "digest": state.versions[0].model.digest, "size_bytes": 5, "path": str(path)}
     assert path.read_bytes() == b"first"
+
+
+@pytest.mark.usefixtures("job")
+def test_an_exported_model_is_for_its_owner_only(run: Run, tmp_path: Path):
+    """Also where a file that others may read was there before, and whatever the umask."""
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"an older one")
+    path.chmod(0o644)
+    before = os.umask(0o022)
+    try:
+        assert run("model", "export", "digits", "--output", str(path)).exit_code == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each for each in tmp_path.iterdir() if each.suffix == ".part"] == []
 
 
 @pytest.mark.usefixtures("job")
