@@ -54,7 +54,7 @@ def enrolled(data_dir: Path) -> Identity:
         have = f"{len(found)} identities" if found else "no identity"
         raise DataDirectoryError(
             f"the data directory {data_dir} has {have}; expected one. "
-            "Give a ticket (FEDPLAT_TICKET, --ticket or --ticket-file), or name server and population"
+            "Give a ticket (--ticket-file or FEDPLAT_TICKET), or name server and population"
         )
     return _read(found[0])
 

@@ -8,15 +8,41 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import click
 import typer
-from click.core import ParameterSource
 
 from fedplat_server import folder
 from fedplat_server.errors import ConfigError
 from fedplat_server.store import engine
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
+
+
+def _database(context: typer.Context, parameter: typer.CallbackParam, given: str | None) -> str | None:
+    """Return the URL that `--database` gives, or that is in the file which it names; None without the option."""
+    if given is None or not given.startswith("@"):
+        source = context.get_parameter_source(parameter.name or "")
+        if given is not None and source is not None and source.name == "COMMANDLINE":
+            _warn_of_password(given)
+        return given
+    path = Path(given[1:])
+    try:
+        url = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        raise ConfigError(f"--database @{path}: the file cannot be read ({reason}); expected one line, a URL") from exc
+    if not url or "\n" in url:
+        raise ConfigError(f"--database @{path}: the file holds no database URL; expected one line, a URL")
+    return url
+
+
+def _warn_of_password(url: str) -> None:
+    if "://" in url and engine.async_url(url).password:
+        print(
+            "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
+            "processes; set FEDPLAT_DATABASE, or write the URL into a file of yours and give --database @FILE",
+            file=sys.stderr,
+        )
+
 
 DataDir = Annotated[
     Path, typer.Option(envvar="FEDPLAT_DATA_DIR", help="Folder for models, updates and the SQLite database.")
@@ -26,6 +52,7 @@ Database = Annotated[
     typer.Option(
         envvar="FEDPLAT_DATABASE",
         metavar="URL|@FILE",
+        callback=_database,
         help="Database URL, e.g. postgresql://user@host/name, or @FILE, a file that holds it. Keep a password in that "
         "file, in FEDPLAT_DATABASE or in PGPASSFILE: arguments are visible to all users of the host. "
         "Default: DATA_DIR/fedplat.sqlite.",
@@ -38,42 +65,10 @@ _T = TypeVar("_T")
 
 def database_url(data_dir: Path, database: str | None) -> str:
     """Return the database that the options name; the data folder is made if its database is meant."""
-    if (named := named_database(database)) is not None:
-        return named
+    if database is not None:
+        return database
     folder.make(data_dir)
     return f"sqlite:///{data_dir.resolve() / 'fedplat.sqlite'}"
-
-
-def named_database(database: str | None) -> str | None:
-    """Return the URL that `--database` gives, or the file that it names; None without the option.
-
-    Warns of a password that is an argument of this process.
-    """
-    if database is None or not database.startswith("@"):
-        _warn_of_password(database)
-        return database
-    path = Path(database[1:])
-    try:
-        url = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
-        raise ConfigError(f"--database @{path}: the file cannot be read ({reason}); expected one line, a URL") from exc
-    if not url or "\n" in url:
-        raise ConfigError(f"--database @{path}: the file holds no database URL; expected one line, a URL")
-    return url
-
-
-def _warn_of_password(database: str | None) -> None:
-    context = click.get_current_context(silent=True)
-    if database is None or context is None:
-        return
-    is_argument = context.get_parameter_source("database") is ParameterSource.COMMANDLINE
-    if is_argument and "://" in database and engine.async_url(database).password:
-        print(
-            "fedplat-server: warning: --database has a password, which all users of this host can see in the list of "
-            "processes; set FEDPLAT_DATABASE, or write the URL into a file of yours and give --database @FILE",
-            file=sys.stderr,
-        )
 
 
 def protect(data_dir: Path, url: str) -> None:

@@ -19,7 +19,7 @@ from fedplat_server import (
     operator_commands,
     references,
 )
-from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, named_database, protect
+from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
@@ -122,9 +122,8 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--grace-s {grace_s}: expected a number of seconds")
     if not evaluation_s > 0.0:
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
-    named = named_database(database)
     if share_port:
-        _check_shared_port(listen, advertise, named or "")
+        _check_shared_port(listen, advertise, database or "")
     scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
@@ -134,7 +133,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     config = ServerConfig(
         listen=listen,
         data_dir=data_dir.resolve(),
-        database=database_url(data_dir, named),
+        database=database_url(data_dir, database),
         evaluators=scorers,
         trainers=trainers,
         evaluation_s=evaluation_s,

@@ -50,7 +50,22 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def arguments(fleet: FakeFleet, *more: str) -> list[str]:
-    return ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data", *more]
+    Path("ticket").write_text(fleet.ticket.to_text())
+    return ["run", "--ticket-file", "ticket", "--data-dir", "data", *more]
+
+
+def test_a_ticket_that_is_an_argument_is_warned_of(
+    fleet: FakeFleet, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users of a host see the arguments of its processes; a file or the environment are silent."""
+    text = fleet.ticket.to_text()
+    more = ["--data-dir", "data", "--trainer", f"{module}:missing"]
+    for given, warnings in ((["--ticket", text], 1), (arguments(fleet)[1:3], 0), ([], 0)):
+        monkeypatch.setenv("FEDPLAT_TICKET", "" if given else text)
+        result = CliRunner().invoke(main, ["run", *given, *more])
+        assert result.exit_code == 2
+        assert result.stderr.count("--ticket shows the ticket to all users of this host") == warnings
+        assert text not in result.output
 
 
 def test_version() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -358,7 +359,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...], run: Run, closed_port: str):
-    result = run(*command, "--server", closed_port)
+    result = run("--timeout", "0", *command, "--server", closed_port)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: no fedplat server answers at {closed_port} (Connection refused); "
@@ -367,9 +368,13 @@ def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...],
 
 
 def test_submit_without_a_server(run: Run, job_file: str, closed_port: str):
-    result = run("--server", closed_port, "job", "submit", job_file)
+    result = run("--server", closed_port, "job", "submit", job_file, "--timeout", "0.5")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: no fedplat server answers at {closed_port}")
+    waits, error, note = result.stderr.splitlines()
+    assert waits == f"waiting for {closed_port}: Connection refused; trying for 0.5 s"
+    assert error.startswith(f"error: no fedplat server answers at {closed_port} (Connection refused); ")
+    assert error.endswith("; gave up after 0.5 s")
+    assert re.fullmatch(r"if the job was made all the same, .* --idempotency-key [0-9a-f]{32} finds it", note)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "x" in command], ids=" ".join)
