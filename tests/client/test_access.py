@@ -58,7 +58,7 @@ def only_line(result: Result, status: int) -> str:
     assert isinstance(result.exception, SystemExit)
     lines = [line for line in result.stderr.splitlines() if not line.startswith("Warning: --ticket shows")]
     assert (result.stdout, len(lines)) == ("", 1), result.output
-    return lines[0]
+    return lines[0] + "\n"
 
 
 # --- the end of a session --------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -176,7 +176,7 @@ def test_a_success_begins_the_time_anew(state: State, client: AdminClient) -> No
     for _ in range(3):
         failures = iter([True, True, False])
 
-        def call(failures: Generator[bool] = failures) -> str:  # type: ignore[assignment]
+        def call(failures: Iterator[bool] = failures) -> str:
             if next(failures):
                 raise ServerUnreachableError("away")
             return "done"
