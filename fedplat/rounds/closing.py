@@ -32,7 +32,8 @@ _Crew = TypeVar("_Crew", bound=Crew)
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed.
 
-    With `selection.close = "deadline"` the goal does not close it.
+    With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes at its own
+    moment only.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -40,6 +41,9 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     if buffered.fills(job, attempt):
         if reported < attempt.goal:
             return Transition(job if busy else buffered.await_clients(job, context), commands)
+    elif attempt.closes_at is not None:
+        if context.now < attempt.closes_at:
+            return Transition(job, commands)
     elif reported + busy < attempt.minimum:
         return _failed_for_few(job, commands, context)
     elif busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
@@ -85,14 +89,15 @@ def _failed_for_few(job: JobState, commands: tuple[Command, ...], context: Conte
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for."""
+    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for, or its time."""
     carried, commands = _without_late(job.carried, context.now)
     job = dataclasses.replace(job, carried=carried) if carried is not job.carried else job
     attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING or not attempt.num_busy:
+    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job, commands)
-    after, more = _without_late(attempt, context.now)
-    if after is attempt:
+    is_time = attempt.closes_at is not None and attempt.closes_at <= context.now
+    after, more = _without_late(attempt, context.now) if attempt.num_busy else (attempt, ())
+    if after is attempt and not is_time:
         return Transition(job, commands)
     return close_if_due(dataclasses.replace(job, attempt=after), commands + more, context)
 

@@ -148,7 +148,8 @@ class Attempt(Crew):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
     `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
-    While it waits for clients to come, it does so until `selection_ends_at`.
+    While it waits for clients to come, it does so until `selection_ends_at`. If it hides its sample, it collects until
+    `closes_at`, whatever comes.
     """
 
     key: AttemptKey
@@ -163,6 +164,7 @@ class Attempt(Crew):
     reason: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     ended_at: float | None = None
+    closes_at: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +174,9 @@ class Attempt(Crew):
     @property
     def awaits_clients(self) -> bool:
         """Whether nobody works for it, and only clients that come can change that."""
-        return self.phase is AttemptPhase.SELECTING or (self.phase is AttemptPhase.COLLECTING and not self.num_busy)
+        if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
+            return not self.num_busy
+        return self.phase is AttemptPhase.SELECTING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,7 +269,7 @@ class JobState:
         elif attempt.awaits_clients:
             moments.append(attempt.selection_ends_at)
         elif attempt.phase is AttemptPhase.COLLECTING:
-            moments.append(attempt.wakeup_at)
+            moments += (attempt.wakeup_at if attempt.num_busy else None, attempt.closes_at)
         if self.carried.num_busy:
             moments.append(self.carried.wakeup_at)
         return min((moment for moment in moments if moment is not None), default=None)

@@ -63,8 +63,6 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(closing.committed(job, attempt, context))
     if attempt is not None and buffered.fills(job, attempt):
         return _advance_buffer(job, attempt, context)
-    if attempt is not None and private.drew_nobody(job, attempt):
-        return closing.close(job)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
@@ -216,7 +214,7 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
         )
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-        attempt = dataclasses.replace(attempt, phase=phase)
+        attempt = dataclasses.replace(attempt, phase=phase, closes_at=private.closes_at(job, attempt, context.now))
     after = dataclasses.replace(job, attempt=attempt.with_assignments(given), reason="")
     return Transition(after, tuple(commands))
 

@@ -46,7 +46,14 @@ def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
 
 def _bare(attempt: Attempt) -> Attempt:
     return dataclasses.replace(
-        attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments={}, counts={}
+        attempt,
+        opened_at=0.0,
+        selection_ends_at=0.0,
+        ended_at=None,
+        closes_at=None,
+        wakeup_at=None,
+        assignments={},
+        counts={},
     )
 
 

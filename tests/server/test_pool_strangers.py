@@ -124,7 +124,19 @@ class _Wire:
             each.close()
 
 
-def _both(key: bytes, other_key: bytes, folder: Path | None, wire: _Wire | None = None) -> tuple[Events, Events]:
+@pytest.fixture
+def opened() -> Iterator[list[Events]]:
+    """Events of a test; their connections end with it, where a rank's end with its process."""
+    made: list[Events] = []
+    yield made
+    for events in made:
+        for connection in events._connections:  # pyright: ignore[reportPrivateUsage]
+            connection.close()
+
+
+def _both(
+    opened: list[Events], key: bytes, other_key: bytes, folder: Path | None, wire: _Wire | None = None
+) -> tuple[Events, Events]:
     words: SimpleQueue[bytes] = SimpleQueue()
     between = wire.tapped if wire is not None else bytes
 
@@ -133,16 +145,17 @@ def _both(key: bytes, other_key: bytes, folder: Path | None, wire: _Wire | None 
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.submit(made, 0, key), threads.submit(made, 1, other_key)
-        return first.result(), second.result()
+        opened += [first.result(), second.result()]
+    return opened[0], opened[1]
 
 
 @pytest.mark.parametrize("hosts", ["one", "several"])
 def test_events_arrive_in_order_and_the_words_of_a_rank_that_fails(
-    hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: str, opened: list[Events], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key = secrets.token_bytes(32)
-    first, second = _both(key, key, tmp_path if hosts == "one" else None)
+    first, second = _both(opened, key, key, tmp_path if hosts == "one" else None)
     sent = [Event(number, "message", bytes(number)) for number in range(100)]
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(lambda: [second.next() for _ in sent])
@@ -155,10 +168,12 @@ def test_events_arrive_in_order_and_the_words_of_a_rank_that_fails(
         assert (tmp_path / "events.sock").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_travels_between_hosts_does_not_hold_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_travels_between_hosts_does_not_hold_the_noise(
+    opened: list[Events], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key, noise, wire = secrets.token_bytes(32), secrets.token_bytes(32), _Wire()
-    first, second = _both(key, key, None, wire)
+    first, second = _both(opened, key, key, None, wire)
     event = Event(1, "begin", b"a recipe with noise " + noise, "aggregate")
     first.publish(event)
     first.publish(event)
@@ -171,9 +186,9 @@ def test_what_travels_between_hosts_does_not_hold_the_noise(monkeypatch: pytest.
     wire.close()
 
 
-def test_a_forged_event_is_refused_and_a_lost_rank_is_named(tmp_path: Path) -> None:
+def test_a_forged_event_is_refused_and_a_lost_rank_is_named(opened: list[Events], tmp_path: Path) -> None:
     key = secrets.token_bytes(32)
-    first, second = _both(key, key, tmp_path)
+    first, second = _both(opened, key, key, tmp_path)
     first._connections[0].sendall(b"\x10\0\0\0" + bytes(16))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(PermissionError, match="message 0 of rank 0 is not of this pool"):
         second.next()

@@ -167,7 +167,7 @@ class Ledger:
             cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
         for names in self.unended.values():
             names |= {(key, client_id): self.cohorts[key][client_id] for key, client_id in names}
-        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None}
+        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None, "closes_at": None}
         self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
             last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
@@ -404,7 +404,7 @@ class Ledger:
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
-            assert attempt.num_busy, "nobody is left to wait for"
+            assert attempt.num_busy or attempt.closes_at is not None, "nobody is left to wait for"
             assert attempt.phase is AttemptPhase.COLLECTING
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report has no end"
@@ -416,6 +416,9 @@ class Ledger:
         attempt = job.open_attempt
         if attempt is not None and attempt.awaits_clients:
             assert attempt.selection_ends_at > now
+        if attempt is not None and attempt.phase is AttemptPhase.COLLECTING and attempt.closes_at is not None:
+            assert attempt.closes_at > now
+            assert all(each.deadline_at <= attempt.closes_at for each in attempt.busy)
         assert all(each.deadline_at > now for crew in job.crews for each in crew.busy)
 
 
