@@ -31,13 +31,27 @@ class _UsageError(click.ClickException):
     exit_code = 2
 
 
+_MAX_LINE = 4000
+"""Characters of a line in the log: servers choose some of what is in it."""
+
+
+def _printable(text: str) -> str:
+    """A line that is safe for a terminal: control characters are escaped, and the rest of a long one is left out."""
+    if len(text) > _MAX_LINE:
+        text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class _FieldFormatter(logging.Formatter):
-    """A sentence for people, then the fields for machines as key=value."""
+    """A sentence for people, then the fields for machines as key=value. Neither holds a control character."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         text = super().formatMessage(record)
-        return " ".join((text, *(f"{name}={value}" for name, value in fields.items())))
+        return _printable(" ".join((text, *(f"{name}={value}" for name, value in fields.items()))))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
 class _RunOptions(TypedDict):
@@ -106,7 +120,7 @@ def run(**options: Unpack[_RunOptions]) -> None:
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:
-        raise click.ClickException(str(exc)) from exc
+        raise click.ClickException(_printable(str(exc))) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)

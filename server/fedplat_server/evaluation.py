@@ -85,6 +85,8 @@ class _Process:
     ) -> dict[str, float] | Failure:
         """Calls the evaluator. Whatever goes wrong but the evaluator's own exceptions ends the process."""
         if self._pool is None:
+            # As the process begins, what lies in the current folder must not stand for a module of Python's or ours.
+            os.environ["PYTHONSAFEPATH"] = "1"
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),
