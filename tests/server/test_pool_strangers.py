@@ -33,7 +33,8 @@ def _within_reach(running: PoolProcess) -> tuple[list[int], list[str]]:
     """Ports that the pool's processes listen at, and the files and sockets that they have open or lie in folders."""
     processes = [psutil.Process(running.process.pid), *running.ranks().values()]
     ports = {each.laddr.port for one in processes for each in one.net_connections("tcp") if each.status == "LISTEN"}
-    paths = {each.laddr for one in processes for each in one.net_connections("unix") if each.laddr.startswith("/")}
+    sockets = {str(each.laddr) for one in processes for each in one.net_connections("unix")}
+    paths = {path for path in sockets if path.startswith("/")}
     paths |= {each.path for one in processes for each in one.open_files()}
     folders = {running.folder, *(Path(path).parent for path in paths if "fedplat-pool-" in path)}
     paths |= {str(path) for folder in folders for path in folder.rglob("*") if not path.is_dir()}
