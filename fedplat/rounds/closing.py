@@ -26,6 +26,8 @@ from fedplat.rounds.states import (
 )
 from fedplat.rounds.transition import Context, Transition
 
+MAX_METRICS = 64
+"""How many metrics an attempt has at most."""
 _Crew = TypeVar("_Crew", bound=Crew)
 
 
@@ -132,13 +134,21 @@ def committed(
 
 
 def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
-    """Means of what clients reported, each metric weighted over the clients that have it."""
+    """Return the means of what clients reported, each metric weighted over the clients that have it.
+
+    Only of the metrics that more than half of the reports have, and of the `MAX_METRICS` most frequent ones at most:
+    one client cannot give each attempt new names.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
-    for assignment in merged:
+    reports = list(merged)
+    for assignment in reports:
         for name, value in assignment.metrics.items():
             found.setdefault(name, []).append((assignment.weight, value))
+    common = [name for name, pairs in found.items() if 2 * len(pairs) > len(reports)]
+    common.sort(key=lambda name: -len(found[name]))
     means: dict[str, float] = {}
-    for name, pairs in found.items():
+    for name in common[:MAX_METRICS]:
+        pairs = found[name]
         total = math.fsum(weight for weight, _ in pairs)
         if total <= 0.0:
             continue

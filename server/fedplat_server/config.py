@@ -18,6 +18,8 @@ class Limits(msgspec.Struct, frozen=True):
     time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
     `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
+    `max_label_bytes`: of the names and values of a client's labels in UTF-8, all together; `max_metric_bytes`: of the
+    names of the metrics in a report; `max_text`: of the reason that a client gives, and of why its report is refused.
     `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
     """
 
@@ -25,7 +27,9 @@ class Limits(msgspec.Struct, frozen=True):
     max_wait_s: float = 300.0
     max_model_bytes: int = 64 * 2**30
     max_labels: int = 64
+    max_label_bytes: int = 8192
     max_metrics: int = 64
+    max_metric_bytes: int = 4096
     max_text: int = 1000
     max_names: int = 256
     max_job_file_bytes: int = 2**20

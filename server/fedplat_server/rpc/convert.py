@@ -9,6 +9,7 @@ from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.texts import shortened
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
@@ -87,7 +88,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
-        reason=state.reason,
+        reason=shortened(state.reason),
         round=state.round,
         num_rounds=state.spec.rounds,
         model=model_ref(state.latest),
@@ -106,7 +107,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         attempt=attempt.key.number,
         kind=_KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
-        reason=attempt.reason,
+        reason=shortened(attempt.reason),
         base_version=attempt.base_version,
         goal=attempt.goal,
         minimum=attempt.minimum,
@@ -152,7 +153,7 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         client_id=row.client_id,
         from_state=row.from_state,
         to_state=row.to_state,
-        reason=row.reason,
+        reason=shortened(row.reason),
         metrics=dict(row.metrics),
         kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,

@@ -336,5 +336,6 @@ class FleetService(MembershipService):
             await self._services.runner.submit(AssignmentFailed(key, client_id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
+        text = requests.text(text, self._limits.max_text)  # it may quote what the client sent
         verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))
         return Verdict(reason, text) if verdict.accepted else verdict
