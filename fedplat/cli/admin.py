@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import secrets
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import grpc
 
@@ -30,6 +31,16 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 Progress = Callable[[int, int], object]
 """Is told the bytes that are done and the bytes in all."""
 Response = TypeVar("Response")
+Row = TypeVar("Row")
+
+
+class _Paged(Protocol):
+    """A page of a list."""
+
+    next_page_token: str
+
+
+_Page = TypeVar("_Page", bound=_Paged)
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
@@ -133,8 +144,12 @@ class AdminClient:
         return self._call(self._stub.CreateJob, request)
 
     def list_jobs(self) -> Sequence[admin_pb2.Job]:
-        """All jobs."""
-        return self._call(self._stub.ListJobs, admin_pb2.ListJobsRequest()).jobs
+        """All jobs, without their job files, which `show_job` has."""
+        return list(self.iter_jobs())
+
+    def iter_jobs(self, limit: int | None = None) -> Iterator[admin_pb2.Job]:
+        """Yield jobs in the order of their creation, at most `limit` of them, a page in memory at a time."""
+        return self._rows(self._stub.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs, limit)
 
     def show_job(self, job: str) -> admin_pb2.Job:
         """One job."""
@@ -173,19 +188,23 @@ class AdminClient:
 
     def list_rounds(self, job: str, *, all_attempts: bool = False) -> Sequence[admin_pb2.Round]:
         """The attempts of a job that are committed or open; with `all_attempts` the abandoned ones too."""
+        return list(self.iter_rounds(job, all_attempts=all_attempts))
+
+    def iter_rounds(
+        self, job: str, limit: int | None = None, *, all_attempts: bool = False
+    ) -> Iterator[admin_pb2.Round]:
+        """Yield what `list_rounds` has, at most `limit` attempts, a page in memory at a time."""
         request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts)
-        return self._call(self._stub.ListRounds, request).rounds
+        return self._rows(self._stub.ListRounds, request, lambda page: page.rounds, limit)
 
     def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
         """The enrolled clients, of one population or of all."""
-        found: list[admin_pb2.Client] = []
+        return list(self.iter_clients(population))
+
+    def iter_clients(self, population: str = "", limit: int | None = None) -> Iterator[admin_pb2.Client]:
+        """Yield what `list_clients` has, at most `limit` clients, a page in memory at a time."""
         request = admin_pb2.ListClientsRequest(population=population)
-        while True:
-            page = self._call(self._stub.ListClients, request)
-            found += page.clients
-            if not page.next_page_token:
-                return found
-            request.page_token = page.next_page_token
+        return self._rows(self._stub.ListClients, request, lambda page: page.clients, limit)
 
     def revoke_client(self, client_id: str) -> admin_pb2.Client:
         """Ends a client's membership for good."""
@@ -202,7 +221,12 @@ class AdminClient:
 
     def list_enrolments(self) -> Sequence[admin_pb2.Enrolment]:
         """The enrolment tokens, good or not; none of them shows its secret."""
-        return self._call(self._stub.ListEnrolments, admin_pb2.ListEnrolmentsRequest()).enrolments
+        return list(self.iter_enrolments())
+
+    def iter_enrolments(self, limit: int | None = None) -> Iterator[admin_pb2.Enrolment]:
+        """Yield what `list_enrolments` has, at most `limit` tokens, a page in memory at a time."""
+        request = admin_pb2.ListEnrolmentsRequest()
+        return self._rows(self._stub.ListEnrolments, request, lambda page: page.enrolments, limit)
 
     def revoke_enrolment(self, enrolment_id: str) -> admin_pb2.Enrolment:
         """Lets nobody enrol by a token any more."""
@@ -211,7 +235,12 @@ class AdminClient:
 
     def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
         """The model versions of a job."""
-        return self._call(self._stub.ListModelVersions, admin_pb2.ListModelVersionsRequest(job=job)).versions
+        return list(self.iter_versions(job))
+
+    def iter_versions(self, job: str, limit: int | None = None) -> Iterator[admin_pb2.ModelVersion]:
+        """Yield what `list_versions` has, at most `limit` versions, a page in memory at a time."""
+        request = admin_pb2.ListModelVersionsRequest(job=job)
+        return self._rows(self._stub.ListModelVersions, request, lambda page: page.versions, limit)
 
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: Progress | None = None
@@ -243,19 +272,25 @@ class AdminClient:
 
     def list_operators(self) -> Sequence[admin_pb2.Operator]:
         """All operators."""
-        return self._call(self._stub.ListOperators, admin_pb2.ListOperatorsRequest()).operators
+        request = admin_pb2.ListOperatorsRequest()
+        return list(self._rows(self._stub.ListOperators, request, lambda page: page.operators))
 
     def remove_operator(self, name: str) -> None:
         """Removes an operator: its next call is refused."""
         self._call(self._stub.RemoveOperator, admin_pb2.RemoveOperatorRequest(name=name))
 
-    def list_audit(self, after_sequence: int = 0) -> Sequence[admin_pb2.AuditEvent]:
-        """Rows of the audit log after a sequence number, 1,000 at most."""
-        return self._call(self._stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=after_sequence)).events
+    def iter_audit(self, after_sequence: int = 0, limit: int | None = None) -> Iterator[admin_pb2.AuditEvent]:
+        """Yield rows of the audit log after a sequence number, at most `limit`, a page in memory at a time."""
+        request = admin_pb2.ListAuditRequest(after_sequence=after_sequence)
+        return self._rows(self._stub.ListAudit, request, lambda page: page.events, limit)
 
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """What a job has released and may release, and what that costs; without a name all that are private."""
-        return self._call(self._stub.ShowPrivacy, admin_pb2.ShowPrivacyRequest(job=job))
+        found = admin_pb2.ShowPrivacyResponse()
+        for page in self._pages(self._stub.ShowPrivacy, admin_pb2.ShowPrivacyRequest(job=job)):
+            found.MergeFrom(page)
+        found.ClearField("next_page_token")
+        return found
 
     def set_privacy_budget(self, population: str, epsilon: float, delta: float) -> admin_pb2.PopulationPrivacy:
         """Bounds what all private jobs of a population may cost together."""
@@ -293,6 +328,27 @@ class AdminClient:
                 f"with the digest {digest.hexdigest()} came; try again"
             )
         return model
+
+    def _pages(self, method: Callable[..., _Page], request: Any) -> Iterator[_Page]:
+        """The pages of a list, one call each; `request` is changed."""
+        while True:
+            page = self._call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def _rows(
+        self,
+        method: Callable[..., _Page],
+        request: Any,
+        rows: Callable[[_Page], Iterable[Row]],
+        limit: int | None = None,
+    ) -> Iterator[Row]:
+        """The rows of a list, at most `limit` of them, as its pages come."""
+        request.page_size = min(limit or 0, 2**31)
+        found = (row for page in self._pages(method, request) for row in rows(page))
+        return itertools.islice(found, limit)
 
     def _call(self, method: Callable[..., Response], request: object) -> Response:
         with self._translated(self._timeout_s):

@@ -8,7 +8,7 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, ServerOption, session
+from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 
 app = typer.Typer(no_args_is_help=True, help="See who is enrolled, and revoke.", rich_markup_mode=None)
 
@@ -22,16 +22,17 @@ def clients() -> None:
 def list_clients(
     context: typer.Context,
     population: Annotated[str, typer.Option(metavar="NAME", help="Only clients of this population.")] = "",
+    limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the enrolled clients."""
     with session(context, server, as_json) as here:
-        found = here.client.list_clients(population)
+        found = here.client.iter_clients(population, limit)
         if here.output.as_json:
-            here.output.json([to_record(client) for client in found])
+            here.output.records(found)
             return
-        rows = [
+        rows = (
             (
                 client.client_id,
                 client.population,
@@ -42,7 +43,7 @@ def list_clients(
                 " ".join(f"{name}={value}" for name, value in sorted(client.labels.items())),
             )
             for client in found
-        ]
+        )
         columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "VERSION", "LABELS")
         here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
 

@@ -17,6 +17,7 @@ from fedplat.cli.session import (
     WRONG_USAGE,
     JobArgument,
     JsonOption,
+    LimitOption,
     ServerOption,
     Session,
     reporting,
@@ -89,14 +90,16 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
 
 
 @app.command("list")
-def list_jobs(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+def list_jobs(
+    context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
     """List all jobs."""
     with session(context, server, as_json) as here:
-        jobs = here.client.list_jobs()
+        jobs = here.client.iter_jobs(limit)
         if here.output.as_json:
-            here.output.json([to_record(job) for job in jobs])
+            here.output.records(jobs)
             return
-        rows = [
+        rows = (
             (
                 job.job_id,
                 job.name,
@@ -107,7 +110,7 @@ def list_jobs(context: typer.Context, server: ServerOption = None, as_json: Json
                 job.reason,
             )
             for job in jobs
-        ]
+        )
         columns = ("JOB", "NAME", "POPULATION", "STATUS", "#ROUND", "CREATED", "REASON")
         here.output.table(columns, rows, "no jobs yet; submit one with: fedplat job submit FILE")
 
@@ -143,16 +146,17 @@ def list_rounds(
     context: typer.Context,
     job: JobArgument,
     all_attempts: Annotated[bool, typer.Option("--all", help="Abandoned attempts too.")] = False,
+    limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List a job's rounds: who took part, how long it took, and how good the model was."""
     with session(context, server, as_json) as here:
-        rounds = here.client.list_rounds(job, all_attempts=all_attempts)
+        rounds = here.client.iter_rounds(job, limit, all_attempts=all_attempts)
         if here.output.as_json:
-            here.output.json([to_record(attempt) for attempt in rounds])
+            here.output.records(rounds)
             return
-        here.output.table(watch.ROUND_COLUMNS, [watch.round_row(attempt) for attempt in rounds], "no rounds yet")
+        here.output.table(watch.ROUND_COLUMNS, map(watch.round_row, rounds), "no rounds yet")
 
 
 @app.command("watch")

@@ -27,6 +27,7 @@ ServerOption = Annotated[
     typer.Option("--server", metavar="HOST:PORT", help="The server; else FEDPLAT_SERVER, else the profile's."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="At most so many rows; else all.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name if only one job has it.")]
 
 

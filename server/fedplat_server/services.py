@@ -49,9 +49,11 @@ class JobBook:
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
 
-    def all(self) -> list[JobRecord]:
-        """Every job, in the order of creation."""
-        return [self._current(job_id) for job_id in self._records]
+    def all(self, after: str = "") -> list[JobRecord]:
+        """Every job in the order of creation, or those after a job; none after one that is unknown."""
+        ids = list(self._records)
+        start = 0 if not after else ids.index(after) + 1 if after in self._records else len(ids)
+        return [self._current(job_id) for job_id in ids[start:]]
 
     def find(self, name: str) -> JobRecord:
         """The job with this id, or the only one with this name. Raises `RefusedError`."""

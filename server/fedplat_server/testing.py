@@ -204,10 +204,13 @@ class MemoryStore(MemoryLedger):
             for participation in participations_of(made.get(key, ()))
         ]
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first attempts after a round and number; see the port."""
         records = self._jobs[job_id].attempt_records() if job_id in self._jobs else []
-        return [one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED]
+        wanted = (one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED)
+        return [one for one in wanted if after is None or one.key[1:] > after][:limit]
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
         """The newest attempt; see the port."""
@@ -219,9 +222,13 @@ class MemoryStore(MemoryLedger):
         known = self._jobs[job_id].versions if job_id in self._jobs else []
         return known[version].version if 0 <= version < len(known) else None
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
-        return list(self._jobs[job_id].versions) if job_id in self._jobs else []
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first model versions after a number; see the port."""
+        return self._jobs[job_id].versions[after + 1 :][:limit] if job_id in self._jobs else []
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that some rounds have made; see the port."""
+        return [record for record in await self.list_versions(job_id) if first <= record.version.round <= last]
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
         """Notes what the server's evaluator said of a version, and adds a history row; see the port."""
@@ -236,7 +243,7 @@ class MemoryStore(MemoryLedger):
         row = HistoryRow("version", number, number, said.round, said.attempt, metrics=dict(metrics))
         self._note(job_id, row, self._clock())
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""
         later = self._history[after_sequence:]
         return [record for mine, record in later if mine == job_id][:limit]

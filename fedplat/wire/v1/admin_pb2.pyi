@@ -360,12 +360,21 @@ Global___Job: _TypeAlias = Job  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,16 +385,22 @@ class ListJobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
+        """In the order of their creation, without their job files: ShowJob has that of one."""
+
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___Job] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,18 +645,26 @@ class ListRoundsRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     ALL_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     all_attempts: _builtins.bool
     """Abandoned attempts too, not only committed and open ones."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         all_attempts: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,16 +675,22 @@ class ListRoundsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUNDS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]: ...
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]:
+        """By round and attempt."""
+
     def __init__(
         self,
         *,
         rounds: _abc.Iterable[Global___Round] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,9 +706,9 @@ class ListClientsRequest(_message.Message):
     population: _builtins.str
     """Empty for all."""
     page_size: _builtins.int
-    """How many at most; 0, or too many: as many as the server wants."""
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
-    """What the page before said; empty for the first."""
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
@@ -901,12 +930,21 @@ Global___Enrolment: _TypeAlias = Enrolment  # noqa: Y015
 class ListEnrolmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -917,16 +955,22 @@ class ListEnrolmentsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENROLMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]: ...
+    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]:
+        """In the order of their making."""
+
     def __init__(
         self,
         *,
         enrolments: _abc.Iterable[Global___Enrolment] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -956,15 +1000,23 @@ class ListModelVersionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1036,16 +1088,22 @@ class ListModelVersionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]: ...
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
+        """Oldest first."""
+
     def __init__(
         self,
         *,
         versions: _abc.Iterable[Global___ModelVersion] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1184,12 +1242,21 @@ Global___AddOperatorResponse: _TypeAlias = AddOperatorResponse  # noqa: Y015
 class ListOperatorsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1200,16 +1267,22 @@ class ListOperatorsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPERATORS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operator]: ...
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operator]:
+        """By name."""
+
     def __init__(
         self,
         *,
         operators: _abc.Iterable[Global___Operator] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operators", b"operators"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "operators", b"operators"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1254,16 +1327,24 @@ class ListAuditRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Start after this sequence number; 0 for all."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         after_sequence: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1316,16 +1397,20 @@ class ListAuditResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]: ...
     def __init__(
         self,
         *,
         events: _abc.Iterable[Global___AuditEvent] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1336,16 +1421,24 @@ class ShowPrivacyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """A job id, or a name that only one job has; empty for all private jobs."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1357,9 +1450,14 @@ class ShowPrivacyResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     POPULATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobPrivacy]:
-        """The job that was asked for, private or not; else all that are private, in the order of creation."""
+        """The job that was asked for, private or not; else all that are private, in the order of creation. Populations
+        follow when all jobs have come.
+        """
 
     @_builtins.property
     def populations(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationPrivacy]:
@@ -1370,10 +1468,11 @@ class ShowPrivacyResponse(_message.Message):
         *,
         jobs: _abc.Iterable[Global___JobPrivacy] | None = ...,
         populations: _abc.Iterable[Global___PopulationPrivacy] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "populations", b"populations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token", "populations", b"populations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -300,7 +300,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more.
+        """Rows of the audit log, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,7 @@ class AdminStub:
     RemoveOperator: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]
     """The operator's token is refused from the next call on."""
     ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
-    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    """Rows of the audit log, oldest first."""
     ShowPrivacy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]
     """What private jobs have released and may release, what that costs, and the budgets of populations."""
     SetPrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]
@@ -104,7 +104,7 @@ class AdminAsyncStub(AdminStub):
     RemoveOperator: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]  # type: ignore[assignment]
     """The operator's token is refused from the next call on."""
     ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
-    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    """Rows of the audit log, oldest first."""
     ShowPrivacy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]  # type: ignore[assignment]
     """What private jobs have released and may release, what that costs, and the budgets of populations."""
     SetPrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]  # type: ignore[assignment]
@@ -275,7 +275,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAuditRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
-        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+        """Rows of the audit log, oldest first."""
 
     @_abc_1.abstractmethod
     def ShowPrivacy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import resource
 import time
@@ -23,7 +24,7 @@ from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import __version__, audit, files, upload_files
 from fedplat_server.audit import AuditEntry
 from fedplat_server.cluster import hop
-from fedplat_server.rpc import convert, gate, requests, streams
+from fedplat_server.rpc import convert, gate, pages, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
@@ -104,9 +105,12 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         return await self._job(services.jobs.find(record.state.job_id))
 
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
-        """Every job."""
-        jobs = [await self._job(record) for record in self._services.jobs.all()]
-        return admin_pb2.ListJobsResponse(jobs=jobs)
+        """A page of the jobs, without their files."""
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        records = self._services.jobs.all(after)[: size + 1]
+        jobs = [await self._job(dataclasses.replace(record, job_file="")) for record in records]
+        page, token = pages.cut(jobs, size, lambda job: job, lambda job: job.job_id)
+        return admin_pb2.ListJobsResponse(jobs=page, next_page_token=token)
 
     async def ShowJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
         """One job."""
@@ -149,23 +153,38 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
             await changed.wait()
 
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
-        """The attempts of a job."""
-        job_id = self._services.jobs.find(request.job).state.job_id
-        attempts = await self._services.store.list_attempts(job_id, all_attempts=request.all_attempts)
-        scores = {
-            (record.version.round, record.version.attempt): record.metrics
-            for record in await self._services.store.list_versions(job_id)
-        }
-        rounds = [convert.round_(attempt, scores.get(attempt.key[1:], {})) for attempt in attempts]
-        return admin_pb2.ListRoundsResponse(rounds=rounds)
+        """A page of the attempts of a job."""
+        store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
+        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
+        after = (given[0], given[1]) if given is not None else None
+        attempts = await store.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
+        if not attempts:
+            return admin_pb2.ListRoundsResponse()
+        versions = await store.versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
+        scores = {(record.version.round, record.version.attempt): record.metrics for record in versions}
+        rounds, token = pages.cut(
+            attempts,
+            size,
+            lambda attempt: convert.round_(attempt, scores.get(attempt.key[1:], {})),
+            lambda attempt: f"{attempt.key.round}.{attempt.key.number}",
+        )
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
 
     async def ListModelVersions(
         self, request: admin_pb2.ListModelVersionsRequest, context: Context
     ) -> admin_pb2.ListModelVersionsResponse:
-        """The committed versions of a job."""
+        """A page of the committed versions of a job."""
         state = self._services.jobs.find(request.job).state
-        records, spec = await self._services.store.list_versions(state.job_id), state.spec
-        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record, spec) for record in records])
+        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
+        after = given[0] if given is not None else -1
+        records = await self._services.store.list_versions(state.job_id, after=after, limit=size + 1)
+        versions, token = pages.cut(
+            records,
+            size,
+            lambda record: convert.version(record, state.spec),
+            lambda record: str(record.version.version),
+        )
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
 
     async def ExportModel(
         self, request: admin_pb2.ExportModelRequest, context: Context
@@ -173,8 +192,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         """Sends the file of a version."""
         job = self._services.jobs.find(request.job).state
         wanted = request.version if request.HasField("version") else job.latest.version
-        versions = await self._services.store.list_versions(job.job_id)
-        found = next((record.version for record in versions if record.version.version == wanted), None)
+        found = await self._services.store.find_version(job.job_id, wanted) if wanted <= job.latest.version else None
         if found is None:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))

@@ -9,15 +9,12 @@ from grpc import aio
 
 from fedplat.identity import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.rpc import gate, requests
+from fedplat_server.rpc import gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
-
-MAX_PAGE = 250
-"""Clients of a page: with as many and as long labels as they may have, they still fit into a message."""
 
 
 class MembersMethods(admin_pb2_grpc.AdminServicer):
@@ -29,15 +26,10 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
         """A page of the enrolled clients, and what each of them does."""
-        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
-        records = await self._services.store.list_clients(
-            request.population or None, after=request.page_token, limit=size + 1
-        )
-        page = records[:size]
-        return admin_pb2.ListClientsResponse(
-            clients=[self._client(record) for record in page],
-            next_page_token=page[-1].client_id if len(records) > size else "",
-        )
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        records = await self._services.store.list_clients(request.population or None, after=after, limit=size + 1)
+        page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
+        return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         """Ends a client's membership."""
@@ -64,9 +56,11 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
     async def ListEnrolments(
         self, request: admin_pb2.ListEnrolmentsRequest, context: Context
     ) -> admin_pb2.ListEnrolmentsResponse:
-        """Every token, good or not."""
-        tokens = await self._services.store.list_enrolment_tokens()
-        return admin_pb2.ListEnrolmentsResponse(enrolments=[_enrolment(token) for token in tokens])
+        """A page of the tokens, good or not."""
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        tokens = await self._services.store.list_enrolment_tokens(after=after, limit=size + 1)
+        page, token = pages.cut(tokens, size, _enrolment, lambda one: one.token_id)
+        return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
         """Lets nobody enrol by a token any more."""

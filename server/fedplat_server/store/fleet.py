@@ -83,8 +83,11 @@ class FleetStore(Protocol):
         """Revokes a token, for good; None if there is none. The first revocation stays."""
         ...
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making: the first `limit` of those after the token with the id `after`.
+
+        There are none after a token that is unknown.
+        """
         ...
 
     async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:

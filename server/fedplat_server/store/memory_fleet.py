@@ -42,9 +42,12 @@ class MemoryFleet(MemoryPeople):
         await self.append_audit(audit)
         return token
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
-        return list(self._tokens_by_hash.values())
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making; see the port."""
+        tokens = list(self._tokens_by_hash.values())
+        ids = [token.token_id for token in tokens]
+        start = 0 if not after else ids.index(after) + 1 if after in ids else len(ids)
+        return tokens[start:][:limit]
 
     async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
         """Adds a client and uses its token once; see the port."""

@@ -36,9 +36,10 @@ class MemoryPeople:
         """The operator with this token; see the port."""
         return next((record for record, known in self._operators.values() if known == token_hash), None)
 
-    async def list_operators(self) -> list[OperatorRecord]:
-        """All operators by name."""
-        return sorted((record for record, _ in self._operators.values()), key=lambda one: one.name)
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """The first operators after a name; see the port."""
+        later = [record for record, _ in self._operators.values() if record.name > after]
+        return sorted(later, key=lambda one: one.name)[:limit]
 
     async def append_audit(self, entries: Sequence[AuditEntry]) -> None:
         """Appends entries; see the port."""

@@ -24,8 +24,8 @@ class OperatorStore(Protocol):
         """The operator with this token, valid or expired."""
         ...
 
-    async def list_operators(self) -> list[OperatorRecord]:
-        """All operators by name."""
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """The first `limit` operators after a name, by name."""
         ...
 
 

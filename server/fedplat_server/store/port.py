@@ -154,8 +154,13 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """The assignment with this token, however old; its moments are zero."""
         ...
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first `limit` attempts after a round and number, in this order.
+
+        Without `all_attempts` those that were abandoned are left out.
+        """
         ...
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
@@ -166,8 +171,12 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """The version of a job that has this number."""
         ...
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first `limit` model versions after a number, oldest first."""
+        ...
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that the rounds from `first` to `last` have made, oldest first."""
         ...
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -178,8 +187,8 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """
         ...
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
-        """Rows of a job after a sequence number, oldest first."""
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
+        """Rows of a job after a sequence number, oldest first. Each is bounded (`tables.Words`, `tables.Metrics`)."""
         ...
 
     async def populations_of(self, digest: str) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, tuple_
 
 from fedplat.rounds import (
     Assignment,
@@ -37,7 +37,7 @@ from fedplat_server.store.port import (
 from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
 from fedplat_server.store.sql_participations import SqlParticipations
-from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
+from fedplat_server.store.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
 
 # Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
 _LATER = (
@@ -170,21 +170,23 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
         found = await self._all(select(model_versions).where(mine))
         return rows.model_version(found[0]) if found else None
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first attempts after a round and number; see the port."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
+        query = query.limit(limit)
         if not all_attempts:
             query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
-        # An update counts for the attempt that took it in.
-        into = (("round", assignments.c.into_round), ("number", assignments.c.into_number))
-        place = [func.coalesce(column, assignments.c[name]).label(name) for name, column in into]
-        tally = _tally(*place, assignments.c.state).where(assignments.c.job_id == job_id)
+        if after is not None:
+            query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
 
         def work(connection: Connection) -> list[AttemptRecord]:
+            found = connection.execute(query).all()
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for row in connection.execute(tally):
-                tallies.setdefault((row.round, row.number), []).append(row)
-            found = connection.execute(query)
+            for tally in _tallies(job_id, found[0].round, found[-1].round) if found else ():
+                for row in connection.execute(tally):
+                    tallies.setdefault((row.round, row.number), []).append(row)
             return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
 
         return await self._database.read(work)
@@ -204,10 +206,18 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
 
     # --- versions and history --------------------------------------------------------------------------------
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
-        versions = model_versions
-        query = select(versions).where(versions.c.job_id == job_id).order_by(versions.c.version)
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first model versions after a number; see the port."""
+        later = (model_versions.c.job_id == job_id) & (model_versions.c.version > after)
+        query = select(model_versions).where(later).order_by(model_versions.c.version).limit(limit)
+        return [rows.version_record(row) for row in await self._all(query)]
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that some rounds have made; see the port."""
+        mine = (model_versions.c.job_id == job_id) & model_versions.c.round.between(first, last)
+        if first > 0:
+            mine &= OF_ROUNDS  # else the index over them is not found
+        query = select(model_versions).where(mine).order_by(model_versions.c.version)
         return [rows.version_record(row) for row in await self._all(query)]
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -232,7 +242,7 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
         with crash.step("metrics"):
             await self._database.write(work)
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""
         values = {"this_job": job_id, "after": after_sequence, "most": limit}
         found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
@@ -291,6 +301,18 @@ def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
         func.max(assignments.c.staleness).label("max_staleness"),
     ]
     return select(*group, func.count().label("total"), update_bytes, *staleness).group_by(*group)
+
+
+def _tallies(job_id: str, first: int, last: int) -> Sequence[sqlalchemy.Select[Any]]:
+    """What counts for the attempts of some rounds: their assignments, and updates of earlier ones they took in."""
+    into, of_job = assignments.c.into_round, assignments.c.job_id == job_id
+    taken = (into.label("round"), assignments.c.into_number.label("number"), assignments.c.state)
+    return (
+        _tally(assignments.c.round, assignments.c.number, assignments.c.state).where(
+            of_job, assignments.c.round.between(first, last), into.is_(None)
+        ),
+        _tally(*taken).where(of_job, into.between(first, last), into.is_not(None)),
+    )
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:

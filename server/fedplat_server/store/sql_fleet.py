@@ -41,9 +41,13 @@ class SqlFleet:
         row = await self._changed(enrolment_tokens, mine, _revocation(enrolment_tokens, self._clock()), audit)
         return rows.enrolment_token(row) if row is not None else None
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
-        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence)
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making; see the port."""
+        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence).limit(limit)
+        if after:
+            tokens = enrolment_tokens.alias()
+            last = select(tokens.c.sequence).where(tokens.c.token_id == after).scalar_subquery()
+            query = query.where(enrolment_tokens.c.sequence > last)
         return [rows.enrolment_token(row) for row in await self._database.read(_all(query))]
 
     async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:

@@ -65,9 +65,11 @@ class SqlPeople:
         found = await self._rows(select(operators).where(operators.c.token_hash == token_hash))
         return _operator(found[0]) if found else None
 
-    async def list_operators(self) -> list[OperatorRecord]:
-        """All operators by name."""
-        return sorted(map(_operator, await self._rows(select(operators))), key=lambda one: one.name)
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """The first operators after a name; see the port."""
+        # In the order of the characters' numbers, as SQLite and Python have it, whatever the database's language is.
+        name = operators.c.name.collate("C") if self._database.dialect == "postgresql" else operators.c.name
+        return list(map(_operator, await self._rows(select(operators).where(name > after).order_by(name).limit(limit))))
 
     async def append_audit(self, entries: Sequence[AuditEntry]) -> None:
         """Appends entries; see the port."""

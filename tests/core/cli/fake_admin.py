@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -19,6 +19,8 @@ S = admin_pb2.JobStatus
 Status = admin_pb2.JobStatus.ValueType
 ENDED = (admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED)
 T0 = 1_700_000_000.0
+ROWS_OF_A_PAGE = 2
+Row = TypeVar("Row")
 
 
 @dataclass
@@ -147,7 +149,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListJobs(self, request: admin_pb2.ListJobsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListJobsResponse(jobs=self.state.jobs.values())
+        jobs, token = _page(self.state.jobs.values(), request)
+        return admin_pb2.ListJobsResponse(jobs=jobs, next_page_token=token)
 
     def ShowJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._find(request.job, context)
@@ -196,16 +199,15 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
         abandoned = admin_pb2.ATTEMPT_PHASE_ABANDONED
-        return admin_pb2.ListRoundsResponse(
-            rounds=[r for r in self.state.rounds if request.all_attempts or r.phase != abandoned]
-        )
+        found = (r for r in self.state.rounds if request.all_attempts or r.phase != abandoned)
+        rounds, token = _page(found, request)
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
 
     def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
         self._check(context)
-        found = [c for c in self.state.clients if request.population in ("", c.population)]
-        start = int(request.page_token or 0)  # pages of one client
-        more = str(start + 1) if start + 1 < len(found) else ""
-        return admin_pb2.ListClientsResponse(clients=found[start : start + 1], next_page_token=more)
+        found = (c for c in self.state.clients if request.population in ("", c.population))
+        clients, token = _page(found, request)
+        return admin_pb2.ListClientsResponse(clients=clients, next_page_token=token)
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -228,7 +230,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListEnrolments(self, request: admin_pb2.ListEnrolmentsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListEnrolmentsResponse(enrolments=self.state.enrolments)
+        enrolments, token = _page(self.state.enrolments, request)
+        return admin_pb2.ListEnrolmentsResponse(enrolments=enrolments, next_page_token=token)
 
     def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -236,7 +239,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
-        return admin_pb2.ListModelVersionsResponse(versions=self.state.versions)
+        versions, token = _page(self.state.versions, request)
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
 
     def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
@@ -270,7 +274,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListOperators(self, request: admin_pb2.ListOperatorsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListOperatorsResponse(operators=self.state.operators)
+        operators, token = _page(self.state.operators, request)
+        return admin_pb2.ListOperatorsResponse(operators=operators, next_page_token=token)
 
     def RemoveOperator(self, request: admin_pb2.RemoveOperatorRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -279,8 +284,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListAudit(self, request: admin_pb2.ListAuditRequest, context: grpc.ServicerContext):
         self._check(context)
-        later = [event for event in self.state.audit if event.sequence > request.after_sequence]
-        return admin_pb2.ListAuditResponse(events=later[:2])
+        later = (event for event in self.state.audit if event.sequence > request.after_sequence)
+        events, token = _page(later, request)
+        return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
 
     def ShowPrivacy(self, request: admin_pb2.ShowPrivacyRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -320,6 +326,13 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
         job.status = after
         return job
+
+
+def _page(rows: Iterable[Row], request: Any) -> tuple[list[Row], str]:
+    """A page of few rows, whatever is asked for, and the token of the next."""
+    found, start = list(rows), int(request.page_token or 0)
+    end = start + min(request.page_size or ROWS_OF_A_PAGE, ROWS_OF_A_PAGE)
+    return found[start:end], str(end) if end < len(found) else ""
 
 
 def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
