@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,7 +130,10 @@ def attempt(row: Row) -> Attempt:
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
-    """A row of `attempts` with its assignments counted; `tally` has a row for each of their states."""
+    """A row of `attempts` with its assignments counted; `tally` has one row or more for each of their states."""
+    counts = Counter[AssignmentState]()
+    for one in tally:
+        counts[AssignmentState(one.state)] += one.total
     return AttemptRecord(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -142,7 +146,7 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
         opened_unix_s=row.opened_unix_s,
         ended_unix_s=row.ended_unix_s,
         metrics=row.metrics,
-        counts={AssignmentState(one.state): one.total for one in tally},
+        counts=counts,
         update_bytes=sum(int(one.update_bytes) for one in tally),
         staleness=_staleness(tally),
     )

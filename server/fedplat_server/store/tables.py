@@ -83,7 +83,7 @@ class Words(TypeDecorator[str]):
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         """What a query selects: the database itself cuts what an earlier version let clients write."""
-        return func.substr(column, 1, MAX_TEXT_BYTES + 1)
+        return func.substr(column, 1, MAX_TEXT_BYTES + 1, type_=self)
 
 
 metadata = MetaData(

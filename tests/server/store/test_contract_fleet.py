@@ -47,6 +47,9 @@ async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None
     assert revoked.revoked_unix_s is not None
     assert await store.revoke_enrolment_token("a") == revoked
     assert await store.list_enrolment_tokens() == [made[0], revoked]
+    assert await store.list_enrolment_tokens(limit=1) == made[:1]
+    assert await store.list_enrolment_tokens(after="z", limit=1) == [revoked]
+    assert await store.list_enrolment_tokens(after="a") == await store.list_enrolment_tokens(after="b") == []
     assert await store.revoke_enrolment_token("b") is None
 
 

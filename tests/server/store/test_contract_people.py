@@ -43,6 +43,20 @@ async def test_operators_come_and_go(store: Store) -> None:
     assert await operators(store) == [ANNA]
 
 
+@pytest.mark.fault("F47")
+async def test_operators_are_listed_page_by_page(store: Store) -> None:
+    """In the order of the characters' numbers, whatever language a database sorts by."""
+    names = ["Zoe", "a-1", "a.1", "a1", "aB", "ab", "b"]
+    for name in names:
+        await store.add_operator(OperatorRecord(name, Role.VIEWER, 1.5), name.encode())
+    whole, found, after = await store.list_operators(), list[OperatorRecord](), ""
+    while page := await store.list_operators(after=after, limit=2):
+        found += page
+        after = page[-1].name
+    assert found == whole
+    assert [one.name for one in whole if one.name in names] == sorted(names)
+
+
 async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:
     await store.add_operator(ANNA, b"a", [note("host")])
     with pytest.raises(OperatorError, match="an operator anna already"):
