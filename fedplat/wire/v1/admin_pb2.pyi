@@ -500,7 +500,7 @@ class Round(_message.Message):
     max_staleness: _builtins.int
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Weighted means of the metrics that clients reported."""
+        """Weighted means of the metrics that more than half of the reports have, 64 at most."""
 
     @_builtins.property
     def server_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
