@@ -73,13 +73,12 @@ class Place:
         self.job = submission.submit(admin, submission.Submission(JOB, parse_job(JOB), model)).job_id
         self.database = server.folder / "fedplat.sqlite"
 
-    @contextlib.asynccontextmanager
-    async def client(self, channel: aio.Channel) -> Any:
+    async def client(self, channel: aio.Channel) -> RawClient:
         client = RawClient(channel, private_key("hostile"))
         ticket = Ticket.from_text(self.server.ticket("hostile"))
         await client.enrol(population="hostile", idempotency_key="a hostile client", token=ticket.secret)
         await client.open_session()
-        yield client
+        return client
 
 
 @contextlib.contextmanager
@@ -117,7 +116,8 @@ def test_endless_headers(tmp_path: Path) -> None:
 
 async def _deliver(here: Place, updates: list[bytes]) -> list[tuple[str, str]]:
     refusals = list[tuple[str, str]]()
-    async with aio.insecure_channel(here.server.address) as channel, here.client(channel) as client:
+    async with aio.insecure_channel(here.server.address) as channel:
+        client = await here.client(channel)
         for content in updates:
             work = await client.assignment()
             refusal = (await client.deliver(work.token, content)).refusal
@@ -141,7 +141,8 @@ def test_misfits_are_not_copied(tmp_path: Path) -> None:
 async def _report_at_once(here: Place, update: bytes, num_reports: int) -> int:
     """How much more memory the process has at most, while it answers, than before."""
     process = psutil.Process(here.server.pid)
-    async with aio.insecure_channel(here.server.address) as channel, here.client(channel) as client:
+    async with aio.insecure_channel(here.server.address) as channel:
+        client = await here.client(channel)
         work = await client.assignment()
         await client.upload(work.token, update)
         before = private_bytes(process)
@@ -191,7 +192,8 @@ async def _report_metrics(here: Place, update: bytes, num_rounds: int) -> list[s
         {f"{turn:02}{number:02}" + wide * 24: 0.12345678901234567 for number in range(40)} for turn in range(num_rounds)
     ]
     reasons = list[str]()
-    async with aio.insecure_channel(here.server.address) as channel, here.client(channel) as client:
+    async with aio.insecure_channel(here.server.address) as channel:
+        client = await here.client(channel)
         for metrics in reports:
             work = await client.assignment()
             answer = await client.deliver(work.token, update, metrics=metrics)

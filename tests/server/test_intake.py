@@ -47,7 +47,8 @@ def test_memory_does_not_grow_with_a_misfit(base: Path, tmp_path: Path, header_b
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(NUM_REPORTS) as pool:
-            answers = set(pool.map(lambda _: intake.check_update(odd, base, None), range(NUM_REPORTS)))
+            checks = [pool.submit(intake.check_update, odd, base, None) for _ in range(NUM_REPORTS)]
+            answers = {check.result() for check in checks}
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
