@@ -70,6 +70,7 @@ CLIENTS = (
 )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.fault("F47")
 async def test_a_hundred_thousand_rounds(site: Site) -> None:
     job = (await site.operator.create(job_file())).job_id
@@ -83,7 +84,7 @@ async def test_a_hundred_thousand_rounds(site: Site) -> None:
         with AdminClient(Profile(site.address, insecure=True, token=ADMIN_TOKEN)) as admin:
             for n, one in zip(numbers, admin.iter_rounds(job), strict=True):
                 assert (one.round, one.reported, one.update_bytes, one.server_metrics["score"]) == (n, 1, 7, n)
-            assert [one.model.version for one in admin.iter_versions(job)] == [0, *numbers]
+            assert [one.model.version for one in admin.iter_versions(job, 2000)] == list(range(2000))
             assert [one.round for one in admin.iter_rounds(job, 3)] == [1, 2, 3]
 
     await asyncio.to_thread(read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
@@ -180,11 +180,12 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
             query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
         if after is not None:
             query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
+        page = query.with_only_columns(attempts.c.round, attempts.c.number).subquery("page")
 
         def work(connection: Connection) -> list[AttemptRecord]:
             found = connection.execute(query).all()
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for tally in _tallies(job_id, found[0].round, found[-1].round) if found else ():
+            for tally in _tallies(job_id, page) if found else ():
                 for row in connection.execute(tally):
                     tallies.setdefault((row.round, row.number), []).append(row)
             return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
@@ -303,16 +304,14 @@ def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
     return select(*group, func.count().label("total"), update_bytes, *staleness).group_by(*group)
 
 
-def _tallies(job_id: str, first: int, last: int) -> Sequence[sqlalchemy.Select[Any]]:
-    """What counts for the attempts of some rounds: their assignments, and updates of earlier ones they took in."""
-    into, of_job = assignments.c.into_round, assignments.c.job_id == job_id
-    taken = (into.label("round"), assignments.c.into_number.label("number"), assignments.c.state)
-    return (
-        _tally(assignments.c.round, assignments.c.number, assignments.c.state).where(
-            of_job, assignments.c.round.between(first, last), into.is_(None)
-        ),
-        _tally(*taken).where(of_job, into.between(first, last), into.is_not(None)),
-    )
+def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Select[Any]]:
+    """What counts for the attempts of a page: their own assignments, and the updates of others that they took in."""
+    own, into = (assignments.c.round, assignments.c.number), (assignments.c.into_round, assignments.c.into_number)
+    for place, which in ((own, into[0].is_(None)), (into, into[0].is_not(None))):
+        group = [column.label(name) for column, name in zip(place, ("round", "number"), strict=True)]
+        theirs = (place[0] == page.c.round) & (place[1] == page.c.number)
+        tally = _tally(*group, assignments.c.state).select_from(assignments.join(page, theirs))
+        yield tally.where(assignments.c.job_id == job_id, which)
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
