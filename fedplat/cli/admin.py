@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import math
 import os
 import secrets
@@ -17,11 +16,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
 from fedplat import wire
+from fedplat.cli import paging
+from fedplat.cli.paging import Page, Row
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.identity import METADATA_CODE, is_address
@@ -31,16 +32,6 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
 Progress = Callable[[int, int], object]
 """Is told the bytes that are done and the bytes in all."""
 Response = TypeVar("Response")
-Row = TypeVar("Row")
-
-
-class _Paged(Protocol):
-    """A page of a list."""
-
-    next_page_token: str
-
-
-_Page = TypeVar("_Page", bound=_Paged)
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
@@ -287,7 +278,8 @@ class AdminClient:
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """What a job has released and may release, and what that costs; without a name all that are private."""
         found = admin_pb2.ShowPrivacyResponse()
-        for page in self._pages(self._stub.ShowPrivacy, admin_pb2.ShowPrivacyRequest(job=job)):
+        request = admin_pb2.ShowPrivacyRequest(job=job)
+        for page in paging.pages(lambda one: self._call(self._stub.ShowPrivacy, one), request):
             found.MergeFrom(page)
         found.ClearField("next_page_token")
         return found
@@ -329,26 +321,10 @@ class AdminClient:
             )
         return model
 
-    def _pages(self, method: Callable[..., _Page], request: Any) -> Iterator[_Page]:
-        """The pages of a list, one call each; `request` is changed."""
-        while True:
-            page = self._call(method, request)
-            yield page
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
-
     def _rows(
-        self,
-        method: Callable[..., _Page],
-        request: Any,
-        rows: Callable[[_Page], Iterable[Row]],
-        limit: int | None = None,
+        self, method: Callable[..., Page], request: Any, rows: Callable[[Page], Iterable[Row]], limit: int | None = None
     ) -> Iterator[Row]:
-        """The rows of a list, at most `limit` of them, as its pages come."""
-        request.page_size = min(limit or 0, 2**31)
-        found = (row for page in self._pages(method, request) for row in rows(page))
-        return itertools.islice(found, limit)
+        return paging.rows(lambda page: self._call(method, page), request, rows, limit)
 
     def _call(self, method: Callable[..., Response], request: object) -> Response:
         with self._translated(self._timeout_s):
