@@ -132,7 +132,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         """The job's history, then every new row, until the job has ended and its last version is scored."""
         services = self._services
         job_id = services.jobs.find(request.job).state.job_id
-        sequence = request.after_sequence
+        sequence = min(request.after_sequence, 2**62)  # more than any database counts to
         while True:
             changed = services.jobs.next_change(job_id)
             over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)

@@ -30,9 +30,9 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ListClientsResponse:
         """A page of the enrolled clients, and what each of them does."""
         size = min(request.page_size or MAX_PAGE, MAX_PAGE)
-        records = await self._services.store.list_clients(
-            request.population or None, after=request.page_token, limit=size + 1
-        )
+        population = requests.name(request.population, "population") if request.population else None
+        after = requests.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
+        records = await self._services.store.list_clients(population, after=after, limit=size + 1)
         page = records[:size]
         return admin_pb2.ListClientsResponse(
             clients=[self._client(record) for record in page],
@@ -41,10 +41,8 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
 
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         """Ends a client's membership."""
-        services = self._services
-        return self._client(
-            await services.revocation.revoke(request.client_id, gate.caller(), services.runner, services.desk)
-        )
+        services, client_id = self._services, requests.client_id(request.client_id, Code.NO_SUCH_CLIENT)
+        return self._client(await services.revocation.revoke(client_id, gate.caller(), services.runner, services.desk))
 
     async def CreateEnrolment(
         self, request: admin_pb2.CreateEnrolmentRequest, context: Context
@@ -70,7 +68,8 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
 
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
         """Lets nobody enrol by a token any more."""
-        return _enrolment(await self._services.enrolments.revoke(request.enrolment_id, gate.caller()))
+        enrolment_id = requests.enrolment_id(request.enrolment_id)
+        return _enrolment(await self._services.enrolments.revoke(enrolment_id, gate.caller()))
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
         services = self._services

@@ -67,9 +67,10 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         requests.protocol_version(request.protocol_version)
-        await self._services.callers.prove(_call(context), request.client_id)
-        self._services.quotas.request(request.client_id)
-        session_id = await self._services.callers.open_session(request.client_id)
+        client_id = requests.client_id(request.client_id, Code.CLIENT_UNKNOWN)
+        await self._services.callers.prove(_call(context), client_id)
+        self._services.quotas.request(client_id)
+        session_id = await self._services.callers.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     async def RenewCertificate(

@@ -57,6 +57,8 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.RemoveOperatorRequest, context: Context[Any, Any]
     ) -> admin_pb2.RemoveOperatorResponse:
         """Removes an operator, unless nobody would be left who can make one."""
+        if not operators.is_name(request.name):
+            raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
         found = await self._services.store.list_operators()
         admins = {one.name for one in found if one.role is Role.ADMIN and one.is_valid(time.time())}
         if admins == {request.name}:

@@ -13,6 +13,8 @@ from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import Code, RefusedError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
+_ENROLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
 
 
 def is_name(text: str) -> bool:
@@ -27,6 +29,23 @@ def name(text: str, what: str) -> str:
         raise RefusedError(
             Code.INVALID_REQUEST, f"{what} {shown!r}: expected 1 to 63 letters, digits or _.- (a letter or digit first)"
         )
+    return text
+
+
+def client_id(text: str, unknown: Code) -> str:
+    """Return an id that this server may have given to a client; refuse others with `unknown` before any look-up."""
+    return _id(_CLIENT_ID, text, unknown)
+
+
+def enrolment_id(text: str) -> str:
+    """Return an id that this server may have given to an enrolment token."""
+    return _id(_ENROLMENT_ID, text, Code.NO_SUCH_ENROLMENT)
+
+
+def _id(form: re.Pattern[str], text: str, unknown: Code) -> str:
+    # What no server has made is in no database, and some databases refuse to be asked for it (NUL in PostgreSQL).
+    if not form.fullmatch(text):
+        raise RefusedError(unknown, repr(text[:80]))
     return text
 
 
