@@ -25,7 +25,7 @@ from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
 from fedplat_server.pool import commands as pool_commands
 from fedplat_server.private_pki import LOOPBACK, PkiFolder
-from fedplat_server.rpc import requests
+from fedplat_server.rpc import addresses, requests
 from fedplat_server.store import schema
 from fedplat_server.tls import TlsFiles
 
@@ -98,6 +98,13 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="Share --listen with other daemons of this host; --advertise says at which port this one listens too.",
         ),
     ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Network of proxies whose x-forwarded-for names the caller, such as 10.0.0.0/8; may be repeated.",
+        ),
+    ] = None,
     lease_s: Annotated[
         float,
         typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
@@ -144,6 +151,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         reflection=reflection,
         tls=files,
         mtls_listen=mtls_listen,
+        trusted_proxies=tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ()),
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(

@@ -16,7 +16,8 @@ class Limits(msgspec.Struct, frozen=True):
     `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`: trainers
     and evaluators of one client, each. `idle_s`: how long a stream that sends to the server may say nothing; in this
     time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
-    `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
+    `anonymous_per_minute`: of one address (one /64 with IPv6), requests that are not an enrolled client's.
+    `challenges_per_minute`: nonces beyond these, of all addresses together. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
     `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
     """
@@ -35,6 +36,7 @@ class Limits(msgspec.Struct, frozen=True):
     min_bytes_per_s: float = 2048.0
     requests_per_minute: float = 6000.0
     anonymous_per_minute: float = 6000.0
+    challenges_per_minute: float = 60_000.0
     max_upload_factor: float = 4.0
     refusal_delay_s: float = 0.5
 
@@ -67,6 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
     At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
+    `trusted_proxies`: the networks of proxies that are believed when they name the caller (`x-forwarded-for`).
     """
 
     listen: str
@@ -98,6 +101,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     reflection: bool = False
     tls: TlsFiles | None = None
     mtls_listen: str = ""
+    trusted_proxies: tuple[str, ...] = ()
 
     @property
     def blob_dir(self) -> Path:

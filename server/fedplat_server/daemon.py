@@ -39,6 +39,7 @@ from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
 from fedplat_server.rpc import serving
+from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
@@ -273,6 +274,7 @@ class _Parts:
             uploads=uploads,
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),
+            origins=Origins(config.trusted_proxies, lease.secret),
             conflicts=Conflicts(store),
             budgets=Budgets(store),
             started_unix_s=time.time(),

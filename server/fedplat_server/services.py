@@ -22,6 +22,7 @@ from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
+from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -127,6 +128,7 @@ class Services:
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas
+    origins: Origins
     conflicts: Conflicts
     budgets: Budgets
     started_unix_s: float

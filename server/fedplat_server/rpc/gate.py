@@ -19,8 +19,8 @@ from grpc import aio
 from fedplat import wire
 from fedplat_server import logs
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.cluster import hop
 from fedplat_server.operators import OperatorRecord, Role, hash_token, looks_like_token
+from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.port import Store
 
@@ -85,10 +85,10 @@ class _Address:
 class Gate:
     """Lets calls pass, or raises `RefusedError`."""
 
-    def __init__(self, store: Store, delay_s: float, secret: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, delay_s: float, origins: Origins, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._delay_s = delay_s
-        self._secret = secret  # of the daemons that pass calls on
+        self._origins = origins
         self._clock = clock
         self._addresses: OrderedDict[str, _Address] = OrderedDict()
 
@@ -126,9 +126,9 @@ class Gate:
 
     async def _refuse(self, method: str, context: Context[Any, Any], actor: str, why: str) -> NoReturn:
         """Refuses slowly, and only so many at a time: who guesses tokens shall not get far."""
-        address = _host_of(hop.of(context, self._secret).peer)
-        seen = self._addresses.setdefault(address, _Address())
-        self._addresses.move_to_end(address)
+        address, network = self._origins.of(context)
+        seen = self._addresses.setdefault(network, _Address())
+        self._addresses.move_to_end(network)
         while len(self._addresses) > MAX_ADDRESSES:
             self._addresses.popitem(last=False)
         seen.since_noted += 1
@@ -150,8 +150,3 @@ class Gate:
         details = {**entry.details, "address": address, "num_refused": count}
         logs.get().warning("an operator's call was refused", method=entry.subject, **details)
         await self._store.append_audit([dataclasses.replace(entry, details=details)])
-
-
-def _host_of(peer: str) -> str:
-    """The address of a gRPC peer without its port: `ipv4:10.0.0.7`."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer[:100]

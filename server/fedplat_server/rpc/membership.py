@@ -34,8 +34,8 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
         """Gives a nonce."""
-        self._services.quotas.stranger(self._peer(context))
         requests.protocol_version(request.protocol_version)
+        self._services.quotas.challenge(self._network(context))
         nonce = self._services.callers.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
@@ -54,6 +54,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             public_key=request.public_key,
         )
         self._services.callers.require_proof(_call(context), newcomer.public_key)
+        self._services.quotas.require_stranger(self._network(context))
         record = await self._services.enrolments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
@@ -85,8 +86,8 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
         )
 
-    def _peer(self, context: Context) -> str:
-        return hop.of(context, self._services.lease.secret).peer
+    def _network(self, context: Context) -> str:
+        return self._services.origins.of(context).network
 
     async def _known(self, context: Context) -> ClientRecord:
         """The client that calls."""
@@ -105,13 +106,13 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             # One whose session is from before a restart only has to open another, and that is counted. A whole
             # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._services.quotas.stranger(self._peer(context))
+                self._services.quotas.stranger(self._network(context))
             raise
 
     async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
         answer = await self._counted(work, context)
-        self._services.quotas.no_stranger(self._peer(context))
+        self._services.quotas.no_stranger(self._network(context))
         return answer
 
 
