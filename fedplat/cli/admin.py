@@ -204,10 +204,17 @@ class AdminClient:
         """The enrolment tokens, good or not; none of them shows its secret."""
         return self._call(self._stub.ListEnrolments, admin_pb2.ListEnrolmentsRequest()).enrolments
 
-    def revoke_enrolment(self, enrolment_id: str) -> admin_pb2.Enrolment:
-        """Lets nobody enrol by a token any more."""
-        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id)
-        return self._call(self._stub.RevokeEnrolment, request)
+    def revoke_enrolment(self, enrolment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrolment:
+        """Let no client enrol by a token any more; `with_clients` also revokes those that have enrolled by it."""
+        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id, with_clients=with_clients)
+        num_revoked = 0
+        while True:
+            answer = self._call(self._stub.RevokeEnrolment, request)
+            num_revoked += answer.num_revoked_clients
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                answer.num_revoked_clients = num_revoked
+                return answer
 
     def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
         """The model versions of a job."""

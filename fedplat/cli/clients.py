@@ -38,12 +38,13 @@ def list_clients(
                 client.state,
                 client.job_id or formats.NOTHING,
                 formats.moment(client.last_seen_unix_s),
+                client.enrolment_id or formats.NOTHING,
                 client.software_version,
                 " ".join(f"{name}={value}" for name, value in sorted(client.labels.items())),
             )
             for client in found
         ]
-        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "VERSION", "LABELS")
+        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "ENROLMENT", "VERSION", "LABELS")
         here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
 
 
@@ -54,10 +55,14 @@ def revoke(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a client's membership for good, from its next request on."""
+    """End a client's membership for good, from its next request on. Its ticket stays good: revoke that as well."""
     with session(context, server, as_json) as here:
         revoked = here.client.revoke_client(client)
         if here.output.as_json:
             here.output.json(to_record(revoked))
             return
         here.output.line(f"{revoked.client_id} is {revoked.state}")
+        if revoked.enrolment_id:
+            here.output.note(
+                f"its ticket may have uses left; revoke it as well: fedplat enrolment revoke {revoked.enrolment_id}"
+            )

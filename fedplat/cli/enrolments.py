@@ -82,13 +82,18 @@ def list_enrolments(context: typer.Context, server: ServerOption = None, as_json
 def revoke(
     context: typer.Context,
     enrolment: Annotated[str, typer.Argument(metavar="ENROLMENT", help="The id of an enrolment token.")],
+    with_clients: Annotated[
+        bool, typer.Option("--with-clients", help="Also revoke all clients that have enrolled by it.")
+    ] = False,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let nobody enrol by a token any more; clients that have enrolled stay."""
+    """Let no client enrol by a token any more; clients that have enrolled stay, unless --with-clients is given."""
     with session(context, server, as_json) as here:
-        revoked = here.client.revoke_enrolment(enrolment)
+        revoked = here.client.revoke_enrolment(enrolment, with_clients=with_clients)
         if here.output.as_json:
             here.output.json(to_record(revoked))
             return
         here.output.line(f"{revoked.enrolment_id} is {revoked.state}")
+        if with_clients:
+            here.output.note(f"clients that have enrolled by it, all revoked now: {revoked.num_revoked_clients}")

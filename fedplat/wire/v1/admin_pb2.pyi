@@ -727,6 +727,7 @@ class Client(_message.Message):
     LAST_SEEN_UNIX_S_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     population: _builtins.str
     state: _builtins.str
@@ -737,6 +738,8 @@ class Client(_message.Message):
     software_version: _builtins.str
     job_id: _builtins.str
     """Job that the client works for; empty when it is not busy."""
+    enrolment_id: _builtins.str
+    """The token that it has enrolled by; empty if it did before servers noted that."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -750,10 +753,11 @@ class Client(_message.Message):
         last_seen_unix_s: _builtins.float = ...,
         software_version: _builtins.str = ...,
         job_id: _builtins.str = ...,
+        enrolment_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrolment_id", b"enrolment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -870,6 +874,8 @@ class Enrolment(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    NUM_REVOKED_CLIENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     enrolment_id: _builtins.str
     population: _builtins.str
     num_uses: _builtins.int
@@ -878,6 +884,10 @@ class Enrolment(_message.Message):
     expires_unix_s: _builtins.float
     state: _builtins.str
     """"open", "used up", "expired" or "revoked"."""
+    num_revoked_clients: _builtins.int
+    """In the answer to RevokeEnrolment with_clients: how many clients of it this call found, which are all revoked now."""
+    next_page_token: _builtins.str
+    """There too: what the next call says for the clients after these; empty with the last."""
     def __init__(
         self,
         *,
@@ -888,10 +898,12 @@ class Enrolment(_message.Message):
         created_unix_s: _builtins.float = ...,
         expires_unix_s: _builtins.float = ...,
         state: _builtins.str = ...,
+        num_revoked_clients: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "num_left", b"num_left", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "next_page_token", b"next_page_token", "num_left", b"num_left", "num_revoked_clients", b"num_revoked_clients", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -937,15 +949,23 @@ class RevokeEnrolmentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    WITH_CLIENTS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     enrolment_id: _builtins.str
+    with_clients: _builtins.bool
+    """Also revokes the clients that have enrolled by the token, a page of them with each call."""
+    page_token: _builtins.str
+    """What the answer before said; empty for the first."""
     def __init__(
         self,
         *,
         enrolment_id: _builtins.str = ...,
+        with_clients: _builtins.bool = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id", "page_token", b"page_token", "with_clients", b"with_clients"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -260,7 +260,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeEnrolment(self, request, context):
-        """Nobody enrols by the token any more; clients that have enrolled stay.
+        """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class AdminStub:
     """Makes a token by which clients enrol."""
     ListEnrolments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]
     RevokeEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]
-    """Nobody enrols by the token any more; clients that have enrolled stay."""
+    """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
     ListModelVersions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]
     ExportModel: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]
     """Sends the safetensors file of a version."""
@@ -94,7 +94,7 @@ class AdminAsyncStub(AdminStub):
     """Makes a token by which clients enrol."""
     ListEnrolments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]  # type: ignore[assignment]
     RevokeEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]  # type: ignore[assignment]
-    """Nobody enrols by the token any more; clients that have enrolled stay."""
+    """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
     ListModelVersions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]  # type: ignore[assignment]
     ExportModel: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Sends the safetensors file of a version."""
@@ -229,7 +229,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RevokeEnrolmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Enrolment, _abc.Awaitable[_admin_pb2.Enrolment]]:
-        """Nobody enrols by the token any more; clients that have enrolled stay."""
+        """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
 
     @_abc_1.abstractmethod
     def ListModelVersions(

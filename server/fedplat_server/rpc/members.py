@@ -9,6 +9,7 @@ from grpc import aio
 
 from fedplat.identity import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server.identity.revocation import Enrolled
 from fedplat_server.rpc import gate, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
@@ -67,9 +68,16 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListEnrolmentsResponse(enrolments=[_enrolment(token) for token in tokens])
 
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        """Lets nobody enrol by a token any more."""
-        enrolment_id = requests.enrolment_id(request.enrolment_id)
-        return _enrolment(await self._services.enrolments.revoke(enrolment_id, gate.caller()))
+        """Lets nobody enrol by a token any more, and revokes the clients that did, if they are to go with it."""
+        services, enrolment_id = self._services, requests.enrolment_id(request.enrolment_id)
+        answer = _enrolment(await services.enrolments.revoke(enrolment_id, gate.caller()))
+        if request.with_clients:  # no other one can enrol by it any more
+            after = requests.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
+            revoked = await services.revocation.revoke_clients_of(
+                Enrolled(enrolment_id, after), gate.caller(), services.runner, services.desk
+            )
+            answer.num_revoked_clients, answer.next_page_token = revoked
+        return answer
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
         services = self._services
@@ -83,6 +91,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
             last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
+            enrolment_id=record.token_id,
         )
 
     def _state(self, record: ClientRecord) -> str:

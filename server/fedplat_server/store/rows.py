@@ -36,6 +36,7 @@ def client_record(row: Row) -> ClientRecord:
         public_key=row.public_key,
         session_number=row.session_number,
         revoked_unix_s=row.revoked_unix_s,
+        token_id=row.token_id,
     )
 
 

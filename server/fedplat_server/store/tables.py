@@ -82,6 +82,8 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
+    # The enrolment token that let it in; "" for those that enrolled before this was noted.
+    Column("token_id", String, nullable=False, index=True, server_default=""),
 )
 
 enrolment_tokens = Table(

@@ -32,6 +32,8 @@ class State:
     enrolments: list[admin_pb2.Enrolment] = field(default_factory=list[admin_pb2.Enrolment])
     asked: admin_pb2.CreateEnrolmentRequest | None = None
     """The last enrolment that was asked for."""
+    pages: list[str] = field(default_factory=list[str])
+    """Pages of a ticket's clients that were asked to be revoked."""
     versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
     models: dict[str, bytes] = field(default_factory=dict[str, bytes])
     by_key: dict[str, str] = field(default_factory=dict[str, str])
@@ -209,7 +211,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.Client(client_id=request.client_id, state="revoked")
+        return admin_pb2.Client(client_id=request.client_id, state="revoked", enrolment_id="e-1")
 
     def CreateEnrolment(self, request: admin_pb2.CreateEnrolmentRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -232,7 +234,12 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
+        answer = admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
+        if request.with_clients:  # pages of one client
+            self.state.pages.append(request.page_token)
+            answer.num_revoked_clients = 1
+            answer.next_page_token = str(len(self.state.pages)) if len(self.state.pages) < 3 else ""
+        return answer
 
     def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)

@@ -143,13 +143,15 @@ def test_client_list(run: Run, state: State):
     assert run("client", "list").stderr == "no clients are enrolled\n"
     assert run("client", "list", "--population", "p").stderr == "no clients are enrolled in p\n"
     state.clients = [
-        admin_pb2.Client(client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j"),
+        admin_pb2.Client(
+            client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j", enrolment_id="e"
+        ),
         admin_pb2.Client(client_id="c2", population="other", state="away", software_version="0.1.0"),
     ]
     rows = run("client", "list").stdout.splitlines()[1:]
     assert [" ".join(row.split()) for row in rows] == [
-        "c1 demo busy j - a=x y b=2",
-        "c2 other away - - 0.1.0",
+        "c1 demo busy j - e a=x y b=2",
+        "c2 other away - - - 0.1.0",
     ]
     only = parsed(run("client", "list", "--population", "other", "--json"))
     assert [client["client_id"] for client in only] == ["c2"]
