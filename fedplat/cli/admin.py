@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 import grpc
 
 from fedplat import wire
+from fedplat.cli import formats
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.identity import METADATA_CODE, is_address
@@ -315,7 +316,7 @@ class AdminClient:
                 if code is grpc.StatusCode.UNAVAILABLE:
                     text = f"the fedplat server at {self.server} does not serve now: {details}"
                     raise ServerUnreachableError(text) from exc
-                raise ServerRefusedError(details) from exc
+                raise ServerRefusedError(details + _when(exc)) from exc
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
                 raise self._unreachable(f"no answer within {timeout_s:g} s") from exc
             if code in _GONE:
@@ -348,6 +349,16 @@ def _channel(profile: Profile) -> grpc.Channel:
         options=_CHANNEL_OPTIONS,
         compression=grpc.Compression.NoCompression,
     )
+
+
+def _when(exc: grpc.RpcError) -> str:
+    """When the server wants to be asked again, in words; empty if it does not name a time."""
+    for entry in exc.trailing_metadata() or ():
+        if entry.key == wire.METADATA_RETRY:
+            with contextlib.suppress(ValueError):
+                earliest, latest = map(float, str(entry.value).split())
+                return f"; try again in {formats.duration(earliest)} to {formats.duration(latest)}"
+    return ""
 
 
 def _reason(details: str) -> str:

@@ -19,7 +19,10 @@ class Limits(msgspec.Struct, frozen=True):
     `anonymous_per_minute`: of one address (one /64 with IPv6), requests that are not an enrolled client's.
     `challenges_per_minute`: nonces beyond these, of all addresses together. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
-    `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
+    `refusal_delay_s`: how long an operator's call that is refused for its token or its role waits for that.
+    `operator_requests_per_minute` and `operator_calls`: requests of one operator, and its calls and watches at once.
+    `notes_per_minute`: rows of the audit log about refused calls and fenced clients, of all callers together.
+    `writes_per_minute`: requests of one client that begin a session, each of which is a transaction.
     """
 
     max_waiting: int = 100_000
@@ -39,6 +42,10 @@ class Limits(msgspec.Struct, frozen=True):
     challenges_per_minute: float = 60_000.0
     max_upload_factor: float = 4.0
     refusal_delay_s: float = 0.5
+    operator_requests_per_minute: float = 6000.0
+    operator_calls: int = 32
+    notes_per_minute: float = 60.0
+    writes_per_minute: float = 60.0
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Accelerators, Aggregation
 from fedplat_server.blobs import BlobStore
+from fedplat_server.bounded_audit import BoundedAudit
 from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.election import Election, open_election
@@ -193,7 +194,9 @@ class Daemon:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(parts.finished(), grace_s)
         with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
-            await asyncio.wait_for(_note(services.store, audit.Action.SERVER_STOPPED), max(grace_s, FAREWELL_S))
+            async with asyncio.timeout(max(grace_s, FAREWELL_S)):
+                await services.bounded_audit.finish()
+                await _note(services.store, audit.Action.SERVER_STOPPED)
         # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
@@ -245,6 +248,8 @@ class _Parts:
         spooled = jobs.spooled_attempts()
         await asyncio.to_thread(uploads.keep, spooled)
         clients = ClientBook(store)
+        clock = asyncio.get_running_loop().time
+        bounded_audit = BoundedAudit(store, config.limits.notes_per_minute, clock)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
         await asyncio.to_thread(training.keep, jobs.to_begin())
         evaluation = Evaluation(
@@ -262,7 +267,7 @@ class _Parts:
             runner=runner,
             jobs=jobs,
             clients=clients,
-            callers=Callers(store, clients),
+            callers=Callers(bounded_audit, clients),
             enrolments=Enrolments(store, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store, clients),
             issuer=endpoint.issuer,
@@ -273,8 +278,9 @@ class _Parts:
             inline_models=InlineModels(blobs),
             uploads=uploads,
             evaluation=evaluation,
-            quotas=Quotas(config.limits, asyncio.get_running_loop().time),
+            quotas=Quotas(config.limits, clock),
             origins=Origins(config.trusted_proxies, lease.secret),
+            bounded_audit=bounded_audit,
             conflicts=Conflicts(store),
             budgets=Budgets(store),
             started_unix_s=time.time(),

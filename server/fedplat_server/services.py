@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fedplat.rounds import AttemptKey, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
+from fedplat_server.bounded_audit import BoundedAudit
 from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.lease import Lease
@@ -129,6 +130,7 @@ class Services:
     evaluation: Evaluation
     quotas: Quotas
     origins: Origins
+    bounded_audit: BoundedAudit
     conflicts: Conflicts
     budgets: Budgets
     started_unix_s: float

@@ -22,6 +22,7 @@ from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, model_pb2
 from fedplat_server import __version__, audit, files, upload_files
 from fedplat_server.audit import AuditEntry
+from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
 from fedplat_server.rpc import convert, gate, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
@@ -46,6 +47,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._exported = Recent()
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         """How the daemon is."""
@@ -81,6 +83,9 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         limits = self._services.config.limits
         parts = (part.data async for part in streams.steadily(request_iterator, limits))
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
+        details = {"size_bytes": blob.size_bytes}
+        noted = AuditEntry(gate.caller(), audit.Action.MODEL_UPLOADED, blob.digest, details)
+        await self._services.store.append_audit([noted])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
@@ -177,9 +182,24 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         found = next((record.version for record in versions if record.version.version == wanted), None)
         if found is None:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
+        await self._note_export(gate.caller(), job.job_id, found)
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))
         async for message in streams.send(self._services.chunks, self._services.blobs.path(found.digest), 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
+
+    async def _note_export(self, operator: str, job_id: str, version: ModelVersion) -> None:
+        """Note that an operator takes a model away, once an hour at most for each version."""
+        name = f"{operator} {job_id} {version.version}"
+        if not self._exported.add(name, asyncio.get_running_loop().time()):
+            return
+        details = {"version": version.version, "digest": version.digest}
+        try:
+            await self._services.store.append_audit(
+                [AuditEntry(operator, audit.Action.MODEL_EXPORTED, job_id, details)]
+            )
+        except BaseException:
+            self._exported.forget(name)
+            raise
 
     async def _act(self, name: str, action: Action) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id

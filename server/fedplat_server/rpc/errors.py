@@ -71,7 +71,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
         "NAME --out FILE; on the server's machine: fedplat-server operator add NAME --out FILE)",
     ),
     Code.ROLE_TOO_LOW: (_S.PERMISSION_DENIED, "the operator may not do this"),
-    Code.TOO_MANY_LOGINS: (_S.RESOURCE_EXHAUSTED, "too many calls from this address were refused; wait a moment"),
+    Code.TOO_MANY_LOGINS: (_S.RESOURCE_EXHAUSTED, "too many calls of this caller were refused; wait a moment"),
     Code.NAME_TAKEN: (_S.ALREADY_EXISTS, "the name is taken"),
     Code.NO_SUCH_OPERATOR: (_S.NOT_FOUND, "there is no such operator"),
     Code.LAST_ADMIN: (
@@ -113,7 +113,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.TOO_LARGE: (_S.INVALID_ARGUMENT, "more bytes than are accepted here"),
     Code.UPLOAD_INCOMPLETE: (_S.ABORTED, "the update has not arrived completely"),
     Code.TOO_SLOW: (_S.DEADLINE_EXCEEDED, "the stream has made no progress"),
-    Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "this client has too many calls open"),
+    Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "the caller has too many calls open"),
     Code.TOO_MANY_STREAMS: (_S.RESOURCE_EXHAUSTED, "this client has too many transfers open"),
     Code.TOO_MANY_REQUESTS: (_S.RESOURCE_EXHAUSTED, "too many requests; try again later"),
     Code.TOO_MANY_BYTES: (_S.RESOURCE_EXHAUSTED, "too many bytes were sent for this attempt, which is over now"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from grpc import aio
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
+from fedplat_server.gathered import Gathered
 from fedplat_server.identity.callers import Call
 from fedplat_server.identity.enrolment import Newcomer
 from fedplat_server.rpc import boundary, requests
@@ -29,6 +32,8 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
     def __init__(self, services: Services) -> None:
         self._services = services
         self._limits = services.config.limits
+        self._certified = Recent()
+        self._certificates = Gathered(self._note_certificates)
 
     async def GetChallenge(
         self, request: fleet_pb2.GetChallengeRequest, context: Context
@@ -70,7 +75,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         requests.protocol_version(request.protocol_version)
         client_id = requests.client_id(request.client_id, Code.CLIENT_UNKNOWN)
         await self._services.callers.prove(_call(context), client_id)
-        self._services.quotas.request(client_id)
+        self._services.quotas.session(client_id)
         session_id = await self._services.callers.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
@@ -82,9 +87,26 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
+        await self._note_certificate(client)
         return fleet_pb2.RenewCertificateResponse(
             certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
         )
+
+    async def _note_certificate(self, client: ClientRecord) -> None:
+        """Note that a client gets a certificate, once an hour at most; before it gets it."""
+        if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
+            return
+        try:
+            await self._certificates.one(client.client_id)
+        except BaseException:
+            self._certified.forget(client.client_id)
+            raise
+
+    async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
+        """Notes those of a whole fleet, which asks for them at once, in few transactions."""
+        entries = [AuditEntry(name, Action.CERTIFICATE_ISSUED, name) for name in client_ids]
+        await self._services.store.append_audit(entries)
+        return {}
 
     def _network(self, context: Context) -> str:
         return self._services.origins.of(context).network

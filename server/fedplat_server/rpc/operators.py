@@ -11,8 +11,8 @@ from grpc import aio
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import operators
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.errors import ConfigError, OperatorError
-from fedplat_server.operators import OperatorRecord, Role
+from fedplat_server.errors import ConfigError, LastAdminError, OperatorError
+from fedplat_server.operators import OperatorRecord
 from fedplat_server.rpc import gate
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
@@ -59,13 +59,11 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
         """Removes an operator, unless nobody would be left who can make one."""
         if not operators.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
-        found = await self._services.store.list_operators()
-        admins = {one.name for one in found if one.role is Role.ADMIN and one.is_valid(time.time())}
-        if admins == {request.name}:
-            raise RefusedError(Code.LAST_ADMIN)
+        entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
         try:
-            entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
-            await self._services.store.remove_operator(request.name, [entry])
+            await self._services.store.remove_operator(request.name, [entry], keep_an_admin=True)
+        except LastAdminError as exc:
+            raise RefusedError(Code.LAST_ADMIN) from exc
         except OperatorError as exc:
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80])) from exc
         return admin_pb2.RemoveOperatorResponse()

@@ -119,12 +119,35 @@ class Quotas:
         self._requests = Buckets(limits.requests_per_minute)
         self._strangers = Buckets(limits.anonymous_per_minute)
         self._shared = Buckets(limits.challenges_per_minute)
+        self._writes = Buckets(limits.writes_per_minute)
+        self._of_operators = Buckets(limits.operator_requests_per_minute)
+        self._calls_of_operators: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
         self._spent: OrderedDict[str, _Spent] = OrderedDict()
 
     def request(self, client_id: str) -> None:
         """Counts a request of a client."""
         self._requests.take(client_id, self._clock())
+
+    def session(self, client_id: str) -> None:
+        """Count a session that a client opens: a request, and one that writes."""
+        self.request(client_id)
+        self._writes.take(client_id, self._clock())
+
+    def operator_call(self, name: str) -> Callable[[], None]:
+        """Count a call of an operator; return what is to be called at its end."""
+        self._of_operators.take(name, self._clock())
+        limit, calls = self._limits.operator_calls, self._calls_of_operators
+        if calls[name] >= limit:
+            raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limit} of one operator")
+        calls[name] += 1
+
+        def end() -> None:
+            calls[name] -= 1
+            if not calls[name]:
+                del calls[name]
+
+        return end
 
     def challenge(self, network: str) -> None:
         """Count a nonce that is given to somebody in a network, as `addresses.Origin` names it.

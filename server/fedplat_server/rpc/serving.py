@@ -53,7 +53,7 @@ OPTIONS = (
 
 def route(services: Services) -> Here:
     """Where calls go in a daemon that leads: to its own services, past the gate."""
-    gate = Gate(services.store, services.config.limits.refusal_delay_s, services.origins)
+    gate = Gate(services)
     collector = cast(Any, Collector())  # what the generated code takes for a server
     fleet = FleetService(services)
     fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
