@@ -13,6 +13,9 @@ import pytest
 from grpc import aio
 
 from fedplat import wire
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.profile import Profile
+from fedplat.errors import ServerRefusedError
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import audit
 from fedplat_server.config import Limits
@@ -281,7 +284,8 @@ async def test_models_that_come_and_go_are_noted(site: Site) -> None:
 async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folder: Path) -> None:
     limits = Limits(refusal_delay_s=0.0, operator_requests_per_minute=10.0)
     async with harness.running(folder, limits=limits) as site:
-        greedy = bearer(await token_of(site, Role.VIEWER))
+        token = await token_of(site, Role.VIEWER)
+        greedy = bearer(token)
         answers = await asyncio.gather(*(call(site, "GetStatus", greedy) for _ in range(30)), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, aio.AioRpcError)]
         assert len(answers) - len(refused) in (10, 11, 12)
@@ -289,6 +293,11 @@ async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folde
         assert trailers["fedplat-code"] == "TOO_MANY_REQUESTS"
         earliest, latest = map(float, str(trailers[wire.METADATA_RETRY]).split())
         assert latest > earliest >= 1.0
+        with (
+            AdminClient(Profile(server=site.address, token=token, insecure=True)) as client,
+            pytest.raises(ServerRefusedError, match=r"at most 10 a minute; try again in [0-9.]+ s to [0-9.]+ s$"),
+        ):
+            await asyncio.to_thread(client.list_jobs)
         await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
 
 
