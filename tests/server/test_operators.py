@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,32 @@ async def test_the_last_admin_stays(site: Site) -> None:
     await call(site, "ListJobs", bearer(other))
     unknown = Operator(site.channel, other).stub.RemoveOperator(admin_pb2.RemoveOperatorRequest(name="nobody"))
     assert (await refusal(unknown))[0] is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_of_two_admins_who_remove_each_other_one_stays(
+    tmp_path: Path, empty_database: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Both have passed every check when the first removal begins."""
+    shutil.copy(empty_database, tmp_path / "fedplat.sqlite")
+    config = {"database": request.getfixturevalue("postgres")} if kind == "postgres" else {}
+    async with harness.running(tmp_path, **config) as site:
+        other = await token_of(site, Role.ADMIN)
+        both = asyncio.Barrier(2)
+
+        async def together() -> None:
+            await both.wait()
+
+        site.store.before["remove_operator"] = together
+        names = {ADMIN_TOKEN: access.name_of(other), other: ADMIN_NAME}
+        stubs = {token: Operator(site.channel, token).stub for token in names}
+        answers = await asyncio.gather(
+            *(stubs[token].RemoveOperator(admin_pb2.RemoveOperatorRequest(name=name)) for token, name in names.items()),
+            return_exceptions=True,
+        )
+        codes = [answer.code() for answer in answers if isinstance(answer, aio.AioRpcError)]
+        assert codes == [grpc.StatusCode.FAILED_PRECONDITION]
+        assert len(await site.store.inner.list_operators()) == 1
 
 
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
