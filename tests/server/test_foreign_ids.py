@@ -63,18 +63,10 @@ async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path
     assert set(heard) == {"CLIENT_UNKNOWN"}
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest) -> str:
-    """The URL of a database of each kind that is ready for a daemon."""
-    if request.param == "postgres":
-        return request.getfixturevalue("postgres")
-    return f"sqlite:///{request.getfixturevalue('folder') / 'fedplat.sqlite'}"
-
-
 @pytest.mark.parametrize("text", ["\x00", NUL, "c-0123456789ABCDEF", "x" * 5000])
-async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, database: str, text: str) -> None:
+async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, any_database: str, text: str) -> None:
     (tmp_path / "data").mkdir(exist_ok=True)
-    async with harness.running(tmp_path / "data", database=database) as site:
+    async with harness.running(tmp_path / "data", database=any_database) as site:
         stub = site.operator.stub
         stranger = RawClient(site.channel, private_key("a stranger"))
         stranger.client_id = text
