@@ -131,6 +131,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     if share_port:
         _check_shared_port(listen, advertise, database or "")
+    proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
     scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
@@ -151,7 +152,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         reflection=reflection,
         tls=files,
         mtls_listen=mtls_listen,
-        trusted_proxies=tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ()),
+        trusted_proxies=proxies,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
