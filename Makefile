@@ -43,7 +43,7 @@ faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails 
 faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
-hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest clients
+hostile: $(STAMP) ## 100,000 malformed messages, on SQLite and on PostgreSQL, against a daemon that has honest clients
 	$(BIN)/python tests/hostile/storm.py
 
 fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
