@@ -135,7 +135,7 @@ async def half_messages(attack: Attack) -> None:
     await attack.begins()
     few = attack.max_calls is not None
     connections, streams, bytes_per_s = (2, 100, 20e6) if few else (10, 1000, 5e5)
-    ends = asyncio.get_running_loop().time() + (5.0 if few else 1e9)
+    ends = asyncio.get_running_loop().time() + (10.0 if few else 1e9)
 
     def goes_on() -> bool:
         return not attack.stop.is_set() and asyncio.get_running_loop().time() < ends
@@ -249,7 +249,7 @@ async def unknown_keys(attack: Attack) -> None:
     """Uploads whose header is an unknown key of a megabyte."""
 
     def make(number: int, base: Parameters) -> Delivery:
-        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], f"{number}" + "\x1bx" * 150_000: 1}
+        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], f"{number}" + "\x1bx" * 140_000: 1}
         text = json.dumps({"weight": entry}).encode()
         return Delivery(len(text).to_bytes(8, "little") + text + bytes(4))
 

@@ -1,6 +1,6 @@
 """Honest clients of the soak with attackers, as threads of one process; see `soak_attackers.py`.
 
-    python tests/faults/honest_fleet.py --ticket-file FILE --folder FOLDER --first 0 --count 10
+    python tests/faults/honest_fleet.py --ticket-file FILE --folder FOLDER --first 0 --count 10 --work-s 3
 
 Each is a whole `fedplat_client.Client` that trains a least-squares model. The first of them starts anew after each
 task, so that it opens a session each time. How long calls took goes to FOLDER/latency-FIRST.txt: a line with the time
@@ -29,8 +29,6 @@ from fedplat_client.connection import Connection
 
 POPULATION = "honest"
 TRAINER = "least-squares"
-WORK_S = (0.1, 0.5)
-"""How long a training takes, at least and at most: clients of a soak are many on one host."""
 
 
 class Times:
@@ -63,19 +61,20 @@ def main(
     folder: Annotated[Path, typer.Option()],
     first: Annotated[int, typer.Option()],
     count: Annotated[int, typer.Option()],
+    work_s: Annotated[float, typer.Option(help="How long a training takes at most: clients are many on one host.")],
 ) -> None:
     """Run clients until SIGTERM."""
     times, over = Times(folder / f"latency-{first}.txt"), threading.Event()
     measure(times)
     ticket = ticket_file.read_text()
-    clients = [make(ticket, folder, number) for number in range(first, first + count)]
+    clients = [make(ticket, folder, number, work_s) for number in range(first, first + count)]
 
     def come_again() -> None:
         while not over.is_set():
             times.begin()
             clients[0].run(max_tasks=1)
             if not over.is_set():
-                clients[0] = make(ticket, folder, first)
+                clients[0] = make(ticket, folder, first, work_s)
 
     threads = [threading.Thread(target=come_again), *(threading.Thread(target=client.run) for client in clients[1:])]
     for thread in threads:
@@ -88,7 +87,7 @@ def main(
         thread.join()
 
 
-def make(ticket: str, folder: Path, number: int) -> Client:
+def make(ticket: str, folder: Path, number: int, work_s: float) -> Client:
     """A client that answers with the model of its own data."""
     options = ClientOptions(
         first_backoff_s=0.2,
@@ -103,7 +102,7 @@ def make(ticket: str, folder: Path, number: int) -> Client:
 
     @client.trainer(TRAINER)
     def train(task: Task) -> TrainResult:
-        task.control.wait(dice.uniform(*WORK_S))
+        task.control.wait(dice.uniform(0.2, 1.0) * work_s)
         error = float(np.linalg.norm(task.parameters["weight"] - solution))
         task.parameters["weight"][:] = solution
         metrics = {"distance": error} if np.isfinite(error) else {}

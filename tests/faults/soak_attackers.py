@@ -133,6 +133,11 @@ class Plan:
         return 2 * self.clients // 5 if self.attack_s is not None else 7
 
     @property
+    def work_s(self) -> float:
+        """How long a training takes at most; so long that many clients leave the host idle most of the time."""
+        return 3.0 if self.attack_s is not None else 0.5
+
+    @property
     def max_error(self) -> float:
         """What one client with the largest weight makes of the model when it reports the opposite of it."""
         return 2.0 * MAX_WEIGHT / (0.8 * self.goal + MAX_WEIGHT - 1.0) + 0.1
@@ -279,16 +284,17 @@ class Attackers:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, ticket: str, num_clients: int) -> Generator[list[subprocess.Popen[bytes]]]:
+def fleet(folder: Path, ticket: str, plan: Plan) -> Generator[list[subprocess.Popen[bytes]]]:
     """The honest clients."""
     (folder / "ticket").write_text(ticket)
     program = str(Path(__file__).with_name("honest_fleet.py"))
     commands = [
         [
             *(sys.executable, program, "--ticket-file", str(folder / "ticket"), "--folder", str(folder)),
-            *("--first", str(first), "--count", str(min(PER_PROCESS, num_clients - first))),
+            *("--first", str(first), "--count", str(min(PER_PROCESS, plan.clients - first))),
+            *("--work-s", str(plan.work_s)),
         ]
-        for first in range(0, num_clients, PER_PROCESS)
+        for first in range(0, plan.clients, PER_PROCESS)
     ]
     with processes.processes(commands, folder / "clients.log") as running:
         yield running
@@ -335,7 +341,7 @@ def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan
         server.ticket(attackers.MISFITS, len(plan.kinds)),
         admin.add_operator("a-viewer", "viewer").token,
     )
-    with fleet(folder, server.ticket(honest_fleet.POPULATION, plan.clients), plan.clients) as running:
+    with fleet(folder, server.ticket(honest_fleet.POPULATION, plan.clients), plan) as running:
 
         def committed(count: int) -> Callable[[], bool]:
             first = admin.show_job(job).round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from faults import attackers, least_squares, soak_attackers
@@ -24,7 +25,7 @@ def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, databa
 
 
 def test_clients_alone_would_learn_the_true_model() -> None:
-    mean = sum(least_squares.solution(number) for number in range(CLIENTS)) / CLIENTS
+    mean = np.mean([least_squares.solution(number) for number in range(CLIENTS)], axis=0)
     assert 0.0 < least_squares.error(mean) < soak_attackers.MAX_FINAL_ERROR
     assert least_squares.error(-least_squares.TRUE) == pytest.approx(2.0)
     assert least_squares.error(least_squares.TRUE * float("nan")) == float("inf")
