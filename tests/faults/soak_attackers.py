@@ -161,6 +161,7 @@ class Phase:
     begun_unix_s: float = dataclasses.field(default_factory=time.time)
     ended_unix_s: float = math.inf
     samples: list[Sample] = dataclasses.field(default_factory=list[Sample])
+    server_cpu_s: float = 0.0
 
     def rounds(self) -> int:
         return self.samples[-1].round - self.samples[0].round if self.samples else 0
@@ -179,9 +180,9 @@ class Observer:
 
     @contextlib.contextmanager
     def phase(self) -> Generator[Phase]:
-        phase = Phase()
+        phase, before = Phase(), cpu_s(self._process)
         yield phase
-        phase.ended_unix_s = time.time()
+        phase.ended_unix_s, phase.server_cpu_s = time.time(), cpu_s(self._process) - before
 
     def sample(self, phase: Phase) -> None:
         """Adds a sample; a call that fails is remembered: operators must get through."""
@@ -220,6 +221,12 @@ class Observer:
         return True
 
 
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of CPU that a process has taken."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 async def _postgres_size(url: str) -> int:
     connection = await asyncpg.connect(url)
     try:
@@ -234,6 +241,7 @@ class Attackers:
     def __init__(self, folder: Path, target: attackers.Target, plan: Plan) -> None:
         (folder / "target.json").write_bytes(msgspec.json.encode(target))
         self._folder, self._plan = folder, plan
+        self.cpu_s = 0.0
         few = plan.attack_s is None
         groups = [plan.kinds] if few else [(kind,) for kind in plan.kinds]
         command = [sys.executable, str(Path(__file__).with_name("attackers.py"))]
@@ -266,6 +274,8 @@ class Attackers:
 
     def stop(self) -> None:
         for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.cpu_s += cpu_s(psutil.Process(process.pid))
             process.terminate()
         for process in self._processes:
             try:
@@ -371,6 +381,7 @@ def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan
         **result,
         **compared(calm, attacked, folder),
         "attackers": hosts.results(),
+        "cores_of_attackers": round(hosts.cpu_s / (attacked.minutes() * 60.0), 2),
         "audit_rows": rows,
         "recovered": recovered,
         "final_error": after.samples[-1].error if after.samples else math.inf,
@@ -436,6 +447,8 @@ def compared(calm: Phase, attacked: Phase, folder: Path) -> dict[str, object]:
         "calm_minutes": round(calm.minutes(), 2),
         "attacked_rounds": attacked.rounds(),
         "attacked_minutes": round(attacked.minutes(), 2),
+        "cores_of_server_calm": round(calm.server_cpu_s / (calm.minutes() * 60.0), 2),
+        "cores_of_server_attacked": round(attacked.server_cpu_s / (attacked.minutes() * 60.0), 2),
         "latency": medians,
         "rss_calm_mb": round(calm.samples[-1].rss_mb, 1),
         "rss_most_mb": round(max(s.rss_mb for s in attacked.samples), 1),

@@ -61,37 +61,47 @@ def _methods() -> list[Method]:
     return found
 
 
-def _with_text(message: Message) -> list[Callable[[str], None]]:
-    """What puts a text into each field of a message that takes one."""
-    found: list[Callable[[str], None]] = []
+def _places(message: Message) -> list[Callable[[random.Random], None]]:
+    """What puts something odd into each field of a message that has room for it: text, a number, an entry."""
+    found: list[Callable[[random.Random], None]] = []
     for field in message.DESCRIPTOR.fields:
-        if field.type == FieldDescriptor.TYPE_STRING:
-            found.append(functools.partial(_put_text, message, field.name))
-        elif field.message_type is not None:
-            if field.message_type.GetOptions().map_entry:
-                found.append(functools.partial(_put_entry, getattr(message, field.name)))
-            elif not field.is_repeated:
-                found += _with_text(getattr(message, field.name))
+        if field.message_type is None:
+            if odd := _ODD.get(field.type):
+                found.append(functools.partial(_put, message, field.name, odd))
+        elif field.message_type.GetOptions().map_entry:
+            found.append(functools.partial(_put_entry, getattr(message, field.name)))
+        elif not field.is_repeated:
+            found += _places(getattr(message, field.name))
     return found
 
 
-def _put_text(message: Message, name: str, text: str) -> None:
-    field = getattr(message, name)
-    if isinstance(field, str):
-        setattr(message, name, text)
-    else:
-        field.append(text)
+_ODD: dict[int, Sequence[Any]] = {
+    FieldDescriptor.TYPE_STRING: ODD_TEXTS,
+    FieldDescriptor.TYPE_UINT32: [number for number in HUGE if number < 2**32],
+    FieldDescriptor.TYPE_UINT64: HUGE,
+    FieldDescriptor.TYPE_INT64: [number for number in HUGE if number < 2**63],
+    FieldDescriptor.TYPE_DOUBLE: (float("nan"), float("inf"), -float("inf"), -1.0, 1e308, 5e-324),
+}
 
 
-def _put_entry(entries: Any, text: str) -> None:
+def _put(message: Message, name: str, odd: Sequence[Any], rng: random.Random) -> None:
+    value = rng.choice(odd)
+    try:
+        setattr(message, name, value)
+    except (AttributeError, TypeError):  # a list: gRPC's messages take no assignment to it
+        getattr(message, name).append(value)
+
+
+def _put_entry(entries: Any, rng: random.Random) -> None:
+    text = rng.choice(ODD_TEXTS)
     try:
         entries[text] = text
     except TypeError:  # metrics: their values are numbers
-        entries[text] = 1.0
+        entries[text] = rng.choice(_ODD[FieldDescriptor.TYPE_DOUBLE])
 
 
 METHODS = _methods()
-WITH_TEXT = [method for method in METHODS if _with_text(method.type())]
+WITH_FIELDS = [method for method in METHODS if _places(method.type())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +117,7 @@ def draw(rng: random.Random) -> Attack:
     """The next attack."""
     kinds = list(_KINDS)
     kind = rng.choices(kinds, [_KINDS[name][0] for name in kinds])[0]
-    method = rng.choice(WITH_TEXT if kind == "odd text" else METHODS)
+    method = rng.choice(WITH_FIELDS if kind == "odd field" else METHODS)
     make = _KINDS[kind][1]
     count = rng.randint(1, 4) if method.client_streaming else 1
     return Attack(kind, method, [make(rng, method) for _ in range(count)])
@@ -197,10 +207,10 @@ def _golden(rng: random.Random, method: Method) -> bytes:
     return GOLDEN[rng.choice(method.requests)]
 
 
-def _odd_text(rng: random.Random, method: Method) -> bytes:
-    """A golden message with an odd text in one of its fields: ids, names, tokens, labels."""
+def _odd_field(rng: random.Random, method: Method) -> bytes:
+    """A golden message with one odd field: an id, a name, a token, a label, a number."""
     message = method.type.FromString(_golden(rng, method))
-    rng.choice(_with_text(message))(rng.choice(ODD_TEXTS))
+    rng.choice(_places(message))(rng)
     return message.SerializeToString()
 
 
@@ -234,7 +244,7 @@ _KINDS: dict[str, tuple[int, Callable[[random.Random, Method], bytes]]] = {
     "mutated": (50, lambda rng, method: mutated(rng, _golden(rng, method))),
     "wrong type": (20, lambda rng, _: rng.choice(list(GOLDEN.values()))),
     "declared": (10, _declared),
-    "odd text": (15, _odd_text),
+    "odd field": (15, _odd_field),
 }
 
 
