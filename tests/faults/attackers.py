@@ -218,9 +218,10 @@ def _verdict(response: fleet_pb2.ReportResponse) -> str:
     return "receipt" if response.HasField("receipt") else reason_name(response.refusal.reason)
 
 
-def _like(base: Parameters, weight: Any) -> bytes:
+def _step(base: Parameters, weight: Any) -> bytes:
+    """The update that leads from the base model to this one."""
     update = base.copy()
-    update["weight"][:] = weight
+    update["weight"][:] = weight - base["weight"]
     return update.to_bytes()
 
 
@@ -230,19 +231,19 @@ async def huge_values(attack: Attack) -> None:
     def make(number: int, base: Parameters) -> Delivery:
         weight = least_squares.TRUE.copy()
         weight[number % len(weight)] = 3e30 if number % 2 else 3e38
-        return Delivery(_like(base, weight))
+        return Delivery(_step(base, weight))
 
     await _work(attack, make)
 
 
 async def huge_weights(attack: Attack) -> None:
     """The opposite of the true model, which 1e18 examples are said to show."""
-    await _work(attack, lambda _, base: Delivery(_like(base, -least_squares.TRUE), 1e18))
+    await _work(attack, lambda _, base: Delivery(_step(base, -least_squares.TRUE), 1e18))
 
 
 async def tiny_weights(attack: Attack) -> None:
     """The opposite of the true model, of 1e-50 examples."""
-    await _work(attack, lambda _, base: Delivery(_like(base, -least_squares.TRUE), 1e-50))
+    await _work(attack, lambda _, base: Delivery(_step(base, -least_squares.TRUE), 1e-50))
 
 
 async def unknown_keys(attack: Attack) -> None:
@@ -261,7 +262,7 @@ async def new_metrics(attack: Attack) -> None:
 
     def make(number: int, base: Parameters) -> Delivery:
         names = {f"{number}_{metric}_{attacks.WIDE * 90}"[:100]: 1.0 for metric in range(64)}
-        return Delivery(_like(base, least_squares.TRUE), metrics=names)
+        return Delivery(_step(base, least_squares.TRUE), metrics=names)
 
     await _work(attack, make)
 
