@@ -283,6 +283,9 @@ class Attackers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def results(self) -> dict[str, dict[str, object]]:
         """What each did; one that left nothing has failed."""
