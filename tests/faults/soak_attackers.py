@@ -8,9 +8,9 @@ its own, work for `--minutes`. At last the honest clients work alone again.
 
 Exit status 0 only if no attempt was abandoned and no honest assignment was lost; the model never was further from the
 true one than the weight of one client allows, and is the true one in the end; what honest clients wait for takes at
-most twice as long as in the calm phase; memory, open files, database and audit log keep within the bounds below; the
-log has no failure; operators can read every list; and `fedplat-server verify` finds nothing. `runs/soak-attackers/`
-holds the logs and `soak.json`.
+most twice as long as in the calm phase; memory, open files, database and audit log keep within the bounds of
+`attack_verdict.py`; the log has no failure; operators can read every list; and `fedplat-server verify` finds nothing.
+`runs/soak-attackers/` holds the logs and `soak.json`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ import numpy as np
 import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from e2e import processes
-from faults import attackers, honest_fleet, least_squares
-from faults.soak import MAX_GROWTH, MAX_MORE_FILES, quarters, verify
+from faults import attack_verdict, attackers, honest_fleet, least_squares
+from faults.attack_verdict import Plan
+from faults.soak import quarters, verify
 from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
 from fedplat.errors import FedplatError
@@ -54,23 +54,8 @@ from hostile import reading, storm
 PER_PROCESS = 10
 SAMPLE_S = 1.0
 WARM_UP_ROUNDS = 3
-ROUNDS_AFTER = 3
 PATIENCE_S = 120.0
 """How long rounds are waited for that no attacker should be able to stop."""
-MAX_SLOWER = 2.0
-"""Of the median of what honest clients wait for, with attackers and without."""
-UNNOTICED_S = 0.05
-"""A median below is as good as none: the clock and the scheduler make it."""
-MAX_MORE_RSS_MB = 128.0
-"""Above the calm phase, for all attackers together; the anonymous ones may cost 50 MB of it."""
-MAX_DATABASE_MB_PER_MINUTE = 4.0
-"""Beyond what the honest rounds take by the measure of the calm phase; a WAL of `DATABASE_SLACK_MB` is not counted."""
-DATABASE_SLACK_MB = 8.0
-MAX_AUDIT_ROWS_PER_MINUTE = 30.0
-AUDIT_SLACK = 60
-MAX_WEIGHT = 10.0
-"""The most that one client's weight is of the median, by default."""
-MAX_FINAL_ERROR = 0.05
 JOB = """
 name = "honest"
 population = "{population}"
@@ -115,32 +100,6 @@ participation = "poisson"
 noise_multiplier = 1.{number}
 delta = 1e-5
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is to be run. `attack_s` is None for attackers that make a few calls each, and no verdict on latency."""
-
-    clients: int
-    kinds: tuple[str, ...]
-    attack_s: float | None
-    calm_s: float
-    database: str | None = None
-
-    @property
-    def goal(self) -> int:
-        """With over-selection, half of the honest clients: attackers are drawn now and then, and rounds have room."""
-        return 2 * self.clients // 5 if self.attack_s is not None else 7
-
-    @property
-    def work_s(self) -> float:
-        """How long a training takes at most; so long that many clients leave the host idle most of the time."""
-        return 3.0 if self.attack_s is not None else 0.5
-
-    @property
-    def max_error(self) -> float:
-        """What one client with the largest weight makes of the model when it reports the opposite of it."""
-        return 2.0 * MAX_WEIGHT / (0.8 * self.goal + MAX_WEIGHT - 1.0) + 0.1
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -341,7 +300,7 @@ def run(folder: Path, plan: Plan) -> dict[str, object]:
         for line in log.splitlines()
         if any(sign in line for sign in ("Traceback", "a call failed", "could not be aggregated"))
     ][:5]
-    result["problems"] = problems_of(result, plan)
+    result["problems"] = attack_verdict.problems_of(result, plan)
     return result
 
 
@@ -377,7 +336,7 @@ def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan
             hosts.stop()
         rows = sum(1 for _ in reading.audit(admin)) - rows
         with seen.phase() as after:
-            recovered = seen.until(after, committed(ROUNDS_AFTER), PATIENCE_S)
+            recovered = seen.until(after, committed(attack_verdict.ROUNDS_AFTER), PATIENCE_S)
         result = outcome(admin, job)
         ended = sum(process.poll() is not None for process in running)
     return {
@@ -469,76 +428,6 @@ def quarters_of(values: list[float]) -> tuple[float, float]:
     return quarters(values) if len(values) >= 8 else (statistics.median(values), statistics.median(values))
 
 
-def problems_of(result: dict[str, object], plan: Plan) -> list[str]:
-    """Why the soak has failed, if it has."""
-    r: dict[str, float] = {name: value for name, value in result.items() if isinstance(value, (int, float))}
-    minutes = r["attacked_minutes"]
-    checks = {
-        f"{r['abandoned']} attempts were abandoned: {result['reasons']}": r["abandoned"] != 0,
-        f"{r['honest_lost']} honest assignments were lost: {result['first_lost']}": r["honest_lost"] > 0,
-        "no round was committed beside the attackers": r["attacked_rounds"] < 1,
-        f"fewer than {ROUNDS_AFTER} rounds were committed after them": not result["recovered"],
-        f"the model was {r['max_error']:.3g} of its norm from the true one; at most {plan.max_error:.2f}": not (
-            r["max_error"] <= plan.max_error
-        ),
-        f"the last model is {r['final_error']:.3g} of its norm from the true one": not (
-            r["final_error"] <= MAX_FINAL_ERROR
-        ),
-        f"memory rose from {r['rss_calm_mb']} to {r['rss_most_mb']} MiB": r["rss_most_mb"]
-        > r["rss_calm_mb"] + MAX_MORE_RSS_MB,
-        f"{r['database_mb_by_attackers']} MiB more in the database": r["database_mb_by_attackers"]
-        > DATABASE_SLACK_MB + minutes * MAX_DATABASE_MB_PER_MINUTE,
-        f"{r['audit_rows']} rows more in the audit log": r["audit_rows"]
-        > AUDIT_SLACK + minutes * MAX_AUDIT_ROWS_PER_MINUTE,
-        f"{r['clients_ended']} processes of honest clients ended": r["clients_ended"] > 0,
-        "verify found something, see above": r["verify"] != 0,
-    }
-    found = [text for text, wrong in checks.items() if wrong]
-    for name in ("unreadable", "log_failures", "operator_failures"):
-        found += [f"{name}: {text}" for text in _texts(result[name])]
-    for kind, done in _rows(result["attackers"]).items():
-        bad = [answer for answer in _rows(done["answers"]) if answer in ("INTERNAL", "UNKNOWN", "CRASHED")]
-        found += [f"{kind}: the answer was {answer}" for answer in bad]
-    return found if plan.attack_s is None else found + lasting_problems(result)
-
-
-def lasting_problems(result: dict[str, object]) -> list[str]:
-    """What only a run of minutes can tell."""
-    r: dict[str, float] = {name: value for name, value in result.items() if isinstance(value, (int, float))}
-    found: list[str] = []
-    if r["rss_last_quarter_mb"] > r["rss_second_quarter_mb"] * MAX_GROWTH:
-        found.append(
-            f"memory grew from {r['rss_second_quarter_mb']} to {r['rss_last_quarter_mb']} MiB beside attackers"
-        )
-    if r["files_last_quarter"] - r["files_second_quarter"] > MAX_MORE_FILES:
-        found.append(f"open files grew from {r['files_second_quarter']:g} to {r['files_last_quarter']:g}")
-    for what, times in _rows(result["latency"]).items():
-        if times["attacked_s"] > max(MAX_SLOWER * times["calm_s"], UNNOTICED_S):
-            found.append(f"{what} took {times['attacked_s']} s instead of {times['calm_s']} s")
-    return found
-
-
-def _texts(value: object) -> list[str]:
-    return msgspec.convert(value, list[str])
-
-
-def _rows(value: object) -> dict[str, dict[str, float]]:
-    return value  # pyright: ignore[reportReturnType]
-
-
-def tables(result: dict[str, object]) -> Generator[Table]:
-    """What attackers did, and what honest clients waited for."""
-    table = Table("attacker", "calls", "answers")
-    for kind, done in _rows(result["attackers"]).items():
-        answers = _rows(done["answers"])
-        table.add_row(kind, str(done["calls"]), ", ".join(f"{name} {count}" for name, count in answers.items()))
-    yield table
-    table = Table("median", "calm (s)", "attacked (s)", "times")
-    for what, times in _rows(result["latency"]).items():
-        table.add_row(what, str(times["calm_s"]), str(times["attacked_s"]), str(times["count"]))
-    yield table
-
-
 def main(
     clients: Annotated[int, typer.Option(min=20, help="Honest SDK clients, ten to a process.")] = 100,
     minutes: Annotated[float, typer.Option(min=0.2, help="How long attackers are at work.")] = 10.0,
@@ -557,8 +446,8 @@ def main(
         plan = Plan(clients, kinds, attack_s, min(max(attack_s / 5.0, 15.0), 120.0), found[database])
         result = run(folder.resolve(), plan)
     (folder / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
-    console, problems = Console(width=150), _texts(result["problems"])
-    for table in tables(result):
+    console, problems = Console(width=150), attack_verdict.texts(result["problems"])
+    for table in attack_verdict.tables(result):
         console.print(table)
     console.print({name: value for name, value in result.items() if name not in ("samples", "attackers", "latency")})
     print("SOAK OK" if not problems else "SOAK FAILED:\n- " + "\n- ".join(problems))

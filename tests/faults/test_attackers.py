@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults import attackers, least_squares, soak_attackers
-from hostile import frames, half_sent
+from faults import attack_verdict, attackers, least_squares, soak_attackers
+from hostile import frames, half_sent, storm
 
 CLIENTS = 10
 # Delete this mark when the defaults of issue 14 are there: it is strict, so it fails as soon as they protect.
@@ -20,15 +20,15 @@ until_defaults_protect = pytest.mark.xfail(reason="norms, weights, texts and flo
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, database: str) -> None:
-    with soak_attackers.storm.stores(database) as found:
-        plan = soak_attackers.Plan(CLIENTS, tuple(attackers.KINDS), None, 3.0, found[database])
+    with storm.stores(database) as found:
+        plan = attack_verdict.Plan(CLIENTS, tuple(attackers.KINDS), None, 3.0, found[database])
         result = soak_attackers.run(tmp_path, plan)
     assert not result["problems"], result["problems"]
 
 
 def test_clients_alone_would_learn_the_true_model() -> None:
     mean = np.mean([least_squares.solution(number) for number in range(CLIENTS)], axis=0)
-    assert 0.0 < least_squares.error(mean) < soak_attackers.MAX_FINAL_ERROR
+    assert 0.0 < least_squares.error(mean) < attack_verdict.MAX_FINAL_ERROR
     assert least_squares.error(-least_squares.TRUE) == pytest.approx(2.0)
     assert least_squares.error(least_squares.TRUE * float("nan")) == float("inf")
 
@@ -82,10 +82,10 @@ BAD: dict[str, object] = {
 
 
 def test_each_harm_is_a_problem() -> None:
-    plan = soak_attackers.Plan(100, ("viewer",), 600.0, 120.0)
-    assert not soak_attackers.problems_of(GOOD, plan)
+    plan = attack_verdict.Plan(100, ("viewer",), 600.0, 120.0)
+    assert not attack_verdict.problems_of(GOOD, plan)
     for name, value in BAD.items():
-        assert len(soak_attackers.problems_of({**GOOD, name: value}, plan)) == 1, name
+        assert len(attack_verdict.problems_of({**GOOD, name: value}, plan)) == 1, name
 
 
 def test_a_host_that_never_ends_a_message_keeps_to_the_windows() -> None:
