@@ -21,6 +21,8 @@ MAX_MORE_RSS_MB = 128.0
 MAX_DATABASE_MB_PER_MINUTE = 4.0
 """Beyond what the honest rounds take by the measure of the calm phase; a WAL of `DATABASE_SLACK_MB` is not counted."""
 DATABASE_SLACK_MB = 8.0
+HONEST_ROUND_MB = 0.2
+"""The most that an honest round may claim of it: a WAL that grows in a short calm phase is not the rounds' doing."""
 MAX_AUDIT_ROWS_PER_MINUTE = 30.0
 AUDIT_SLACK = 60
 MAX_WEIGHT = 10.0

@@ -202,8 +202,6 @@ async def _work(attack: Attack, make: Callable[[int, Parameters], Delivery]) -> 
 
 async def _deliver(client: RawClient, token: str, delivery: Delivery) -> fleet_pb2.ReportResponse:
     content = delivery.content
-    if len(content) > wire.INLINE_BYTES:
-        return await client.deliver(token, content, delivery.num_examples, delivery.metrics)
     request = fleet_pb2.ReportRequest(
         token=token,
         digest=digest_of(content),
@@ -247,10 +245,15 @@ async def tiny_weights(attack: Attack) -> None:
 
 
 async def unknown_keys(attack: Attack) -> None:
-    """Uploads whose header is an unknown key of a megabyte."""
+    """Updates whose header is an unknown key: a megabyte, or what fits into an honest client's report."""
 
     def make(number: int, base: Parameters) -> Delivery:
-        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], f"{number}" + "\x1bx" * 140_000: 1}
+        entry = {
+            "dtype": "F32",
+            "shape": [1],
+            "data_offsets": [0, 4],
+            f"{number}" + "\x1bx" * (30_000 if number % 2 else 140_000): 1,
+        }
         text = json.dumps({"weight": entry}).encode()
         return Delivery(len(text).to_bytes(8, "little") + text + bytes(4))
 

@@ -401,7 +401,7 @@ def compared(calm: Phase, attacked: Phase, folder: Path) -> dict[str, object]:
         for what in sorted(before)
     }
     grown = calm.samples[-1].database_mb - calm.samples[0].database_mb
-    per_round = grown / max(calm.rounds(), 1)
+    per_round = min(grown / max(calm.rounds(), 1), attack_verdict.HONEST_ROUND_MB)
     more = attacked.samples[-1].database_mb - calm.samples[-1].database_mb
     rss, files = quarters_of([s.rss_mb for s in attacked.samples]), [float(s.num_files) for s in attacked.samples]
     return {
