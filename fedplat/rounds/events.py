@@ -61,6 +61,13 @@ class ClientLeft:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ClientRevoked:
+    """An operator revoked a client: it waits no longer, and its open assignments end."""
+
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CandidatesDrawn:
     """The waiting room gives clients to an attempt that selects. `final`: nobody else will come.
 
@@ -104,13 +111,17 @@ class UploadStarted(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateReported(AttemptEvent):
-    """A client commits an update (or an evaluation) whose bytes were received and checked."""
+    """A client commits an update (or an evaluation) whose bytes were received and checked.
+
+    `norm` is the update's L2 norm, as it will be folded; None of an evaluation.
+    """
 
     client_id: str
     digest: str
     num_examples: float
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     update_bytes: int = 0
+    norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +140,13 @@ class AssignmentFailed(AttemptEvent):
     client_id: str
     reason: Reason
     text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentRevoked(AttemptEvent):
+    """The client of an open assignment was revoked: what it has reported does not count."""
+
+    client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,10 +177,11 @@ JobEvent = (
     | UpdateReported
     | UpdateRejected
     | AssignmentFailed
+    | AssignmentRevoked
     | AttemptAggregated
     | AggregationFailed
 )
 """What happens to one job."""
 
-Event = JobEvent | ClientCheckedIn | ClientLeft
+Event = JobEvent | ClientCheckedIn | ClientLeft | ClientRevoked
 """Everything that happens to the coordinator."""

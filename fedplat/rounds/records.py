@@ -46,10 +46,11 @@ class AttemptKey(NamedTuple):
 class Assignment:
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `took_s` is the time from the assignment to the report; `report_number` (1, 2, ...) the place of the report, which
-    is the order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
+    `took_s` is the time from the assignment to the report; `report_number` grows from report to report, which is the
+    order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
     attempt that the update is folded in, `staleness` the number of versions that were committed meanwhile, and `weight`
-    what it counts for there; a report that waits for the next attempt has no buffer yet.
+    what it counts for there; a report that waits for the next attempt has no buffer yet. `norm` is the update's L2
+    norm, which private jobs do not keep.
     """
 
     key: AttemptKey
@@ -70,6 +71,7 @@ class Assignment:
     update_bytes: int = 0
     buffer: AttemptKey | None = None
     staleness: int = 0
+    norm: float | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -119,6 +121,12 @@ class Crew:
     def num_reported(self) -> int:
         """Number of clients whose report was accepted and is not merged yet."""
         return self.counts.get(AssignmentState.REPORTED, 0)
+
+    @property
+    def next_report(self) -> int:
+        """A number above that of every report so far, those included that were dropped again."""
+        ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
+        return 1 + self.num_reported + sum(self.counts.get(state, 0) for state in ended)
 
     def with_assignments(self, moved: Iterable[Assignment]) -> Self:
         """This crew with some assignments added or replaced."""
@@ -202,6 +210,14 @@ class ModelVersion:
         return self.round > 0
 
 
+class Claim(NamedTuple):
+    """What a client last reported: the norm of its update, and how many examples it has by its own account."""
+
+    client_id: str
+    norm: float | None
+    num_examples: float
+
+
 @dataclasses.dataclass(frozen=True)
 class JobState:
     """A job as the coordinator sees it.
@@ -209,7 +225,8 @@ class JobState:
     `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts
     abandoned in a row, `durations` holds what the latest reported assignments took, in seconds. `revision` grows
     with each stored change; the store refuses a change to another revision than it has. `carried` are assignments to
-    train that have outlived their attempt, while no other attempt to train collects.
+    train that have outlived their attempt, while no other attempt to train collects. `claims` holds the latest one of
+    each client, in their order, where the job is judged by more than one attempt (`influence.looks_back`).
     """
 
     job_id: str
@@ -224,6 +241,7 @@ class JobState:
     durations: tuple[float, ...] = ()
     revision: int = 0
     carried: Crew = NOBODY
+    claims: tuple[Claim, ...] = ()
 
     @property
     def open_attempt(self) -> Attempt | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedplat.rounds.events import AssignmentFailed, ClientLeft
-from fedplat.rounds.states import REASON_TEXTS, Reason
+from fedplat.rounds.events import ClientRevoked
 from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.desk import Desk
 from fedplat_server.identity.book import ClientBook
@@ -21,7 +20,7 @@ class Revocation:
         self._book = book
 
     async def revoke(self, client_id: str, actor: str, runner: Runner, desk: Desk) -> ClientRecord:
-        """Revokes a client: its long polls end, and its open assignment fails, as if it had given up itself.
+        """Revokes a client: its long polls end, its work fails, and open attempts drop what it has reported.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
         """
@@ -29,11 +28,7 @@ class Revocation:
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
         self._book.changed(record)
-        # First out of the waiting room, for else it could get work after we have looked.
-        await runner.submit(ClientLeft(client_id))
-        key = runner.coordinator.assignment_of(client_id)
-        if key is not None:
-            text = REASON_TEXTS[Reason.REVOKED]
-            await runner.submit(AssignmentFailed(key, client_id, Reason.REVOKED, text))
+        # One event: between two, it could get work, or its report could come.
+        await runner.submit(ClientRevoked(client_id))
         desk.dismiss(client_id)
         return record

@@ -69,7 +69,7 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
 @pytest.mark.parametrize(
     ("updates", "examples", "weights"),
     [
-        ({}, (3.0, 2_000_000.0), (3.0, 1_000_000.0)),
+        ({"max_weight_factor": 0.0}, (3.0, 2_000_000.0), (3.0, 1_000_000.0)),
         ({"max_examples": 10.0}, (3.0, 11.0), (3.0, 10.0)),
         ({"weighting": "uniform", "max_examples": 10.0}, (3.0, 11.0), (1.0, 1.0)),
     ],
@@ -100,7 +100,7 @@ def test_metrics_are_weighted_means_over_those_who_have_them() -> None:
 
 
 def test_no_report_makes_a_mean_infinite() -> None:
-    driver = collecting(2)
+    driver = collecting(2, updates={"max_weight_factor": 0.0})
     driver.report("c0", num_examples=1e6, loss=sys.float_info.max)
     driver.report("c1", num_examples=3.0, loss=sys.float_info.max)
     key = driver.key
