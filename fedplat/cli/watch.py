@@ -34,6 +34,7 @@ ROUND_COLUMNS = (
     "#REJECTED",
     "#RECEIVED",
     "#STALE",
+    "#MAX NORM",
     "#TIME",
     "METRICS",
 )
@@ -175,6 +176,7 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.rejected),
         _received(attempt),
         _staleness(attempt),
+        f"{attempt.largest_norm:.3g}" if attempt.HasField("largest_norm") else formats.NOTHING,
         _time(attempt),
         _outcome(attempt),
     )

@@ -50,10 +50,14 @@ def can_refold(spec: JobSpec) -> bool:
     return spec.durability == "spool" or spec.robust is not None
 
 
+def may_refold(spec: JobSpec) -> bool:
+    """Whether the sum of an attempt may be made anew for what its clients claim."""
+    return can_refold(spec) and _is_on(spec)
+
+
 def looks_back(spec: JobSpec) -> bool:
     """Whether a job remembers what its clients claimed: where an attempt alone cannot judge its reports."""
-    is_on = spec.outlier_factor > 0.0 or spec.max_weight_factor > 0.0
-    return is_on and (not can_refold(spec) or spec.selection.minimum < FEWEST)
+    return _is_on(spec) and (not can_refold(spec) or spec.selection.minimum < FEWEST)
 
 
 def noted(job: JobState, reported: Assignment) -> JobState:
@@ -162,6 +166,10 @@ def most_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
 def is_judged_alone(spec: JobSpec, num_reports: int) -> bool:
     """Whether the reports of an attempt of so many are all that decides what they weigh."""
     return can_refold(spec) and (num_reports >= FEWEST or not looks_back(spec))
+
+
+def _is_on(spec: JobSpec) -> bool:
+    return spec.outlier_factor > 0.0 or spec.max_weight_factor > 0.0
 
 
 def _judges_reports(spec: JobSpec) -> bool:

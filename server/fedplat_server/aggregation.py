@@ -19,7 +19,7 @@ from fedplat import codecs
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.updates import Format
 from fedplat_server import crash, logs
@@ -42,7 +42,7 @@ Post = Callable[[AttemptAggregated | AggregationFailed], None]
 class _Work:
     """An attempt that is being aggregated, and the task that does it."""
 
-    queue: asyncio.Queue[Fold | Commit]
+    queue: asyncio.Queue[Fold | Restart | Commit]
     task: asyncio.Task[None]
 
 
@@ -75,13 +75,16 @@ class Aggregation:
         self._kept: dict[str, set[AttemptKey]] = {}
         self._discarding: set[asyncio.Task[None]] = set()
 
-    def take(self, job: JobState, command: Fold | Commit) -> None:
-        """Queues an update to be folded, or the end of the attempt."""
+    def take(self, job: JobState, command: Fold | Restart | Commit) -> None:
+        """Queues an update to be folded, the sum to be begun anew, or the end of the attempt."""
         work = self._open.get(command.key)
         if work is None:
-            queue: asyncio.Queue[Fold | Commit] = asyncio.Queue()
+            queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
             work = self._open[command.key] = _Work(queue, task)
+        if isinstance(command, Restart):
+            while not work.queue.empty():  # it would be folded in vain
+                work.queue.get_nowait()
         work.queue.put_nowait(command)
 
     def keep(self, attempts: Iterable[AttemptKey]) -> None:
@@ -115,7 +118,7 @@ class Aggregation:
             work.task.cancel()
         await asyncio.gather(*(work.task for work in works), *self._discarding, return_exceptions=True)
 
-    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> None:
+    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
         try:
             outcome = await self._aggregate(job, key, queue)
@@ -129,13 +132,17 @@ class Aggregation:
         self._post(outcome)
 
     async def _aggregate(
-        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]
+        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]
     ) -> AttemptAggregated:
         recipe = Recipe.of(job, self._blobs)
         from_latest = recipe.rule(_ignore).from_latest
         folding, paths = self._begun(job, recipe), list[Path]()
         try:
-            while isinstance(command := await queue.get(), Fold):
+            while not isinstance(command := await queue.get(), Commit):
+                if isinstance(command, Restart):
+                    await folding.close()
+                    folding, paths = self._begun(job, recipe), []
+                    continue
                 origin = await self._origin(job, command) if from_latest else ""
                 paths.append(await asyncio.to_thread(self._received, command))
                 await folding.fold(Update(str(paths[-1]), command.contribution, origin))

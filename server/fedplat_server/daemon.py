@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
@@ -302,7 +302,7 @@ class _Parts:
                 services.desk.tell(command)
             case Abort():
                 services.desk.stop(command)
-            case Fold() | Commit():
+            case Fold() | Restart() | Commit():
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
             case WarmStart():
                 self._training.begin(services.jobs.state(command.key.job_id), command)
@@ -327,7 +327,10 @@ class _Parts:
                 self._aggregation.end(change.attempt.key, change.job.origins)
                 self._score(change.job, change.version)
             if change.job.spec.buffered is not None:
+                # What an open attempt has dropped may be being folded this very moment: it goes with the attempt.
+                folded_in = change.job.open_attempt.key if change.job.open_attempt is not None else None
                 over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
+                over = [each for each in over if each.buffer is None or each.buffer != folded_in]
                 self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
             if change.job.spec.warm_start is not None and not is_to_begin(change.job):
                 self._training.forget(job_id)

@@ -7,12 +7,16 @@ update is refused anyway, and then only to say why.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from fedplat import codecs
+from fedplat.aggregate import l2_norm
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import ModelFile, Parameters, Values, is_finite
+from fedplat.model import Blocks, ModelFile, Parameters, Values
 from fedplat.rounds.states import Reason
 from fedplat.updates import Format
 
@@ -28,8 +32,8 @@ def size_limit(base: Path, codec: codecs.Options | None) -> int:
     return Format(codec, Parameters.open(base).schema).max_bytes + 2**20
 
 
-def check_update(update: Path, base: Path, codec: codecs.Options | None) -> tuple[Reason, str] | None:
-    """Why the update is not acceptable, or None. Reads it once; memory does not grow with it."""
+def check_update(update: Path, base: Path, codec: codecs.Options | None) -> float | tuple[Reason, str]:
+    """The update's L2 norm, or why it is not acceptable. Reads it once; memory does not grow with it."""
     expected = Parameters.open(base)
     if codec is not None:
         return _check_encoded(update, Format(codec, expected.schema))
@@ -38,9 +42,7 @@ def check_update(update: Path, base: Path, codec: codecs.Options | None) -> tupl
         same = file.read(len(header)) == header
     if not same or update.stat().st_size != expected.schema.file_size_bytes:
         return Reason.REJECTED_SCHEMA, _difference(update, expected)
-    if not is_finite(ModelFile(update, expected.schema).to_blocks()):
-        return Reason.REJECTED_NONFINITE, ""
-    return None
+    return _norm(ModelFile(update, expected.schema).to_blocks())
 
 
 def open_update(update: Path, base: Values, codec: codecs.Options | None) -> Values:
@@ -53,13 +55,19 @@ def public_text(error: ModelError, path: Path) -> str:
     return str(error).replace(str(path), "the file")
 
 
-def _check_encoded(update: Path, expected: Format) -> tuple[Reason, str] | None:
+def _check_encoded(update: Path, expected: Format) -> float | tuple[Reason, str]:
     """Decodes it once, block by block."""
     try:
-        finite = is_finite(expected.open(update).to_blocks())
+        return _norm(expected.open(update).to_blocks())
     except (ModelError, CodecError) as exc:
         return Reason.REJECTED_SCHEMA, str(exc)
-    return None if finite else (Reason.REJECTED_NONFINITE, "")
+
+
+def _norm(values: Blocks) -> float | tuple[Reason, str]:
+    """The L2 norm of float32 values, which is finite in float64 if and only if all of them are."""
+    with np.errstate(invalid="ignore"):
+        norm = l2_norm(values)
+    return norm if math.isfinite(norm) else (Reason.REJECTED_NONFINITE, "")
 
 
 def _difference(update: Path, expected: Parameters) -> str:

@@ -459,6 +459,7 @@ class Round(_message.Message):
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     MEAN_STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    LARGEST_NORM_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -483,6 +484,8 @@ class Round(_message.Message):
     mean_staleness: _builtins.float
     """How many versions behind the accepted updates were: on average, and at most. 0 in synchronous rounds."""
     max_staleness: _builtins.int
+    largest_norm: _builtins.float
+    """The largest L2 norm of the updates that were reported, refused ones included. Unset in a private job."""
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Weighted means of the metrics that clients reported."""
@@ -516,12 +519,15 @@ class Round(_message.Message):
         update_bytes: _builtins.int = ...,
         mean_staleness: _builtins.float = ...,
         max_staleness: _builtins.int = ...,
+        largest_norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
+    _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__largest_norm) -> _WhichOneofReturnType__largest_norm | None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
 
@@ -584,6 +590,7 @@ class JobEvent(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
@@ -598,6 +605,8 @@ class JobEvent(_message.Message):
     """Of an attempt: training, federated evaluation, or a warm start."""
     update_bytes: _builtins.int
     """Of an assignment that was reported: bytes of its update, as it was received."""
+    norm: _builtins.float
+    """Of an assignment that was reported: L2 norm of its update. Unset in a private job."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -615,12 +624,15 @@ class JobEvent(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         kind: Global___AttemptKind.ValueType = ...,
         update_bytes: _builtins.int = ...,
+        norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__norm: _TypeAlias = _typing.Literal["norm"]  # noqa: Y015
+    _WhichOneofArgType__norm: _TypeAlias = _typing.Literal["_norm", b"_norm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__norm) -> _WhichOneofReturnType__norm | None: ...
 
 Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 

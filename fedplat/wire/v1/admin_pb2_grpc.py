@@ -240,7 +240,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeClient(self, request, context):
-        """Ends a client's membership for good, from its next request on; its open assignment fails.
+        """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+        to an attempt that still collects is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

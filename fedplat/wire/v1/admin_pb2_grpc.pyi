@@ -47,7 +47,9 @@ class AdminStub:
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
     ListClients: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]
     RevokeClient: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]
-    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+    to an attempt that still collects is dropped.
+    """
     CreateEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]
     """Makes a token by which clients enrol."""
     ListEnrolments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]
@@ -89,7 +91,9 @@ class AdminAsyncStub(AdminStub):
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
     RevokeClient: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]  # type: ignore[assignment]
-    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+    to an attempt that still collects is dropped.
+    """
     CreateEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]  # type: ignore[assignment]
     """Makes a token by which clients enrol."""
     ListEnrolments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]  # type: ignore[assignment]
@@ -206,7 +210,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RevokeClientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Client, _abc.Awaitable[_admin_pb2.Client]]:
-        """Ends a client's membership for good, from its next request on; its open assignment fails."""
+        """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+        to an attempt that still collects is dropped.
+        """
 
     @_abc_1.abstractmethod
     def CreateEnrolment(

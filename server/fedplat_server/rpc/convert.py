@@ -124,6 +124,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         update_bytes=attempt.update_bytes,
         mean_staleness=attempt.staleness.mean,
         max_staleness=attempt.staleness.most,
+        largest_norm=attempt.largest_norm,
     )
 
 
@@ -156,4 +157,5 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         metrics=dict(row.metrics),
         kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,
+        norm=row.norm,
     )

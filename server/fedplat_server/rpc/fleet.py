@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias, cast
@@ -14,7 +13,7 @@ from grpc import aio
 
 from fedplat import rounds, wire
 from fedplat.aggregate import unusable
-from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict
+from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -277,38 +276,42 @@ class FleetService(MembershipService):
             raise
 
     async def _tidy_up(self, key: AttemptKey, upload_key: UploadKey) -> None:
-        """Throws away what arrived while the assignment was ending, after all other uploads for it had been."""
+        """Throws away what arrived while the assignment was ending, after all other uploads for it had been.
+
+        What an attempt has taken in goes with that attempt: it may be being folded this very moment.
+        """
         found = self._services.runner.coordinator.find(key, upload_key.client_id)
-        if found is None or not found[1].is_open:
+        if found is None or not (found[1].is_open or found[1].buffer is not None):
             await asyncio.to_thread(self._services.uploads.discard, upload_key)
 
     async def _take_report(self, key: AttemptKey, client: ClientRecord, request: fleet_pb2.ReportRequest) -> Verdict:
         """Checks a report and hands it to the coordinator."""
         services, client_id = self._services, client.client_id
-        if not (math.isfinite(request.num_examples) and request.num_examples > 0):
-            text = f"the number of examples is {request.num_examples}; expected a positive finite number"
-            return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, text)
+        if bad := influence.why_examples_are_bad(request.num_examples):
+            return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, bad)
         if bad := requests.why_metrics_are_bad(request.metrics, self._limits):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
-        found, update_bytes = services.runner.coordinator.find(key, client_id), 0
+        found, update_bytes, norm = services.runner.coordinator.find(key, client_id), 0, None
         if found is not None and found[0] is AttemptKind.TRAIN:
             if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
-            if not isinstance(taken, int):
+            if not isinstance(taken[0], int):
                 return await self._reject(key, client_id, *taken)
-            update_bytes = taken
+            update_bytes, norm = taken
         elif request.digest:
             return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
-        metrics = dict(request.metrics)
-        return await services.runner.submit(
-            UpdateReported(key, client_id, request.digest, request.num_examples, metrics, update_bytes)
-        )
+        metrics, digest = dict(request.metrics), request.digest
+        reported = UpdateReported(key, client_id, digest, request.num_examples, metrics, update_bytes, norm)
+        verdict = await services.runner.submit(reported)
+        if not verdict.accepted:
+            await self._tidy_up(key, UploadKey(*key, client_id))
+        return verdict
 
     async def _take_in(
         self, key: AttemptKey, client_id: str, request: fleet_pb2.ReportRequest
-    ) -> int | tuple[Reason, str]:
-        """The size of the update that a report brings or names, which outlives this process; or why it is no good.
+    ) -> tuple[int, float] | tuple[Reason, str]:
+        """The size and the norm of the update that a report brings or names, which outlives this process; or why it is no good.
 
         Raises `RefusedError`.
         """

@@ -44,7 +44,7 @@ class AttemptRecord:
     """An attempt with its assignments counted; `ended_unix_s` is None while it is open.
 
     An assignment counts for the attempt that has taken its update in; until there is one, for that which it was made
-    in. `update_bytes` is the size of all updates that were reported.
+    in. `update_bytes` is the size of all updates that were reported, `largest_norm` the largest of their norms.
     """
 
     key: AttemptKey
@@ -61,6 +61,7 @@ class AttemptRecord:
     counts: Mapping[AssignmentState, int]
     update_bytes: int
     staleness: Staleness = Staleness()
+    largest_norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from fedplat.rounds import (
     ModelVersion,
     restored,
 )
+from fedplat.rounds.influence import REMEMBERED_CLAIMS
+from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
@@ -273,7 +275,8 @@ def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> Job
     )
     version = rows.model_version(connection.execute(latest).one())
     last = _last_attempt(connection, row.job_id, epoch_unix_s)
-    return rows.job_record(row, version, last, _durations(connection, row.job_id))
+    past = rows.Past(_durations(connection, row.job_id), _claims(connection, row.job_id))
+    return rows.job_record(row, version, last, past)
 
 
 def _newest(connection: Connection, job_id: str) -> rows.Row | None:
@@ -290,7 +293,8 @@ def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
         func.count(assignments.c.staleness).label("num_stale"),
         func.max(assignments.c.staleness).label("max_staleness"),
     ]
-    return select(*group, func.count().label("total"), update_bytes, *staleness).group_by(*group)
+    largest_norm = func.max(assignments.c.norm).label("largest_norm")
+    return select(*group, func.count().label("total"), update_bytes, largest_norm, *staleness).group_by(*group)
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
@@ -329,3 +333,26 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
     )
     newest_first = [row.took_s for row in connection.execute(query)]
     return tuple(reversed(newest_first))
+
+
+def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
+    """The latest report to train of each client, oldest first; of those that reported last."""
+    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
+    last = (
+        select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
+        .join(attempts, sqlalchemy.and_(*same))
+        .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
+        .where(attempts.c.kind == AttemptKind.TRAIN)
+        .group_by(assignments.c.client_id)
+        .order_by(func.max(assignments.c.reported_revision).desc())
+        .limit(REMEMBERED_CLAIMS)
+        .subquery()
+    )
+    is_last = (assignments.c.client_id == last.c.client_id) & (assignments.c.reported_revision == last.c.revision)
+    query = (
+        select(assignments.c.client_id, assignments.c.norm, assignments.c.num_examples)
+        .join(last, is_last)
+        .where(assignments.c.job_id == job_id)
+        .order_by(assignments.c.reported_revision)
+    )
+    return tuple(Claim(*row) for row in connection.execute(query))

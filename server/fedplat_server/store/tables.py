@@ -175,6 +175,8 @@ assignments = Table(
     # The attempt that took it in, if that is a later one than its own.
     Column("into_round", Integer),
     Column("into_number", Integer),
+    # L2 norm of the reported update; private jobs do not keep it.
+    Column("norm", Float),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -261,6 +263,7 @@ history = Table(
     Column("metrics", Metrics, nullable=False),
     Column("kind", String, nullable=False),
     Column("update_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("norm", Float),
     Index(None, "job_id", "sequence"),
 )
 
