@@ -114,8 +114,8 @@ def _of_updates(spec: JobSpec) -> Iterator[str]:
     for name in ("max_norm", "outlier_factor", "max_weight_factor"):
         if value := getattr(updates, name):
             yield (
-                f"updates.{name} = {value:g}: expected none, since who is refused would depend on what the others sent; "
-                "clipping bounds each update, and no weight is above 1"
+                f"updates.{name} = {value:g}: expected 0, since what a client counts for would depend on what it and "
+                "the others sent; clipping bounds each update, and no weight is above 1"
             )
 
 

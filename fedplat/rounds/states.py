@@ -42,9 +42,9 @@ class AttemptPhase(StrEnum):
 class AssignmentState(StrEnum):
     """How far an assignment has come.
 
-    LATE: its deadline passed, or its base version became too old. REJECTED: the update is not acceptable, which may show
-    only beside those of others. DROPPED: its attempt, or what was received for it, came to an end for another reason
-    than what this client did.
+    LATE: its deadline passed, or its base version became too old. REJECTED: the update is not acceptable, which may
+    show only beside those of others. DROPPED: its attempt, or what was received for it, came to an end for another
+    reason than what this client did.
     """
 
     TRAINING = "TRAINING"

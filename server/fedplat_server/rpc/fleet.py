@@ -296,7 +296,7 @@ class FleetService(MembershipService):
             if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
-            if not isinstance(taken[0], int):
+            if not isinstance(taken, reports.TakenIn):
                 return await self._reject(key, client_id, *taken)
             update_bytes, norm = taken
         elif request.digest:
@@ -310,8 +310,8 @@ class FleetService(MembershipService):
 
     async def _take_in(
         self, key: AttemptKey, client_id: str, request: fleet_pb2.ReportRequest
-    ) -> tuple[int, float] | tuple[Reason, str]:
-        """The size and the norm of the update that a report brings or names, which outlives this process; or why it is no good.
+    ) -> reports.TakenIn | tuple[Reason, str]:
+        """What is known of the update that a report brings or names, which outlives this process; or why it is no good.
 
         Raises `RefusedError`.
         """

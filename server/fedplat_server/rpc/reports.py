@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from fedplat.rounds.states import Reason
 from fedplat_server import logs
@@ -18,9 +19,16 @@ from fedplat_server.uploads import UploadKey, UploadStore
 Check = Callable[[Path], float | tuple[Reason, str]]
 
 
+class TakenIn(NamedTuple):
+    """An update that was received and is good."""
+
+    size_bytes: int
+    norm: float
+
+
 def take_in(
     uploads: UploadStore, key: UploadKey, digest: str, update: bytes, check: Check
-) -> tuple[int, float] | tuple[Reason, str]:
+) -> TakenIn | tuple[Reason, str]:
     """The size and the norm of an update that is on the disk for good now; or why it is not acceptable.
 
     `update` came with the report; it is empty if the update was uploaded before. `check` gives the norm of a
@@ -44,7 +52,7 @@ def take_in(
     if isinstance(found, tuple):
         return found
     try:
-        return uploads.persist(key, digest), found
+        return TakenIn(uploads.persist(key, digest), found)
     except (BlobFullError, SpoolError):
         raise
     except (BlobError, UploadError) as exc:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fedplat.job import JobSpec
+from fedplat.rounds import influence
 from fedplat.rounds.states import (
     BUSY_STATES,
     MAKE_VERSIONS,
@@ -143,10 +145,10 @@ def weights_add_up(attempt: Attempt) -> Iterator[Wrong]:
 
 
 def weights_are_right(attempt: Attempt) -> Iterator[Wrong]:
-    """I6: an update that was taken in counts for what the job says, by its examples and its staleness."""
+    """I6: an update that was taken in counts for what the job says, by its examples, its staleness and its cohort."""
     if attempt.spec is None:
         return
-    mode = attempt.spec.buffered
+    mode, (least, most) = attempt.spec.buffered, _bounds(attempt, attempt.spec)
     for one in attempt.assignments:
         if one.staleness is None or one.state not in (AssignmentState.REPORTED, AssignmentState.MERGED):
             continue
@@ -155,9 +157,29 @@ def weights_are_right(attempt: Attempt) -> Iterator[Wrong]:
         if one.staleness != behind or (mode is not None and mode.is_too_stale(behind)):
             bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
             yield Wrong(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
-        weight = attempt.spec.weight(one.num_examples, behind) if behind >= 0 else math.nan
-        if not math.isclose(one.weight, weight, rel_tol=1e-12):
-            yield Wrong(place, f"its weight is {one.weight!r}", f"{weight!r}, by its examples and its staleness")
+        weights = [attempt.spec.weight(one.num_examples, behind, bound) for bound in (least, most)]
+        low, high = (weights[0] * (1 - 1e-12), weights[1] * (1 + 1e-12)) if behind >= 0 else (math.nan, math.nan)
+        if not low <= one.weight <= high:
+            expected = f"{weights[1]!r}" if least == most else f"at most {weights[1]!r}"
+            yield Wrong(place, f"its weight is {one.weight!r}", f"{expected}, by its examples and its staleness")
+
+
+def _bounds(attempt: Attempt, spec: JobSpec) -> tuple[float, float]:
+    """For how many examples an update of the attempt may count at most: the least and the largest bound there may be.
+
+    The cohort's median decides once the attempt closes, if it decides alone; else the job's latest reports do, too.
+    """
+    if not spec.max_weight_factor:
+        return math.inf, math.inf
+    counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
+    claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
+    bound = influence.most_examples(spec, claims)
+    is_training = attempt.row.kind == AttemptKind.TRAIN
+    if attempt.row.phase == AttemptPhase.COLLECTING:
+        return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
+    if not is_training or all(one.norm is None for one in attempt.assignments):
+        return bound, math.inf  # it may be older than the bound
+    return (bound, bound) if influence.is_judged_alone(spec, len(claims)) else (0.0, math.inf)
 
 
 def still_open(attempt: Attempt) -> list[AssignmentRow]:

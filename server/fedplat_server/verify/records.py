@@ -62,6 +62,7 @@ class AssignmentRow:
     staleness: int | None
     into_round: int | None
     into_number: int | None
+    norm: float | None
 
     @property
     def place(self) -> tuple[int, int]:
