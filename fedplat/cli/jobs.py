@@ -24,7 +24,7 @@ from fedplat.cli.session import (
 )
 from fedplat.cli.submission import Submission, load, submit
 from fedplat.errors import JobFileError
-from fedplat.job import parse_job
+from fedplat.job import parse_job, warnings
 from fedplat.updates import options_to_text
 from fedplat.wire.v1 import admin_pb2
 
@@ -50,6 +50,7 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
         submission = _load(file)
         with here.output.transfer("uploading the model") as progress:
             job = submit(here.client, submission, start=start, idempotency_key=idempotency_key, progress=progress)
+        _warn(here.output, submission)
         _print_state(here.output, job)
         if follow:
             _watch(here, job)
@@ -66,7 +67,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
         except JobFileError as exc:
             if not output.as_json:
                 raise
-            output.json({"valid": False, "mistakes": str(exc).splitlines()})
+            output.json({"valid": False, "mistakes": str(exc).splitlines(), "warnings": []})
             raise typer.Exit(WRONG_USAGE) from exc
         spec, schema = submission.spec, submission.parameters.schema
         if output.as_json:
@@ -74,6 +75,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                 {
                     "valid": True,
                     "mistakes": [],
+                    "warnings": warnings(spec),
                     "name": spec.name,
                     "num_rounds": spec.rounds,
                     "num_tensors": len(schema.tensors),
@@ -86,6 +88,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             f"{spec.selection.target} clients assigned and {spec.selection.goal} reports wanted in each; "
             f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
         )
+        _warn(output, submission)
 
 
 @app.command("list")
@@ -205,6 +208,11 @@ def _load(file: Path) -> Submission:
         return load(file)
     except JobFileError as exc:
         raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
+
+
+def _warn(output: Output, submission: Submission) -> None:
+    for warning in warnings(submission.spec):
+        output.note(f"warning: {warning}")
 
 
 def _control(here: Session, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:

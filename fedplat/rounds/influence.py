@@ -79,7 +79,7 @@ def refusal(job: JobState, attempt: Attempt, reported: Assignment) -> tuple[Reas
         return Reason.REJECTED_NORM, text
     weight = spec.weight(reported.num_examples, 0, most_by_claims(job))
     bound = LARGEST_SUM / max(attempt.target, attempt.goal)
-    if not spec.updates.clips and norm * weight > bound:
+    if not spec.updates.clips and spec.robust is None and norm * weight > bound:
         text = f"the update's norm is {norm:.6g} and its weight {weight:.6g}; their product may be {bound:.3g} at most"
         return Reason.REJECTED_NORM, text
     if spec.outlier_factor and _judges_reports(spec):
