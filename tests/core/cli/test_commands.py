@@ -24,6 +24,8 @@ rounds = 3
 initial = "model.safetensors"
 [selection]
 goal = 8
+[updates]
+max_norm = 100.0
 """
 
 
@@ -284,6 +286,33 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
     record = parsed(run("job", "check", job_file, "--json"))
     assert record["valid"] is True
     assert record["num_tensors"] == 1
+    assert record["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ("", ["nothing bounds the norm of a single update, which may be 1000 times the median"]),
+        ("outlier_factor = 0", ["and updates.outlier_factor = 0 keeps outliers too"]),
+        (
+            "max_norm = 1\nmax_weight_factor = 0",
+            ["a client that claims updates.max_examples = 1e+06 examples may outweigh"],
+        ),
+        ("clip_norm = 1", []),
+        ("max_norm = 1", []),
+        ('weighting = "uniform"\n[robust]\nbyzantine = 1\nrule = {name = "median"}', []),
+    ],
+)
+def test_job_check_and_submit_warn_of_what_one_client_could_do(updates: str, words: list[str], run: Run, job_file: str):
+    path = Path(job_file)
+    path.write_text(JOB.replace("max_norm = 100.0", updates))
+    checked, submitted = run("job", "check", job_file), run("job", "submit", job_file)
+    found = parsed(run("job", "check", job_file, "--json"))["warnings"]
+    assert len(found) == len(words)
+    for warning, expected in zip(found, words, strict=True):
+        assert expected in warning
+        assert f"warning: {warning}\n" in checked.stderr
+        assert f"warning: {warning}\n" in submitted.stderr
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
