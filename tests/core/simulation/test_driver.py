@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
+from fedplat.simulation import learning
+from fedplat.simulation.kept import Keeper
 from fedplat.simulation.play import Hooks, Simulation, run
 from fedplat.simulation.ports import Trained, Work
 from fedplat.simulation.result import AttemptRecord, Result
@@ -127,8 +130,43 @@ def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
     result = learn(engine, retry={"max_attempts": 2})
     assert (result.status, len(result.rounds)) == ("FAILED", 0)
     assert [record.phase for record in result.attempts] == ["ABANDONED"] * 2
-    assert "not finite" in result.attempts[0].reason
+    assert "rejected" in result.attempts[0].reason
     assert engine.memories() == {}  # nothing was merged, so nobody remembers anything
+
+
+class Attacked(LeastSquares):
+    """Client 3 sends updates that are far too large, and client 5 claims far too many examples."""
+
+    def result(self, work: Work) -> Trained:
+        trained = super().result(work)
+        if work.client == 3:
+            huge = Parameters.from_arrays({"weight": trained.update["weight"] * np.float32(1e6)})
+            return dataclasses.replace(trained, update=huge)
+        return dataclasses.replace(trained, num_examples=1e12) if work.client == 5 else trained
+
+
+@pytest.mark.fault("F43")
+@pytest.mark.fault("F44")
+@pytest.mark.parametrize("mode", [{"kind": "sync"}, {"kind": "buffered", "concurrency": 8}])
+def test_one_client_neither_stops_nor_owns_a_simulated_job(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play() -> tuple[Attacked, Result]:
+        engine = Attacked(10)
+        return engine, learn(engine, num_clients=10, goal=6, mode=mode, selection={"wait_for": 5})
+
+    engine, result = play()
+    assert result.status == "COMPLETED"
+    assert result.totals.counts["REJECTED"] > 0
+    assert result.participation.merged[3] == 0
+    assert result.participation.merged[5] > 0
+    assert all(record.total_weight < 1e4 for record in result.rounds)
+    assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
+    assert not engine.under_way
+    assert 3 not in engine.memories(), "what was dropped is not remembered"
+    monkeypatch.setattr(learning, "Keeper", functools.partial(Keeper, budget=0))
+    _, from_files = play()
+    assert from_files.model == result.model
 
 
 @pytest.mark.parametrize("rule", [{"name": "median"}, {"name": "krum"}])
