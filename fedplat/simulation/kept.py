@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 from fedplat.model import ModelFile, Parameters, Values
@@ -16,7 +18,7 @@ class Keeper:
 
     def __init__(self, budget: int = MEMORY_BYTES) -> None:
         self._left = budget
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._number = 0
 
     def keep(self, values: Values) -> Values:
@@ -28,9 +30,10 @@ class Keeper:
             self._left -= size
             return values
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="fedplat-updates-", ignore_cleanup_errors=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="fedplat-updates-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._number += 1
-        path = Path(self._folder.name) / f"{self._number}.safetensors"
+        path = self._folder / f"{self._number}.safetensors"
         path.write_bytes(values.to_bytes())
         return ModelFile(path, values.schema)
 
