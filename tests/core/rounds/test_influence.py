@@ -128,7 +128,7 @@ def test_a_weight_counts_a_multiple_of_the_median_at_most(claims: tuple[float, .
     driver = collecting(num, goal=num, selection={"min_fraction": 0.5}, updates=updates)
     last = [report(driver, f"c{i}", num_examples=claim) for i, claim in enumerate(claims)][-1]
     claimed = np.minimum(claims, driver.job.spec.updates.max_examples)
-    expected = np.minimum(claimed, factor * lower_median(claimed)) if factor else claimed
+    expected = np.minimum(claimed, factor * lower_median(claimed.tolist())) if factor else claimed
     assert [each.weight for each in driver.attempt.reported] == expected.tolist()
     assert ("Restart" in names(last)) == (expected != claimed).any()
     assert [each.num_examples for each in driver.attempt.reported] == list(claims), "the claim stays as it is"
