@@ -175,3 +175,22 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
     every: Count = 1
     server: Name | None = None
     clients: ClientEvaluation | None = None
+
+
+class Retention(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the server keeps of a job's past; it removes the rest, behind the rounds.
+
+    Model files: those of the newest `versions` (0: of all), and of each version whose number is a multiple of `every`
+    (0: no others). Version 0, the latest, and what clients work with are always kept. The rule's states of the newest
+    `states` versions; a private job keeps that of the latest only, and none when it has ended. The history of attempts
+    that ended more than `history_days` days ago is removed (0: never).
+    """
+
+    versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    states: Count = 2
+    history_days: Annotated[float, Meta(ge=0.0, le=36_500.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every and not self.versions:
+            raise ValueError(f"every = {self.every}: expected versions beside it; without it all versions are kept")

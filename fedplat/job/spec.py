@@ -18,6 +18,7 @@ from fedplat.job.sections import (
     Evaluation,
     Model,
     Name,
+    Retention,
     Retry,
     Scalar,
     Selection,
@@ -50,6 +51,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     robust: aggregate.Robust | None = None
     privacy: privacy.Privacy | None = None
     evaluation: Evaluation = Evaluation()
+    retention: Retention = Retention()
     pool: Pool | None = None
     warm_start: WarmStart | None = None
     server_step: ServerStep | None = None

@@ -83,7 +83,9 @@ def _history(
             rows.append(_attempt_row(phase, attempt))
     if after.latest is not before.latest:
         new = after.latest
-        rows.append(HistoryRow("version", str(before.latest.version), str(new.version), new.round, new.attempt))
+        text = f"rolled back to version {new.restored_from}" if new.restored_from is not None else ""
+        numbers = str(before.latest.version), str(new.version)
+        rows.append(HistoryRow("version", *numbers, new.round, new.attempt, reason=text))
     if after.status is not before.status:
         rows.append(HistoryRow("job", before.status, after.status, after.round, reason=after.reason))
     return tuple(rows)

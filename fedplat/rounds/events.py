@@ -28,6 +28,17 @@ class OperatorCommand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RollbackOrdered:
+    """An operator wants a job to go on from an older version, whose file is there.
+
+    The version has a state if the state's file is there, too.
+    """
+
+    job_id: str
+    version: ModelVersion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ServerRestarted:
     """The job was read back after a restart: whoever did its work is gone, what the store and the spool hold is not."""
 
@@ -151,6 +162,7 @@ class AggregationFailed(AttemptEvent):
 
 JobEvent = (
     OperatorCommand
+    | RollbackOrdered
     | ServerRestarted
     | TimerFired
     | CandidatesDrawn

@@ -179,9 +179,10 @@ class Attempt(Crew):
 class ModelVersion:
     """A committed global model: content-addressed bytes, and those of the server optimizer's state.
 
-    Version 0 is the initial model; a later version of round 0 comes of a warm start. `state_digest` is empty for rules
-    that remember nothing. The delta is the encoded step that leads here from the version whose digest is `delta_base`;
-    both digests are empty where there is none.
+    Version 0 is the initial model; a later version of round 0 comes of a warm start, or of a rollback, and then has the
+    bytes of the version `restored_from`. `state_digest` is empty for rules that remember nothing. The delta is the
+    encoded step that leads here from the version whose digest is `delta_base`; both digests are empty where there is
+    none.
     """
 
     version: int
@@ -195,10 +196,11 @@ class ModelVersion:
     delta_base: str = ""
     num_updates: int = 0
     total_weight: float = 0.0
+    restored_from: int | None = None
 
     @property
     def is_aggregate(self) -> bool:
-        """Whether a round of clients made it: neither the initial model nor a warm start's, which tell of no client."""
+        """Whether a round of clients made it: neither the initial model, nor a warm start, nor a rollback."""
         return self.round > 0
 
 

@@ -185,6 +185,9 @@ OPEN_STATES = BUSY_STATES | {_S.REPORTED}
 ENDED_JOBS = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
 """States that a job never leaves."""
 
+MAY_ROLL_BACK = frozenset({JobStatus.RUNNING, JobStatus.PAUSED})
+"""States in which a job may go on from an older version: it has rounds behind it, and is not over."""
+
 _State = TypeVar("_State", JobStatus, AttemptPhase, AssignmentState)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import assignments, buffered, closing, pacing, private, restart, warm_start
+from fedplat.rounds import assignments, buffered, closing, pacing, private, restart, rollback, warm_start
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
@@ -25,6 +25,7 @@ from fedplat.rounds.events import (
     CandidatesDrawn,
     JobEvent,
     OperatorCommand,
+    RollbackOrdered,
     ServerRestarted,
     TimerFired,
     UpdateRejected,
@@ -365,6 +366,7 @@ def _is_in_attempt(job: JobState, assignment: Assignment) -> bool:
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: _on_operator,
+    RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     TimerFired: _on_timer,
     CandidatesDrawn: _on_candidates,

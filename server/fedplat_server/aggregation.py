@@ -64,14 +64,20 @@ class Aggregation:
         find_version: FindVersion,
         post: Post,
         accelerators: Accelerators | None = None,
+        on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """Without `accelerators` this process aggregates for all jobs, and none may have server steps."""
+        """Without `accelerators` this process aggregates for all jobs, and none may have server steps.
+
+        `on_leftovers` is told of the files of attempts that came to nothing.
+        """
+        self._on_leftovers = on_leftovers
         self._accelerators = accelerators
         self._blobs = blobs
         self._uploads = uploads
         self._find_version = find_version
         self._post = post
         self._open: dict[AttemptKey, _Work] = {}
+        self._made: dict[AttemptKey, list[str]] = {}
         self._kept: dict[str, set[AttemptKey]] = {}
         self._discarding: set[asyncio.Task[None]] = set()
 
@@ -97,6 +103,7 @@ class Aggregation:
         work = self._open.pop(key, None)
         if work is not None:
             work.task.cancel()
+        self._settle(self._made.pop(key, []))
         ended = {key} | self._kept.pop(key.job_id, set())
         if still := ended.intersection(needed):
             self._kept[key.job_id] = still
@@ -117,8 +124,12 @@ class Aggregation:
 
     async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
+        blobs = self._blobs.recorder()
         try:
-            outcome = await self._aggregate(job, key, queue)
+            outcome = await self._aggregate(job, key, queue, blobs)
+        except asyncio.CancelledError:
+            self._settle(blobs.made)
+            raise
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
             outcome = AggregationFailed(key, str(exc))
@@ -126,14 +137,21 @@ class Aggregation:
             logs.get().exception("an attempt could not be aggregated", attempt=str(key))
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
+        self._made[key] = blobs.made
         self._post(outcome)
 
+    def _settle(self, made: Sequence[str]) -> None:
+        """The fate of what an attempt has made is stored: a version names it, or none ever will."""
+        if made:
+            self._blobs.settle(made)
+            self._on_leftovers(made)
+
     async def _aggregate(
-        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]
+        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
-        recipe = Recipe.of(job, self._blobs)
+        recipe = Recipe.of(job, blobs)
         from_latest = recipe.rule(_ignore).from_latest
-        folding, paths = self._begun(job, recipe), list[Path]()
+        folding, paths = self._begun(job, recipe, blobs), list[Path]()
         try:
             while isinstance(command := await queue.get(), Fold):
                 origin = await self._origin(job, command) if from_latest else ""
@@ -144,8 +162,10 @@ class Aggregation:
             aggregate, version = await self._committed(job, key, folding, paths)
         finally:
             await folding.close()
+        if aggregate.model.digest != version.digest:
+            blobs.made.append(version.digest)  # the server's own training has stored it
         if codec := job.spec.compression.downlink:
-            delta = await asyncio.to_thread(self._keep_delta, codec, aggregate)
+            delta = await asyncio.to_thread(self._keep_delta, blobs, codec, aggregate)
             version = dataclasses.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
@@ -164,11 +184,11 @@ class Aggregation:
             version = _version(job, key, aggregate)
             return aggregate, await self._accelerators.training.step(job, version, draft, updates)
 
-    def _begun(self, job: JobState, recipe: Recipe) -> Folding:
+    def _begun(self, job: JobState, recipe: Recipe, blobs: BlobStore) -> Folding:
         """Where the job's attempts are aggregated."""
         if job.spec.pool is None or self._accelerators is None:
-            return Here(recipe, self._blobs)
-        return PoolFirst(recipe, self._blobs, self._accelerators.pool.suited(job.spec.pool.backend))
+            return Here(recipe, blobs)
+        return PoolFirst(recipe, blobs, self._accelerators.pool.suited(job.spec.pool.backend))
 
     async def _origin(self, job: JobState, command: Fold) -> str:
         """The file of the version that a client began with, if that is not the latest."""
@@ -190,11 +210,11 @@ class Aggregation:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
         return path.absolute()
 
-    def _keep_delta(self, codec: codecs.Options, aggregate: Aggregate) -> Blob:
+    def _keep_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
         """Stores the step to a version as a file of its own; without a version that names it, it is an orphan."""
-        model = ModelFile.open(self._blobs.path(aggregate.model.digest))
+        model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash.step("commit.delta"):
-            return self._blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
+            return blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
 
     def _release(self, *uploads: UploadKey) -> None:
         for key in uploads:

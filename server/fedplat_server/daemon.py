@@ -17,7 +17,7 @@ from uuid import uuid4
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
 from fedplat.rounds.events import ServerRestarted
-from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Accelerators, Aggregation
 from fedplat_server.blobs import BlobStore
@@ -38,6 +38,7 @@ from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
+from fedplat_server.retention import Retention
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
@@ -223,10 +224,13 @@ class _Parts:
 
     runner_task: asyncio.Task[None]
 
-    def __init__(self, services: Services, aggregation: Aggregation, training: ServerTraining) -> None:
+    def __init__(
+        self, services: Services, aggregation: Aggregation, training: ServerTraining, retention: Retention
+    ) -> None:
         self.services = services
         self._aggregation = aggregation
         self._training = training
+        self._retention = retention
 
     @classmethod
     async def make(cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint) -> _Parts:
@@ -281,9 +285,13 @@ class _Parts:
             mtls_port=endpoint.mtls_port,
         )
         pool = PoolLink.of_folder(config.data_dir)
-        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post, Accelerators(pool, training))
+        retention = Retention(blobs, store, jobs.state)
+        accelerators = Accelerators(pool, training)
+        aggregation = Aggregation(
+            blobs, uploads, store.find_version, runner.post, accelerators, on_leftovers=retention.look_for
+        )
         aggregation.keep(spooled)
-        return cls(services, aggregation, training)
+        return cls(services, aggregation, training, retention)
 
     async def restore(self) -> None:
         """Lets every job go on where it was, and scores what was not scored."""
@@ -291,8 +299,10 @@ class _Parts:
         for record in services.jobs.all():
             await services.runner.submit(ServerRestarted(record.state.job_id))
             for version in await services.store.list_versions(record.state.job_id):
-                if not version.metrics:
+                if not version.metrics and version.model_removed_unix_s is None:
                     self._score(record.state, version.version)
+            self._retention.look_at(record.state.job_id)
+        self._retention.begin()
 
     def act(self, command: Command) -> None:
         """Carries out a command of the coordinator."""
@@ -323,9 +333,11 @@ class _Parts:
                     **{name: value for name, value in _fields(row).items() if value},
                 )
             if change.version is not None:
-                assert change.attempt is not None
-                self._aggregation.end(change.attempt.key, change.job.origins)
+                if change.attempt is not None and change.version.restored_from is None:
+                    self._aggregation.end(change.attempt.key, change.job.origins)
                 self._score(change.job, change.version)
+            if change.version is not None or change.job.status in ENDED_JOBS:
+                self._retention.look_at(job_id)
             if change.job.spec.buffered is not None:
                 over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
                 self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
@@ -341,6 +353,7 @@ class _Parts:
     async def close(self) -> None:
         """Ends every background task."""
         self.services.runner.stop_timers()
+        await self._retention.close()
         await self._aggregation.close()
         await self.services.evaluation.close()
         await self._training.close()

@@ -20,6 +20,7 @@ from fedplat_server.store.fleet import FleetStore
 from fedplat_server.store.ledger import LedgerStore
 from fedplat_server.store.participations import ParticipationStore
 from fedplat_server.store.people import AuditStore, OperatorStore
+from fedplat_server.store.retention import RetentionStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,11 +66,17 @@ class AttemptRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """A model version with what the server's evaluator said of it."""
+    """A model version with what the server's evaluator said of it.
+
+    `model_removed_unix_s` and `state_removed_unix_s` say when the files were given up: those of the model and of its
+    delta, and that of the rule's state. None: they are there, if there ever were any.
+    """
 
     version: ModelVersion
     created_unix_s: float
     metrics: Mapping[str, float]
+    model_removed_unix_s: float | None = None
+    state_removed_unix_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerStore, Protocol):
+class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerStore, RetentionStore, Protocol):
     """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:
@@ -139,7 +146,8 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
     ) -> None:
         """Writes changes in order, all or none: job, attempt, assignments, version, ledger, history, audit log.
 
-        Each version of a private job has its row of the ledger: `StoreError` if it would have none.
+        Each version of a private job has its row of the ledger: `StoreError` if it would have none. So it is for a
+        version that a rollback makes of one whose files are not kept any more.
         `now` is this moment on the clock of the changes' moments. Raises `StaleRevisionError` when a job's revision
         is not the expected one, and `ParticipationError` when a client of a private job would take part too often, by
         the assignments that are stored. After `StoreUnavailableError` nobody knows; `last_save` tells.
@@ -183,9 +191,9 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         ...
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version, or a delta, with this digest."""
+        """The populations of the jobs that keep a version, or a delta, with this digest."""
         ...
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions, their deltas, and all server optimizer states."""
+        """Digests of all versions, their deltas, and all server optimizer states, but of those that were given up."""
         ...

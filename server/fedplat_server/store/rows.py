@@ -65,6 +65,7 @@ def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
         "delta_base": version.delta_base,
         "num_updates": version.num_updates,
         "total_weight": version.total_weight,
+        "restored_from": version.restored_from,
         "created_unix_s": unix_s,
         "metrics": {},
     }
@@ -84,12 +85,14 @@ def model_version(row: Row) -> ModelVersion:
         delta_base=row.delta_base,
         num_updates=row.num_updates,
         total_weight=row.total_weight,
+        restored_from=row.restored_from,
     )
 
 
 def version_record(row: Row) -> VersionRecord:
     """A row of `model_versions`, with what was said of it."""
-    return VersionRecord(model_version(row), row.created_unix_s, row.metrics)
+    removed = row.model_removed_unix_s, row.state_removed_unix_s
+    return VersionRecord(model_version(row), row.created_unix_s, row.metrics, *removed)
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:

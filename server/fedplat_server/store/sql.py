@@ -25,7 +25,7 @@ from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StoreError
-from fedplat_server.store import rows, schema, sql_ledger, sql_people, transactions, writes
+from fedplat_server.store import rows, schema, sql_ledger, sql_people, sql_retention, transactions, writes
 from fedplat_server.store.database import Database
 from fedplat_server.store.engine import async_url
 from fedplat_server.store.port import (
@@ -59,7 +59,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(transactions.to(url), clock)
 
 
-class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger):
+class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger, sql_retention.SqlRetention):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:
@@ -239,17 +239,14 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
         return [rows.history_record(row) for row in found]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version, or a delta, with this digest."""
+        """The populations of the jobs that keep a version, or a delta, with this digest."""
         named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
-        mine = (model_versions.c.job_id == jobs.c.job_id) & named
+        mine = (model_versions.c.job_id == jobs.c.job_id) & named & model_versions.c.model_removed_unix_s.is_(None)
         return frozenset(row.population for row in await self._all(select(jobs.c.population).where(mine).distinct()))
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions, their deltas, and all server optimizer states."""
-        models = select(model_versions.c.digest.label("digest"))
-        beside = (model_versions.c.state_digest, model_versions.c.delta_digest)
-        others = (select(column).where(column != "") for column in beside)
-        return frozenset(row.digest for row in await self._all(models.union(*others)))
+        """Digests of all files that are needed; see the port."""
+        return frozenset(row.digest for row in await self._all(sql_retention.references()))
 
     async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
         def work(connection: Connection) -> Sequence[rows.Row]:

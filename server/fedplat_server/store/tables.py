@@ -82,6 +82,8 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
+    # When it last opened a session, as far as that is known.
+    Column("seen_unix_s", Float),
 )
 
 enrolment_tokens = Table(
@@ -135,6 +137,8 @@ attempts = Table(
     Column("opened_unix_s", Float, nullable=False),
     Column("ended_unix_s", Float),
     Column("metrics", Metrics, nullable=False),
+    # When its rows of the history, and those of its assignments, were given up; NULL: they are kept.
+    Column("history_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
 _one_commit = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
@@ -208,6 +212,11 @@ model_versions = Table(
     Column("delta_digest", String, nullable=False, index=True, server_default=""),
     Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
     Column("delta_base", String, nullable=False, server_default=""),
+    # The version whose bytes an operator's rollback made the latest again.
+    Column("restored_from", Integer),
+    # When the files were given up, the model's with its delta; NULL: they are kept.
+    Column("model_removed_unix_s", Float),
+    Column("state_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "version"),
 )
 # Round 0 may have two: the initial model, and what a warm start made of it.
