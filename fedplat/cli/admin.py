@@ -156,6 +156,10 @@ class AdminClient:
         """Ends the job for good: CANCELLED."""
         return self._call(self._stub.CancelJob, admin_pb2.JobRequest(job=job))
 
+    def rollback(self, job: str, version: int) -> admin_pb2.RollbackJobResponse:
+        """Lets a job go on from an older version."""
+        return self._call(self._stub.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))
+
     def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:
         """The events of a job after a sequence number, past ones first; ends when the job has ended.
 

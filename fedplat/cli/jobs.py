@@ -122,14 +122,13 @@ def show_job(
         if here.output.as_json:
             here.output.json(to_record(found))
             return
-        model = found.model
         fields = {
             "job": found.job_id,
             "name": found.name,
             "population": found.population,
             "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
             "rounds": f"{found.round} of {found.num_rounds} committed",
-            "model": f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}",
+            "model": _model(found),
             "updates": _encoding(found.job_file),
             "created": formats.moment(found.created_unix_s),
         }
@@ -200,6 +199,34 @@ def cancel_job(
         _control(here, AdminClient.cancel, job)
 
 
+_RULE_STATES = {
+    "kept": "the aggregation rule goes on with its state of then",
+    "initial": "the aggregation rule begins anew: its state of then is not kept (retention.states)",
+    "latest": "the aggregation rule goes on with its latest state, and nothing is charged to the privacy budget",
+}
+
+
+@app.command("rollback")
+def rollback_job(
+    context: typer.Context,
+    job: JobArgument,
+    version: Annotated[int, typer.Argument(min=0, max=2**32 - 1, metavar="VERSION", help="An older version.")],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a job go on from an older version; the open attempt is given up."""
+    with session(context, server, as_json) as here:
+        done = here.client.rollback(job, version)
+        if here.output.as_json:
+            here.output.json(to_record(done))
+            return
+        _print_state(here.output, done.job)
+        state = _RULE_STATES.get(done.rule_state, "")
+        here.output.line(
+            f"version {done.job.model.version} has the bytes of version {version}" + (f"; {state}" if state else "")
+        )
+
+
 def _load(file: Path) -> Submission:
     try:
         return load(file)
@@ -230,6 +257,13 @@ def _watch(here: Session, job: admin_pb2.Job) -> None:
         _print_state(here.output, ended)
     if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
         raise typer.Exit(FAILED)
+
+
+def _model(job: admin_pb2.Job) -> str:
+    """A job's latest model."""
+    model = job.model
+    text = f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}"
+    return text + (f" (that of version {job.restored_from}, by a rollback)" if job.HasField("restored_from") else "")
 
 
 def _encoding(job_file: str) -> str:

@@ -10,6 +10,7 @@ import typer
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import FAILED, WRONG_USAGE, JobArgument, JsonOption, ServerOption, session
+from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="List and export a job's models.", rich_markup_mode=None)
 
@@ -34,12 +35,32 @@ def list_versions(
                 formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
                 formats.moment(version.created_unix_s),
                 version.model.digest[:12],
+                _files(version),
                 formats.metrics(version.metrics, {}),
             )
             for version in versions
         ]
-        columns = ("#VERSION", "#ROUND", "#UPDATES", "#WEIGHT", "#SIZE", "#DELTA", "CREATED", "SHA256", "METRICS")
+        columns = (
+            "#VERSION",
+            "#ROUND",
+            "#UPDATES",
+            "#WEIGHT",
+            "#SIZE",
+            "#DELTA",
+            "CREATED",
+            "SHA256",
+            "FILES",
+            "METRICS",
+        )
         here.output.table(columns, rows, "no versions yet")
+
+
+def _files(version: admin_pb2.ModelVersion) -> str:
+    """Which files of a version are kept, and whose bytes they are."""
+    kept = "removed" if version.model_removed_unix_s else "model"
+    if version.has_state:
+        kept += ", state"
+    return kept + (f" (version {version.restored_from} again)" if version.HasField("restored_from") else "")
 
 
 @app.command("export")

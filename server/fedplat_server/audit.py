@@ -30,6 +30,7 @@ class Action(StrEnum):
     JOB_PAUSED = "job paused"
     JOB_RESUMED = "job resumed"
     JOB_CANCELLED = "job cancelled"
+    JOB_ROLLED_BACK = "job rolled back"
     OPERATOR_ADDED = "operator added"
     OPERATOR_REMOVED = "operator removed"
     LOGIN_REFUSED = "login refused"

@@ -302,6 +302,54 @@ class JobRequest(_message.Message):
 Global___JobRequest: _TypeAlias = JobRequest  # noqa: Y015
 
 @_typing.final
+class RollbackJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackJobRequest: _TypeAlias = RollbackJobRequest  # noqa: Y015
+
+@_typing.final
+class RollbackJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RULE_STATE_FIELD_NUMBER: _builtins.int
+    rule_state: _builtins.str
+    """What the aggregation rule goes on with: "kept" (its state beside that version), "initial" (that state is not kept:
+    it begins anew), "latest" (a private job: what it remembers now), or "none" (it remembers nothing).
+    """
+    @_builtins.property
+    def job(self) -> Global___Job: ...
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        rule_state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "rule_state", b"rule_state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackJobResponse: _TypeAlias = RollbackJobResponse  # noqa: Y015
+
+@_typing.final
 class Job(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,6 +364,7 @@ class Job(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     JOB_FILE_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -327,6 +376,8 @@ class Job(_message.Message):
     num_rounds: _builtins.int
     created_unix_s: _builtins.float
     job_file: _builtins.str
+    restored_from: _builtins.int
+    """The version whose bytes a rollback made the latest again."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -347,12 +398,15 @@ class Job(_message.Message):
         created_unix_s: _builtins.float = ...,
         job_file: _builtins.str = ...,
         current: Global___Round | None = ...,
+        restored_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "population", b"population", "reason", b"reason", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
+    _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
 
@@ -1001,6 +1055,10 @@ class ModelVersion(_message.Message):
     TOTAL_WEIGHT_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     DELTA_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
+    MODEL_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    STATE_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    HAS_STATE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     created_unix_s: _builtins.float
     num_updates: _builtins.int
@@ -1008,6 +1066,13 @@ class ModelVersion(_message.Message):
     """0 in a private job: it would tell of the clients' examples."""
     delta_size_bytes: _builtins.int
     """Of the encoded step from the version before; 0 if there is none."""
+    restored_from: _builtins.int
+    """The version whose bytes it has, if a rollback made it."""
+    model_removed_unix_s: _builtins.float
+    """When the files of the model, or of the rule's state, were removed; 0: they are kept, or there never was a state."""
+    state_removed_unix_s: _builtins.float
+    has_state: _builtins.bool
+    """Whether a state of the rule is kept beside it."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -1022,12 +1087,18 @@ class ModelVersion(_message.Message):
         total_weight: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         delta_size_bytes: _builtins.int = ...,
+        restored_from: _builtins.int | None = ...,
+        model_removed_unix_s: _builtins.float = ...,
+        state_removed_unix_s: _builtins.float = ...,
+        has_state: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "metrics", b"metrics", "model", b"model", "num_updates", b"num_updates", "round", b"round", "total_weight", b"total_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "has_state", b"has_state", "metrics", b"metrics", "model", b"model", "model_removed_unix_s", b"model_removed_unix_s", "num_updates", b"num_updates", "restored_from", b"restored_from", "round", b"round", "state_removed_unix_s", b"state_removed_unix_s", "total_weight", b"total_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
+    _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 

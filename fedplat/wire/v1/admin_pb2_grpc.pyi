@@ -42,6 +42,8 @@ class AdminStub:
     PauseJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     CancelJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
+    RollbackJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]
+    """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
     WatchJob: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
@@ -84,6 +86,8 @@ class AdminAsyncStub(AdminStub):
     PauseJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     CancelJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
+    RollbackJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]  # type: ignore[assignment]
+    """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
     WatchJob: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]  # type: ignore[assignment]
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
@@ -177,6 +181,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.JobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Job, _abc.Awaitable[_admin_pb2.Job]]: ...
+
+    @_abc_1.abstractmethod
+    def RollbackJob(
+        self,
+        request: _admin_pb2.RollbackJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RollbackJobResponse, _abc.Awaitable[_admin_pb2.RollbackJobResponse]]:
+        """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
 
     @_abc_1.abstractmethod
     def WatchJob(

@@ -19,7 +19,7 @@ from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat.wire.v1 import admin_pb2
 from fedplat_server import __version__, audit, files, upload_files
 from fedplat_server.audit import AuditEntry
 from fedplat_server.cluster import hop
@@ -28,6 +28,7 @@ from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.rpc.privacy import PrivacyMethods
+from fedplat_server.rpc.versions import VersionMethods
 from fedplat_server.services import Services
 from fedplat_server.store.port import JobRecord
 
@@ -41,7 +42,7 @@ _NOTED = {
 }
 
 
-class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
+class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMethods):
     """Every method: find the job, ask or tell, encode."""
 
     def __init__(self, services: Services) -> None:
@@ -91,6 +92,13 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         self._check_trainers(spec)
         self._check_durability(spec)
         digest = requests.digest(request.initial_digest)
+        with services.blobs.held(digest):
+            record = await self._create(request, spec, digest)
+        services.jobs.add(record)
+        return await self._job(services.jobs.find(record.state.job_id))
+
+    async def _create(self, request: admin_pb2.CreateJobRequest, spec: JobSpec, digest: str) -> JobRecord:
+        services = self._services
         size_bytes = await asyncio.to_thread(self._check_model, digest, spec)
         state = JobState(
             job_id=services.new_id("j"),
@@ -99,9 +107,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         )
         entry = AuditEntry(gate.caller(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
         key = requests.key(request.idempotency_key)
-        record = await services.budgets.create_job(state, request.job_file, key, [entry])
-        services.jobs.add(record)
-        return await self._job(services.jobs.find(record.state.job_id))
+        return await services.budgets.create_job(state, request.job_file, key, [entry])
 
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
         """Every job."""
@@ -158,28 +164,6 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         }
         rounds = [convert.round_(attempt, scores.get(attempt.key[1:], {})) for attempt in attempts]
         return admin_pb2.ListRoundsResponse(rounds=rounds)
-
-    async def ListModelVersions(
-        self, request: admin_pb2.ListModelVersionsRequest, context: Context
-    ) -> admin_pb2.ListModelVersionsResponse:
-        """The committed versions of a job."""
-        state = self._services.jobs.find(request.job).state
-        records, spec = await self._services.store.list_versions(state.job_id), state.spec
-        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record, spec) for record in records])
-
-    async def ExportModel(
-        self, request: admin_pb2.ExportModelRequest, context: Context
-    ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
-        """Sends the file of a version."""
-        job = self._services.jobs.find(request.job).state
-        wanted = request.version if request.HasField("version") else job.latest.version
-        versions = await self._services.store.list_versions(job.job_id)
-        found = next((record.version for record in versions if record.version.version == wanted), None)
-        if found is None:
-            raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
-        yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))
-        async for message in streams.send(self._services.chunks, self._services.blobs.path(found.digest), 0):
-            yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
     async def _act(self, name: str, action: Action) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id

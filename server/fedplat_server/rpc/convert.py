@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from fedplat import updates
@@ -94,6 +95,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         created_unix_s=record.created_unix_s,
         job_file=record.job_file,
         current=current,
+        restored_from=state.latest.restored_from,
     )
 
 
@@ -137,7 +139,16 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         total_weight=record.version.total_weight if spec.privacy is None else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
+        restored_from=record.version.restored_from,
+        model_removed_unix_s=record.model_removed_unix_s or 0.0,
+        state_removed_unix_s=record.state_removed_unix_s or 0.0,
+        has_state=bool(record.version.state_digest) and record.state_removed_unix_s is None,
     )
+
+
+def without_state(version: ModelVersion) -> ModelVersion:
+    """A version whose rule's state is not kept any more."""
+    return dataclasses.replace(version, state_digest="")
 
 
 def event(record: HistoryRecord) -> admin_pb2.JobEvent:

@@ -42,6 +42,7 @@ class Code(StrEnum):
     NO_SUCH_JOB = "NO_SUCH_JOB"
     AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
+    VERSION_REMOVED = "VERSION_REMOVED"
     NO_SUCH_MODEL = "NO_SUCH_MODEL"
     NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
     NO_SUCH_TRAINER = "NO_SUCH_TRAINER"
@@ -103,6 +104,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.NO_SUCH_JOB: (_S.NOT_FOUND, "there is no such job"),
     Code.AMBIGUOUS_JOB: (_S.INVALID_ARGUMENT, "several jobs have this name; use the job id"),
     Code.NO_SUCH_VERSION: (_S.NOT_FOUND, "there is no such model version"),
+    Code.VERSION_REMOVED: (_S.NOT_FOUND, "the model file of this version is not kept any more"),
     Code.NO_SUCH_MODEL: (_S.NOT_FOUND, "there is no such model for this client"),
     Code.NO_SUCH_EVALUATOR: (_S.FAILED_PRECONDITION, "the server has no such evaluator"),
     Code.NO_SUCH_TRAINER: (_S.FAILED_PRECONDITION, "the server has no such trainer of its own"),

@@ -45,6 +45,7 @@ NEEDED_ROLES: Mapping[str, Role] = {
     "PauseJob": Role.OPERATOR,
     "ResumeJob": Role.OPERATOR,
     "CancelJob": Role.OPERATOR,
+    "RollbackJob": Role.OPERATOR,
     "RevokeClient": Role.OPERATOR,
     "CreateEnrolment": Role.OPERATOR,
     "ListEnrolments": Role.OPERATOR,

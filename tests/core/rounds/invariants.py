@@ -276,7 +276,7 @@ class Ledger:
             elif isinstance(command, Abandon):
                 assert self.attempts[command.key].phase is AttemptPhase.ABANDONED
         for change in proposal.changes:
-            if change.version is not None:
+            if change.version is not None and change.version.restored_from is None:
                 assert change.attempt is not None
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
