@@ -43,6 +43,7 @@ class Action(StrEnum):
     REPORT_CONFLICT = "report with other content refused"
     BUDGET_SET = "privacy budget set"
     BUDGET_REMOVED = "privacy budget removed"
+    PRUNED = "old data removed"
     SERVER_STARTED = "server started"
     SERVER_STOPPED = "server stopped"
 

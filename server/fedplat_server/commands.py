@@ -17,6 +17,7 @@ from fedplat_server import (
     logs,
     open_files,
     operator_commands,
+    prune_command,
     references,
 )
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
@@ -40,6 +41,7 @@ app.add_typer(operator_commands.app, name="operator", help="Say who may use the 
 app.add_typer(certificate_commands.app, name="certificates", help="Look after the server's certificates.")
 app.add_typer(pool_commands.app, name="pool", help="Run ranks that work for the daemon, and look after them.")
 app.command("init")(init_command.init)
+app.command("prune")(prune_command.prune_)
 
 
 @app.callback(invoke_without_command=True)

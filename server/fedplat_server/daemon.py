@@ -285,7 +285,7 @@ class _Parts:
             mtls_port=endpoint.mtls_port,
         )
         pool = PoolLink.of_folder(config.data_dir)
-        retention = Retention(blobs, store, jobs.state)
+        retention = Retention(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
             blobs, uploads, store.find_version, runner.post, accelerators, on_leftovers=retention.look_for

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
@@ -23,6 +24,10 @@ EVERY_S = 600.0
 """How often everything is looked at: also what `fedplat-server prune` has given up beside this daemon."""
 OLD_S = 3600.0
 """How old a file is at least that is removed only because no version names it."""
+SEEN_S = 6 * 3600.0
+"""How often it is noted when clients were seen that keep their sessions."""
+HISTORY_BATCH = 20
+"""The history of how many attempts is removed in one transaction."""
 
 
 def keep_of(job: JobState) -> Keep:
@@ -38,12 +43,21 @@ def keep_of(job: JobState) -> Keep:
 class Retention:
     """The background task. `state_of` knows the jobs."""
 
-    def __init__(self, blobs: BlobStore, store: Store, state_of: Callable[[str], JobState]) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        store: Store,
+        state_of: Callable[[str], JobState],
+        take_seen: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`take_seen` gives away when clients were seen since it was asked last."""
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
+        self._take_seen = take_seen
         self._jobs: dict[str, None] = {}
         self._leftovers: set[str] = set()
+        self._forgetful: set[str] = set()
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,7 +83,11 @@ class Retention:
 
     async def apply(self, job_id: str) -> None:
         """Removes what a job does not keep, some versions at a time."""
-        keep = keep_of(self._state_of(job_id))
+        job = self._state_of(job_id)
+        if job.spec.retention.history_days:
+            self._forgetful.add(job_id)
+        await self._remove_history(job)
+        keep = keep_of(job)
         while found := await self._store.removable(job_id, keep):
             with self._blobs.sweep() as sweep:
                 gone = await self._store.give_up(job_id, found)
@@ -78,6 +96,18 @@ class Retention:
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
             if len(found) < BATCH:
                 return
+
+    async def _remove_history(self, job: JobState) -> None:
+        days = job.spec.retention.history_days
+        before = time.time() - days * 86400.0
+        while days and (keys := await self._store.old_attempts(job.job_id, before, HISTORY_BATCH)):
+            # What selection remembers of clients, it reads back from their assignments.
+            await self._store.remove_history(keys, metrics=job.status in ENDED_JOBS)
+
+    async def _note_seen(self) -> None:
+        seen = sorted(self._take_seen().items())
+        for start in range(0, len(seen), BATCH):
+            await self._store.note_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
         """Removes every file that no version names; `fedplat-server prune` may have given it up."""
@@ -98,12 +128,17 @@ class Retention:
             await asyncio.to_thread(sweep.remove, gone)
 
     async def _run(self) -> None:
+        noted_at = asyncio.get_running_loop().time()
         while True:
             try:
                 async with asyncio.timeout(EVERY_S):
                     await self._wanted.wait()
             except TimeoutError:
                 await self._tried(self.remove_orphans())
+                self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
+                if asyncio.get_running_loop().time() >= noted_at + SEEN_S:
+                    noted_at = asyncio.get_running_loop().time()
+                    await self._tried(self._note_seen())
             self._wanted.clear()
             while self._jobs:
                 job_id = next(iter(self._jobs))

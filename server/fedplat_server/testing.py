@@ -125,6 +125,7 @@ class MemoryStore(MemoryLedger):
         self._job_keys: dict[str, str] = {}
         self._tokens: dict[bytes, tuple[AttemptKey, str]] = {}
         self._history: list[tuple[str, HistoryRecord]] = []
+        self._without_history: set[AttemptKey] = set()
 
     async def close(self) -> None:
         """Lets go of nothing: there are no connections."""
@@ -290,6 +291,38 @@ class MemoryStore(MemoryLedger):
     async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
         """Those of some digests that no row names."""
         return frozenset(digests) - await self.referenced_digests()
+
+    async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """The oldest attempts with a history that ended before a moment; see the port."""
+        job = self._jobs[job_id]
+        at_work = {each.key for each in job.assignments.values() if each.is_open}
+        found = [
+            key
+            for key, kept in job.attempts.items()
+            if kept.ended_unix_s is not None and kept.ended_unix_s < before_unix_s
+            if key not in at_work and key not in self._without_history
+        ]
+        return sorted(found)[:limit]
+
+    async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Removes the rows of the history of attempts; see the port."""
+        self._without_history.update(keys)
+        gone = [
+            index
+            for index, (job_id, record) in enumerate(self._history)
+            if record.row.entity in ("attempt", "assignment")
+            if AttemptKey(job_id, record.row.round, record.row.attempt) in keys
+        ]
+        for index in gone:
+            self._history[index] = ("", self._history[index][1])  # sequence numbers have gaps then
+        for job_id in {key.job_id for key in keys} if metrics else ():
+            made = self._jobs[job_id].assignments
+            for place, each in made.items():
+                made[place] = dataclasses.replace(each, metrics={}, text="") if place[0] in keys else each
+        return len(gone)
+
+    async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Notes nothing: clients are never given up here."""
 
     def _is_spare(self, job_id: str, record: VersionRecord) -> bool:
         """Whether neither the job nor a client at work for it needs a version's model, which is there."""

@@ -26,6 +26,7 @@ class ClientBook:
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
         self.last_seen_unix_s: dict[str, float] = {}
+        self._seen_lately: dict[str, float] = {}
 
     async def find(self, client_id: str) -> ClientRecord:
         """The client as it is now. Raises `RefusedError` if it is unknown or revoked."""
@@ -61,7 +62,12 @@ class ClientBook:
 
     def seen(self, client_id: str) -> None:
         """Notes that a client has called."""
-        self.last_seen_unix_s[client_id] = time.time()
+        self.last_seen_unix_s[client_id] = self._seen_lately[client_id] = time.time()
+
+    def take_seen(self) -> Mapping[str, float]:
+        """Gives away when clients were seen since this was called last."""
+        seen, self._seen_lately = self._seen_lately, {}
+        return seen
 
     def begin_call(self, client_id: str, limit: int) -> Callable[[], None]:
         """Counts a call that begins; returns what is to be called at its end. Raises `RefusedError`."""

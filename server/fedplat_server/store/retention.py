@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from fedplat.rounds import ModelVersion
+from fedplat.rounds import AttemptKey, ModelVersion
 
 BATCH = 1000
 """How many versions are looked at in one transaction."""
@@ -50,4 +50,19 @@ class RetentionStore(Protocol):
 
     async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
         """Those of some digests that no row names."""
+        ...
+
+    async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """The oldest attempts with a history that ended before a moment, and in which no client is at work."""
+        ...
+
+    async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Removes the rows of the history of attempts and their assignments, and notes it; how many rows there were.
+
+        With `metrics`, those of their assignments too, and what clients said beside them.
+        """
+        ...
+
+    async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Notes when clients were last here."""
         ...

@@ -57,6 +57,7 @@ class SqlFleet:
             "public_key": enrolment.public_key,
             "idempotency_key": enrolment.idempotency_key,
             "enrolled_unix_s": now,
+            "seen_unix_s": now,
             "session_number": 0,
         }
         # Of two calls with one key, the second waits here for the first, and then finds its client.
@@ -94,7 +95,7 @@ class SqlFleet:
         more = clients.update().where(clients.c.client_id.in_(client_ids))
 
         def work(connection: Connection) -> Sequence[rows.Row]:
-            connection.execute(more.values(session_number=clients.c.session_number + 1))
+            connection.execute(more.values(session_number=clients.c.session_number + 1, seen_unix_s=self._clock()))
             return connection.execute(_these(client_ids)).all()
 
         with crash.step("begin_sessions"):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
+from fedplat.rounds import AttemptKey
 from fedplat_server import crash
-from fedplat_server.store import rows
+from fedplat_server.audit import AuditEntry
+from fedplat_server.store import rows, sql_people
 from fedplat_server.store.database import Database
 from fedplat_server.store.retention import BATCH, Keep, Removable
-from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, jobs, model_versions
+from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, clients, history, jobs, model_versions
 
 _V = model_versions.c
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
@@ -54,6 +56,71 @@ class SqlRetention:
         """Those of some digests that no row names."""
         # A transaction that writes: whoever leads no more must not remove what the next leader has written.
         return await self._database.write(lambda connection: _unreferenced(connection, digests))
+
+    async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """The oldest attempts with a history that ended before a moment; see the port."""
+        at_work = select(assignments.c.client_id).where(
+            assignments.c.job_id == attempts.c.job_id,
+            assignments.c.round == attempts.c.round,
+            assignments.c.number == attempts.c.number,
+            STILL_OPEN,
+        )
+        query = (
+            select(attempts.c.round, attempts.c.number)
+            .where(attempts.c.job_id == job_id, attempts.c.ended_unix_s < before_unix_s)
+            .where(attempts.c.history_removed_unix_s.is_(None), ~at_work.exists())
+            .order_by(attempts.c.round, attempts.c.number)
+            .limit(limit)
+        )
+        found = await self._database.read(lambda connection: connection.execute(query).all())
+        return [AttemptKey(job_id, row.round, row.number) for row in found]
+
+    async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Removes the rows of the history of attempts; see the port."""
+        now = self._clock()
+
+        def work(connection: Connection) -> int:
+            num_rows = 0
+            for job_id, round_, number in keys:
+                mine = (history.c.job_id == job_id) & (history.c.round == round_) & (history.c.attempt == number)
+                of_attempt = history.c.entity.in_(("attempt", "assignment"))
+                num_rows += connection.execute(history.delete().where(mine, of_attempt)).rowcount
+                this = (attempts.c.job_id == job_id) & (attempts.c.round == round_) & (attempts.c.number == number)
+                connection.execute(attempts.update().where(this).values(history_removed_unix_s=now))
+                if metrics:
+                    made = (assignments.c.job_id == job_id) & (assignments.c.round == round_)
+                    these = assignments.update().where(made, assignments.c.number == number)
+                    connection.execute(these.values(metrics={}, text=""))
+            return num_rows
+
+        with crash.step("retention.history"):
+            return await self._database.write(work)
+
+    async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Notes when clients were last here."""
+        this = clients.c.client_id == sqlalchemy.bindparam("this_client")
+        values = [{"this_client": client_id, "seen_unix_s": seen} for client_id, seen in sorted(seen_unix_s.items())]
+        statement = clients.update().where(this)
+        if values:
+            await self._database.write(lambda connection: connection.execute(statement, values))
+
+    async def idle_clients(self, before_unix_s: float) -> list[str]:
+        """The clients that were not seen since a moment, and have no work; the oldest first."""
+        at_work = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
+        seen = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
+        query = select(clients.c.client_id).where(seen < before_unix_s, ~at_work.exists()).order_by(clients.c.sequence)
+        return [row.client_id for row in await self._database.read(lambda connection: connection.execute(query).all())]
+
+    async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
+        """Removes clients that were not seen since a moment; how many. What they did stays, under their ids."""
+        seen = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
+        gone = clients.delete().where(clients.c.client_id.in_(client_ids), seen < before_unix_s)
+        return await self._database.write(lambda connection: connection.execute(gone).rowcount)
+
+    async def note(self, entries: Collection[AuditEntry]) -> None:
+        """Adds entries to the audit log."""
+        now = self._clock()
+        await self._database.write(lambda connection: sql_people.append(connection, list(entries), now))
 
 
 def references() -> sqlalchemy.CompoundSelect[tuple[str]]:
