@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,12 @@ ROUNDS = 6
 POLICY = "[retention]\nversions = 2\nevery = 3\n"
 
 
-def prune(folder: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["prune", "--data-dir", str(folder), *options], catch_exceptions=False)
+def prune(folder: Path, *options: str, answer: str = "") -> Result:
+    """The command, in a thread: it has an event loop of its own."""
+    command = ["prune", "--data-dir", str(folder), *options]
+    with ThreadPoolExecutor(1) as thread:
+        call = functools.partial(CliRunner().invoke, app, command, input=answer, catch_exceptions=False)
+        return thread.submit(call).result()
 
 
 def counted(folder: Path, *options: str) -> dict[str, int]:
@@ -110,7 +116,7 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
     expected = {"models": 4, "states": 0, "attempts": 4, "clients": 1, "orphans": 1}
     assert {name: planned[name] for name in expected} == expected
     assert planned["bytes"] > 0
-    refused = CliRunner().invoke(app, ["prune", "--data-dir", str(folder), *limits], input="n\n")
+    refused = prune(folder, *limits, answer="n\n")
     assert refused.exit_code == 1
     assert "4 model files of old versions" in refused.stdout
     assert counted(folder, *limits, "--dry-run") == planned, "asked, and answered with no"
@@ -133,14 +139,14 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
 
 async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None:
     async with harness.running(folder) as site:
-        client = await site.enrol(key="the one")
+        client = await site.enrol(key="the only one")
     with rows(folder) as database:
         database.execute("UPDATE clients SET seen_unix_s = 1.0")
     assert counted(folder, "--clients-unseen-for", "1d", "--yes")["clients"] == 1
     async with harness.running(folder) as site:
         with pytest.raises(aio.AioRpcError, match="this server knows no such client; enrol with a ticket"):
             await client.over(site.channel).open_session()
-        again = await site.enrol(key="the one")
+        again = await site.enrol(key="the only one")
         assert again.client_id != client.client_id
 
 
