@@ -34,8 +34,8 @@ def list_versions(
                 formats.size(version.model.size_bytes),
                 formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
                 formats.moment(version.created_unix_s),
-                version.model.digest[:12],
                 _files(version),
+                version.model.digest[:12],
                 formats.metrics(version.metrics, {}),
             )
             for version in versions
@@ -48,8 +48,8 @@ def list_versions(
             "#SIZE",
             "#DELTA",
             "CREATED",
-            "SHA256",
             "FILES",
+            "SHA256",
             "METRICS",
         )
         here.output.table(columns, rows, "no versions yet")

@@ -166,6 +166,12 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def CancelJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_CANCELLED, context)
 
+    def RollbackJob(self, request: admin_pb2.RollbackJobRequest, context: grpc.ServicerContext):
+        job = self._find(request.job, context)
+        job.model.version += 1
+        job.restored_from = request.version
+        return admin_pb2.RollbackJobResponse(job=job, rule_state="initial")
+
     def WatchJob(self, request: admin_pb2.WatchJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
         self.state.watched_after.append(request.after_sequence)

@@ -201,6 +201,31 @@ def test_job_control(run: Run, job: admin_pb2.Job):
     assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
 
 
+def test_job_rollback(run: Run, job: admin_pb2.Job):
+    result = run("job", "rollback", "digits", "0")
+    assert result.stdout == (
+        f"job digits ({job.job_id}) is RUNNING\n"
+        "version 2 has the bytes of version 0; the aggregation rule begins anew: its state of then is not kept "
+        "(retention.states)\n"
+    )
+    assert "(that of version 0, by a rollback)" in run("job", "show", "digits").stdout
+    again = parsed(run("job", "rollback", "digits", "1", "--json"))
+    assert (again["rule_state"], again["job"]["restored_from"]) == ("initial", 1)
+    wrong = run("job", "rollback", "digits", "last")
+    assert wrong.exit_code == 2
+
+
+@pytest.mark.usefixtures("job")
+def test_model_list_shows_which_files_are_kept(run: Run, state: State):
+    state.versions[0].model_removed_unix_s = 5.0
+    state.versions[1].has_state = True
+    state.versions[1].restored_from = 0
+    header, *rows = run("model", "list", "digits").stdout.splitlines()
+    assert "FILES" in header
+    assert "  removed  " in rows[0]
+    assert "  model, state (version 0 again)  " in rows[1]
+
+
 def test_job_submit(run: Run, state: State, job_file: str):
     result = run("job", "submit", job_file)
     (job,) = state.jobs.values()
@@ -333,6 +358,7 @@ COMMANDS = [
     ("job", "pause", "x"),
     ("job", "resume", "x"),
     ("job", "cancel", "x"),
+    ("job", "rollback", "x", "1"),
     ("client", "list"),
     ("model", "list", "x"),
     ("model", "export", "x", "--output", "never-written"),
