@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def counted(folder: Path, *options: str) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def rows(folder: Path) -> Iterator[sqlite3.Connection]:
+def rows(folder: Path) -> Generator[sqlite3.Connection]:
     connection = sqlite3.connect(folder / "fedplat.sqlite")
     with contextlib.closing(connection), connection:
         yield connection
