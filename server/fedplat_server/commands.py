@@ -20,7 +20,7 @@ from fedplat_server import (
     references,
 )
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
-from fedplat_server.config import LeaseTimes, ServerConfig
+from fedplat_server.config import LeaseTimes, Limits, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
 from fedplat_server.pool import commands as pool_commands
@@ -102,6 +102,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         float,
         typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
     ] = 6.0,
+    upload_memory_mib: Annotated[
+        int, typer.Option(min=8, help="Memory that updates may take together while they are received, in MiB.")
+    ] = Limits().upload_memory_bytes // 2**20,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
     reflection: Annotated[bool, typer.Option("--reflection", help="Describe the services to whoever asks.")] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
@@ -138,6 +141,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         trainers=trainers,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
+        limits=Limits(upload_memory_bytes=upload_memory_mib * 2**20),
         advertise=advertise,
         share_port=share_port,
         lease=LeaseTimes.of(lease_s),

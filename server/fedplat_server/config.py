@@ -19,6 +19,10 @@ class Limits(msgspec.Struct, frozen=True):
     `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
     `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
+    `newcomer_reads`: first messages of callers without a credential that are received at a time, and `_per_network`
+    of them (an IPv4 address, or the /64 of an IPv6 address); each must be complete after `newcomer_read_s`.
+    `open_calls`: calls of the open services (health, reflection) at a time. `upload_memory_bytes`: what updates may
+    take together while they are received; of those beyond it, `max_waiting_uploads` wait for `upload_wait_s`.
     """
 
     max_waiting: int = 100_000
@@ -37,6 +41,14 @@ class Limits(msgspec.Struct, frozen=True):
     anonymous_per_minute: float = 6000.0
     max_upload_factor: float = 4.0
     refusal_delay_s: float = 0.5
+    newcomer_reads: int = 64
+    newcomer_reads_per_network: int = 16
+    newcomer_read_s: float = 5.0
+    open_calls: int = 1024
+    open_calls_per_network: int = 64
+    upload_memory_bytes: int = 160 * 2**20
+    max_waiting_uploads: int = 512
+    upload_wait_s: float = 10.0
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
@@ -67,6 +79,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
     At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
+    A connection that is `connection_age_s` old takes no more calls; those under way go on for twice the longest poll.
     """
 
     listen: str
@@ -98,6 +111,7 @@ class ServerConfig(msgspec.Struct, frozen=True):
     reflection: bool = False
     tls: TlsFiles | None = None
     mtls_listen: str = ""
+    connection_age_s: float = 3600.0
 
     @property
     def blob_dir(self) -> Path:

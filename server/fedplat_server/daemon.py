@@ -25,8 +25,9 @@ from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
+from fedplat_server.cluster.gateway import Entrance
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
-from fedplat_server.cluster.switch import Nowhere, Switch
+from fedplat_server.cluster.switch import Nowhere
 from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
@@ -39,6 +40,7 @@ from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
 from fedplat_server.rpc import serving
+from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
@@ -111,7 +113,8 @@ class Daemon:
             if is_serving:
                 await self._announce(endpoint)
 
-        follower = Follower(candidate.holder, endpoint.switch, tell, self._config.tls, endpoint.peers.client_of)
+        entrance = Entrance(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        follower = Follower(candidate.holder, endpoint.switch, tell, entrance)
         try:
             return await self._unless_stopped(election.elect(follower.follow))
         finally:
@@ -149,7 +152,7 @@ class Daemon:
         await stack.enter_async_context(_severed_when_lost(store))
         await parts.restore()
         await _note(store, audit.Action.SERVER_STARTED)
-        await stack.enter_async_context(_taking_calls(endpoint.switch, parts.services))
+        await stack.enter_async_context(_taking_calls(endpoint, parts.services))
         await stack.enter_async_context(_severed_when_lost(store))
         await endpoint.health.tell(True)
         stack.push_async_callback(endpoint.health.tell, False)
@@ -208,13 +211,13 @@ async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _taking_calls(switch: Switch, services: Services) -> AsyncGenerator[None]:
+async def _taking_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
     """Calls come to the services of this daemon. At the end none is under way."""
-    switch.turn(serving.route(services))
+    endpoint.switch.turn(serving.route(services, endpoint.reads))
     try:
         yield
     finally:
-        calls = switch.turn(Nowhere())
+        calls = endpoint.switch.turn(Nowhere())
         await calls.ended()
 
 
@@ -273,6 +276,7 @@ class _Parts:
             uploads=uploads,
             evaluation=evaluation,
             quotas=Quotas(config.limits, asyncio.get_running_loop().time),
+            memory=UploadMemory(config.limits),
             conflicts=Conflicts(store),
             budgets=Budgets(store),
             started_unix_s=time.time(),

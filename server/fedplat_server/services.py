@@ -23,6 +23,7 @@ from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.store.port import JobRecord, Store
@@ -127,6 +128,7 @@ class Services:
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas
+    memory: UploadMemory
     conflicts: Conflicts
     budgets: Budgets
     started_unix_s: float

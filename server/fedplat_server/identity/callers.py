@@ -14,7 +14,7 @@ from fedplat import identity
 from fedplat_server.audit import SERVER, Action, AuditEntry
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
-from fedplat_server.identity.sessions import Sessions
+from fedplat_server.identity.sessions import Session, Sessions
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
@@ -83,6 +83,10 @@ class Callers:
         self._book.seen(client_id)
         return session_id
 
+    def claimed(self, call: Call) -> str:
+        """Return the client that a call names, before its message is there; `authenticate` proves it afterwards."""
+        return call.certified.rpartition("/")[0] or self._session(call)[0].client_id
+
     async def authenticate(self, call: Call) -> ClientRecord:
         """The client that makes a call; what else one says that shows a certificate does not matter."""
         if not call.certified:
@@ -100,12 +104,7 @@ class Callers:
         return client
 
     async def _by_session(self, call: Call) -> ClientRecord:
-        session_id, counter = call.text(identity.METADATA_SESSION), _counter(call)
-        if not session_id or counter is None:
-            raise RefusedError(Code.UNAUTHENTICATED)
-        session = self._sessions.find(session_id)
-        if session is None:
-            raise RefusedError(Code.SESSION_UNKNOWN)
+        session, session_id, counter = self._session(call)
         client = await self._book.find(session.client_id)
         _verify(client.public_key, call, identity.call_payload(call.method, session_id, counter, call.request))
         await self._refuse_fenced(client, session.number)
@@ -114,6 +113,15 @@ class Callers:
             raise RefusedError(Code.REPLAYED)
         session.window = window
         return client
+
+    def _session(self, call: Call) -> tuple[Session, str, int]:
+        session_id, counter = call.text(identity.METADATA_SESSION), _counter(call)
+        if not session_id or counter is None:
+            raise RefusedError(Code.UNAUTHENTICATED)
+        session = self._sessions.find(session_id)
+        if session is None:
+            raise RefusedError(Code.SESSION_UNKNOWN)
+        return session, session_id, counter
 
     async def _refuse_fenced(self, client: ClientRecord, number: int) -> None:
         """Lets nobody speak under an older session than the latest, and notes the first call of each that does.

@@ -56,6 +56,7 @@ class Code(StrEnum):
     TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
     TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
     TOO_MANY_BYTES = "TOO_MANY_BYTES"
+    TOO_MANY_UPLOADS = "TOO_MANY_UPLOADS"
     DRAINING = "DRAINING"
     NO_LEADER = "NO_LEADER"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
@@ -117,6 +118,10 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.TOO_MANY_STREAMS: (_S.RESOURCE_EXHAUSTED, "this client has too many transfers open"),
     Code.TOO_MANY_REQUESTS: (_S.RESOURCE_EXHAUSTED, "too many requests; try again later"),
     Code.TOO_MANY_BYTES: (_S.RESOURCE_EXHAUSTED, "too many bytes were sent for this attempt, which is over now"),
+    Code.TOO_MANY_UPLOADS: (
+        _S.RESOURCE_EXHAUSTED,
+        "the server receives as many updates at this moment as its memory allows; try again",
+    ),
     Code.DRAINING: (_S.UNAVAILABLE, "the server is stopping; try again"),
     Code.NO_LEADER: (_S.UNAVAILABLE, "no server leads the jobs at this moment; try again in some seconds"),
     Code.STORE_UNAVAILABLE: (_S.UNAVAILABLE, "the server's database does not answer; try again"),
@@ -132,6 +137,7 @@ RETRY: Mapping[Code, RetryWindow] = {
     Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),
     Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
+    Code.TOO_MANY_UPLOADS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_LOGINS: RetryWindow(1.0, 10.0),
     Code.DRAINING: RetryWindow(1.0, 5.0),
     Code.NO_LEADER: RetryWindow(0.5, 3.0),

@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 from grpc import aio
 
@@ -29,10 +30,11 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, files, intake
 from fedplat_server.check_in import SOON, wait_for_work
 from fedplat_server.errors import SpoolError
-from fedplat_server.rpc import convert, reports, requests, streams
+from fedplat_server.rpc import convert, memory, reports, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
+from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.uploads import UploadKey
 
@@ -42,6 +44,11 @@ DRAINING = RetryWindow(1.0, 5.0)
 
 class FleetService(MembershipService):
     """Every method: who is it, what does the coordinator say, tell them."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        # Of clients with a report under way.
+        self._reporting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         """Waits for work."""
@@ -111,6 +118,7 @@ class FleetService(MembershipService):
         if not started.accepted:
             raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         upload_key = UploadKey(*key, client.client_id)
+        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
 
         def still_wanted() -> bool:
             found = self._services.runner.coordinator.find(key, client.client_id)
@@ -122,7 +130,8 @@ class FleetService(MembershipService):
                 yield part.data
 
         try:
-            received = await streams.receive(self._services.uploads, upload_key, header, parts(), still_wanted)
+            async with self._services.memory.uploads.share(size_bytes):
+                received = await streams.receive(self._services.uploads, upload_key, header, parts(), still_wanted)
         finally:
             await self._tidy_up(key, upload_key)
         return fleet_pb2.UploadResponse(received_bytes=received)
@@ -140,6 +149,11 @@ class FleetService(MembershipService):
     async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
         """Commits an update."""
         client = await self._client(context)
+        # One at a time: the same report that comes twice waits for the first, and has its receipt then.
+        async with self._reporting.setdefault(client.client_id, asyncio.Lock()):
+            return await self._report(client, request)
+
+    async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         found = await self._find(client, request.token)
         if found is None:
             return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, SOON))
@@ -314,7 +328,6 @@ class FleetService(MembershipService):
         """
         services, digest, upload_key = self._services, requests.digest(request.digest), UploadKey(*key, client_id)
         if request.update:
-            await self._check_size(key, client_id, len(request.update))
             await self._count_bytes(key, client_id, len(request.update))
         job = services.jobs.state(key.job_id)
         base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink

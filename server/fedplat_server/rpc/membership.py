@@ -21,6 +21,8 @@ from fedplat_server.store.fleet import ClientRecord
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
 _T = TypeVar("_T")
+_RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
+"""No certificate leads to the next one, so that one who asks for it is known by a signature only."""
 
 
 class MembershipService(fleet_pb2_grpc.FleetServicer):
@@ -34,7 +36,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
         """Gives a nonce."""
-        self._services.quotas.stranger(self._peer(context))
+        self._services.quotas.stranger(self.peer_of(context))
         requests.protocol_version(request.protocol_version)
         nonce = self._services.callers.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
@@ -84,7 +86,16 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
         )
 
-    def _peer(self, context: Context) -> str:
+    async def claimed(self, method: str, context: Context) -> str:
+        """Return the client that a call names: who names none is refused before the message is received."""
+        return await self._counted(self._claimed(method, context), context)
+
+    async def _claimed(self, method: str, context: Context) -> str:
+        certified = "" if method == _RENEWAL else self._certified(context)
+        return self._services.callers.claimed(_call(context, certified))
+
+    def peer_of(self, context: Context) -> str:
+        """Return the address of the caller, as gRPC has it."""
         return hop.of(context, self._services.lease.secret).peer
 
     async def _known(self, context: Context) -> ClientRecord:
@@ -92,9 +103,11 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         return await self._counted(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
+        return await self._services.callers.authenticate(_call(context, self._certified(context)))
+
+    def _certified(self, context: Context) -> str:
         passed_on = hop.read(context.invocation_metadata() or (), self._services.lease.secret)
-        certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
-        return await self._services.callers.authenticate(_call(context, certified))
+        return passed_on.client if passed_on is not None else self._services.peers.client_of(context)
 
     async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
         """Whoever is no client is counted with the strangers."""
@@ -104,13 +117,13 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             # One whose session is from before a restart only has to open another, and that is counted. A whole
             # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._services.quotas.stranger(self._peer(context))
+                self._services.quotas.stranger(self.peer_of(context))
             raise
 
     async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
         answer = await self._counted(work, context)
-        self._services.quotas.no_stranger(self._peer(context))
+        self._services.quotas.no_stranger(self.peer_of(context))
         return answer
 
 
