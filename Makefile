@@ -16,7 +16,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak check format proto bench bench-peers references papers papers-page bench-page clean
+.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -43,7 +43,7 @@ faults: $(STAMP) ## the tests that prove the rows of docs/reliability.md; fails 
 faults-page: $(STAMP) ## the same, and write the table into docs/reliability.md
 	$(BIN)/python tests/faults/run.py --write -n auto --dist worksteal -q
 
-hostile: $(STAMP) ## 100,000 malformed messages against a daemon that has honest clients
+hostile: $(STAMP) ## 100,000 malformed messages, on SQLite and on PostgreSQL, against a daemon that has honest clients
 	$(BIN)/python tests/hostile/storm.py
 
 fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of strangers
@@ -52,6 +52,9 @@ fuzz: $(STAMP) ## a minute of mutations for everything that reads bytes of stran
 
 soak: $(STAMP) ## 200 clients and many faults for 10 minutes; nothing may grow or get lost
 	$(BIN)/python tests/faults/soak.py
+
+soak-attackers: $(STAMP) ## 100 honest clients for 10 minutes, beside one attacker of each kind
+	$(BIN)/python tests/faults/soak_attackers.py
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check .

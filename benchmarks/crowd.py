@@ -163,6 +163,18 @@ async def wait_through_outages(member: Member, wait_s: float) -> fleet_pb2.Check
         backoff_s = min(2 * backoff_s, 30.0)
 
 
+async def until_taken(start: Callable[[], Awaitable[_T]]) -> _T:
+    """The answer of a call; one that is refused because the server takes too many at once is made again, when asked."""
+    while True:
+        try:
+            return await start()
+        except aio.AioRpcError as exc:
+            if exc.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            window = _window(exc)
+        await asyncio.sleep(random.uniform(*window))
+
+
 def _window(exc: aio.AioRpcError) -> tuple[float, float]:
     for name, value in exc.trailing_metadata() or ():
         if name == wire.METADATA_RETRY:

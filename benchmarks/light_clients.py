@@ -9,6 +9,7 @@ same size, zeros under the model's header. It keeps the header alone.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import struct
 import sys
@@ -44,10 +45,11 @@ async def take_part(member: Member) -> None:
             header, digest = await _download(member, model), model.digest
         size = model.size_bytes
         if size <= INLINE_BYTES:
-            await member.report(token, header + bytes(size - len(header)))
+            content = header + bytes(size - len(header))
+            await crowd.until_taken(functools.partial(member.report, token, content))
             continue
         update = _digest(header, size)
-        await _upload(member, token, header, size)
+        await crowd.until_taken(functools.partial(_upload, member, token, header, size))
         request = fleet_pb2.ReportRequest(token=token, digest=update, num_examples=1.0)
         await member.call("Report", request.SerializeToString())
 

@@ -76,7 +76,15 @@ class ProfileError(FedplatError):
 
 
 class ServerUnreachableError(FedplatError):
-    """No server answers at the address."""
+    """No server answers at the address.
+
+    `reason` is the short form for a sentence. `is_lasting`: trying again does not help, as with a wrong certificate.
+    """
+
+    def __init__(self, message: str, *, reason: str = "", is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason or message
+        self.is_lasting = is_lasting
 
 
 class ServerRefusedError(FedplatError):

@@ -61,6 +61,9 @@ learning_rate = 0.03
 goal = {goal}
 over_selection = 1.0
 min_fraction = 0.1
+[updates]
+max_weight_factor = 0 # the paper weighs clients by all their examples
+outlier_factor = 0
 [retry]
 base_s = 0.1
 max_s = 0.1

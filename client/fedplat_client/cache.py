@@ -62,8 +62,8 @@ class ModelCache:
     """A folder with one file per model, `<digest>.safetensors`, and one `<digest>.part` per unfinished download.
 
     One model is in use at a time: the one that was last asked for, and while it is made from a delta, its base. They
-    are never evicted; of the others, the one that was used longest ago goes first. Methods raise `OSError` when
-    the disk fails them.
+    are never evicted; of the others, the one that was used longest ago goes first. A model that is larger than the
+    limit is not kept (`models.py`). Methods raise `OSError` when the disk fails them.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:

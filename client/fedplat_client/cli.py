@@ -31,13 +31,27 @@ class _UsageError(click.ClickException):
     exit_code = 2
 
 
+_MAX_LINE = 4000
+"""Characters of a line in the log: servers choose some of what is in it."""
+
+
+def _printable(text: str) -> str:
+    """A line that is safe for a terminal: control characters are escaped, and the rest of a long one is left out."""
+    if len(text) > _MAX_LINE:
+        text = f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} more characters)"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class _FieldFormatter(logging.Formatter):
-    """A sentence for people, then the fields for machines as key=value."""
+    """A sentence for people, then the fields for machines as key=value. Neither holds a control character."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
         text = super().formatMessage(record)
-        return " ".join((text, *(f"{name}={value}" for name, value in fields.items())))
+        return _printable(" ".join((text, *(f"{name}={value}" for name, value in fields.items()))))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
 class _RunOptions(TypedDict):
@@ -61,7 +75,11 @@ def main() -> None:
 
 
 @main.command(help="Work for a server until stopped.")
-@click.option("--ticket", metavar="TICKET", help="The line that an operator gave; else FEDPLAT_TICKET.")
+@click.option(
+    "--ticket",
+    metavar="TICKET",
+    help="The line that an operator gave; else FEDPLAT_TICKET. Better in a file: all users of the host see arguments.",
+)
 @click.option(
     "--ticket-file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -100,13 +118,19 @@ def main() -> None:
 def run(**options: Unpack[_RunOptions]) -> None:
     """Runs a client."""
     _set_up_logging(options["log_level"])
+    if options["ticket"] is not None:
+        click.echo(
+            "Warning: --ticket shows the ticket to all users of this host, in the list of processes; "
+            "give it with --ticket-file FILE or FEDPLAT_TICKET.",
+            err=True,
+        )
     memory.reuse_message_memory()
     client = _client(options)
     memory.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:
-        raise click.ClickException(str(exc)) from exc
+        raise click.ClickException(_printable(str(exc))) from exc
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)

@@ -9,6 +9,7 @@ FedplatError
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
     └── ServerError                a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later
+        │   ├── ServerBusyError            it has no room for this transfer at this moment
         │   ├── SessionLostError           the session is gone; the same call works in another one
     │   ├── CertificateExpiredError    the client's certificate has expired; the same call works with the next one
     │   └── UnreachableError           nobody answered at all: the connection broke, or there was none
@@ -68,6 +69,10 @@ class ServerError(ClientError):
 
 class ServerUnavailableError(ServerError):
     """There was no usable answer; the same call may work later."""
+
+
+class ServerBusyError(ServerUnavailableError):
+    """The server has no room for this transfer at this moment; the same call works in its retry window."""
 
 
 class SessionLostError(ServerUnavailableError):

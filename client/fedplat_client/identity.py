@@ -54,7 +54,7 @@ def enrolled(data_dir: Path) -> Identity:
         have = f"{len(found)} identities" if found else "no identity"
         raise DataDirectoryError(
             f"the data directory {data_dir} has {have}; expected one. "
-            "Give a ticket (FEDPLAT_TICKET, --ticket or --ticket-file), or name server and population"
+            "Give a ticket (--ticket-file or FEDPLAT_TICKET), or name server and population"
         )
     return _read(found[0])
 
@@ -102,7 +102,7 @@ class DataDirectory:
         """The stored identity; when there is none, a new one that is stored before it is returned.
 
         So a crash between the first Enroll call and its reply does not enrol twice. A ticket says how the server is
-        known from now on.
+        known from now on, except that it cannot take TLS away: raises `DataDirectoryError` for such a ticket.
         """
         try:
             identity = _read(self._identity)
@@ -111,6 +111,12 @@ class DataDirectory:
             identity = Identity(new_key(), self._server, self._population)
             self._save_with(identity, ticket)
             return self.identity()
+        if ticket is not None and identity.tls and not ticket.tls:
+            raise DataDirectoryError(
+                f"the ticket names {self._server} without TLS, and this client knows it with TLS; expected a ticket "
+                "with TLS, so that no other host can stand for the server. If its operator has switched TLS off, "
+                f"delete {self._identity} to enrol as a new client"
+            )
         if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
             self._save_with(identity, ticket)
             return self.identity()

@@ -34,6 +34,7 @@ class Models:
 
     connection: Connection
     cache: ModelCache
+    max_model_bytes: int
 
     def get(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         """The model of an assignment.
@@ -46,13 +47,23 @@ class Models:
         path = self.cache.find(model.digest)
         if path is None and assignment.HasField("delta"):
             path = self._from_delta(model, assignment.delta, control)
-        return Parameters.open(path or self._whole(model, control))
+        return Parameters.open(path) if path is not None else self._whole(model, control)
 
-    def _whole(self, model: model_pb2.ModelRef, control: Control) -> Path:
-        self.cache.make_room(model.size_bytes, model.digest)
+    def _whole(self, model: model_pb2.ModelRef, control: Control) -> Parameters:
+        """Downloads the model; one that is beyond the limit of the cache is used, and not kept."""
+        if model.size_bytes > self.max_model_bytes:
+            raise TransferError(
+                f"the server's model has {model.size_bytes} bytes, and this client takes {self.max_model_bytes} at "
+                "most; raise max_model_bytes if it is to work for such a job"
+            )
+        is_kept = self.cache.make_room(model.size_bytes, model.digest)
         with self.cache.part(model.digest) as part:
             transfer.download(self.connection, model, part, control)
-            return self.cache.admit(part, model.digest)
+            path = self.cache.admit(part, model.digest)
+        parameters = Parameters.open(path)
+        if not is_kept:
+            path.unlink()  # what is open stays readable
+        return parameters
 
     def _from_delta(self, model: model_pb2.ModelRef, delta: fleet_pb2.ModelDelta, control: Control) -> Path | None:
         """The model's file; None, said in the log, where the delta is of no use."""

@@ -34,8 +34,10 @@ class ClientOptions:
     inline_limit_bytes: int = wire.INLINE_BYTES
     """Largest update that travels with its report, without an upload of its own."""
     cache_limit_bytes: int = 2 * 2**30
-    """Size of the model cache; the model in use may exceed it. What codecs have left out may take as much
-    again, and so may what trainers remember."""
+    """Size of the model cache; a model that exceeds it is used, and not kept. What codecs have left out may
+    take as much again, and so may what trainers remember."""
+    max_model_bytes: int = 32 * 2**30
+    """Largest model that is downloaded; the client fails an assignment with a larger one (`TRANSFER_FAILED`)."""
     mtls: bool = False
     """Show the server a short-lived certificate instead of signing each call."""
     rng: random.Random = field(default_factory=random.SystemRandom)
@@ -51,11 +53,10 @@ class ClientOptions:
             raise ValueError(
                 f"inline_limit_bytes is {self.inline_limit_bytes}; expected at least 0 and at most {wire.INLINE_BYTES}"
             )
-        if self.transfer_attempts < 1 or self.cache_limit_bytes < 0:
-            raise ValueError(
-                f"transfer_attempts is {self.transfer_attempts} and cache_limit_bytes is {self.cache_limit_bytes}; "
-                "expected at least 1 and at least 0"
-            )
+        for name, least in (("transfer_attempts", 1), ("cache_limit_bytes", 0), ("max_model_bytes", 0)):
+            number: int = getattr(self, name)
+            if number < least:
+                raise ValueError(f"{name} is {number}; expected at least {least}")
 
 
 class Backoff:

@@ -14,14 +14,16 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.cache import Part
 from fedplat_client.connection import Connection
-from fedplat_client.errors import CallRefusedError, ServerUnavailableError, TransferError
-from fedplat_client.options import Backoff
+from fedplat_client.errors import CallRefusedError, ServerBusyError, ServerUnavailableError, TransferError
+from fedplat_client.options import Backoff, draw_s
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
 """What is downloaded: it has a digest and a size."""
 _SOON_S = 0.5
 """A part that went within this time lets the next one be larger."""
+_BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
+"""When to ask a busy server again that does not say when."""
 # The server has another number of bytes than we thought: ask it, and go on from there.
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
@@ -106,6 +108,9 @@ def upload(connection: Connection, token: str, content: Content, control: Contro
             parts = parts_of(content, offset, control.options.clock)
             have = connection.upload(header, parts, _positive(control.remaining_s), control.signal)
             broken = "the server took a part only"
+        except ServerBusyError as exc:
+            control.wait(draw_s(exc.retry or _BUSY, control.options.rng))
+            continue
         except ServerUnavailableError as exc:
             have, broken, retry = None, str(exc), exc.retry
         except CallRefusedError as exc:

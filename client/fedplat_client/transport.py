@@ -21,6 +21,7 @@ from fedplat_client.errors import (
     FencedError,
     IdentityError,
     RevokedError,
+    ServerBusyError,
     ServerError,
     ServerUnavailableError,
     SessionLostError,
@@ -61,6 +62,7 @@ _TRY_LATER = frozenset(
 
 
 _BY_CODE: dict[str, type[ServerError]] = {
+    "TOO_MANY_UPLOADS": ServerBusyError,
     "SESSION_UNKNOWN": SessionLostError,
     "REPLAYED": SessionLostError,
     "CHALLENGE_EXPIRED": ServerUnavailableError,
@@ -147,7 +149,7 @@ def translated(exc: grpc.RpcError) -> ServerError:
     status, text = exc.code(), exc.details() or "no details"
     said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(identity.METADATA_CODE)
     if (known := _BY_CODE.get(str(said))) is not None:
-        return known(status.name, text)
+        return known(status.name, text, _retry_window(exc))
     if status is grpc.StatusCode.UNAVAILABLE and said is None:
         return UnreachableError(status.name, text, _retry_window(exc))
     if status in _TRY_LATER:

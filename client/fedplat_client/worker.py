@@ -158,7 +158,7 @@ class Worker:
 
     def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         try:
-            return Models(self.connection, self.cache).get(assignment, control)
+            return Models(self.connection, self.cache, self.options.max_model_bytes).get(assignment, control)
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise _AssignmentFailedError(

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
 from fedplat import wire
+from fedplat.cli import formats, paging
+from fedplat.cli.paging import Page, Row
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.identity import METADATA_CODE, is_address
@@ -103,9 +105,9 @@ class AdminClient:
             time.sleep(_PAUSE_S)
             left_s = None if timeout_s is None else end - time.monotonic()
 
-    def status(self) -> admin_pb2.GetStatusResponse:
-        """What the server says of itself."""
-        return self._call(self._stub.GetStatus, admin_pb2.GetStatusRequest())
+    def status(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
+        """What the server says of itself; within `timeout_s` instead of the client's usual time."""
+        return self._call(self._stub.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
 
     def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
         """Stores a safetensors file, given in pieces of at most `wire.MAX_MESSAGE_BYTES`; its digest is checked."""
@@ -133,8 +135,12 @@ class AdminClient:
         return self._call(self._stub.CreateJob, request)
 
     def list_jobs(self) -> Sequence[admin_pb2.Job]:
-        """All jobs."""
-        return self._call(self._stub.ListJobs, admin_pb2.ListJobsRequest()).jobs
+        """All jobs, without their job files, which `show_job` has."""
+        return list(self.iter_jobs())
+
+    def iter_jobs(self, limit: int | None = None) -> Iterator[admin_pb2.Job]:
+        """Yield jobs in the order of their creation, at most `limit` of them, a page in memory at a time."""
+        return self._rows(self._stub.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs, limit)
 
     def show_job(self, job: str) -> admin_pb2.Job:
         """One job."""
@@ -156,6 +162,10 @@ class AdminClient:
         """Ends the job for good: CANCELLED."""
         return self._call(self._stub.CancelJob, admin_pb2.JobRequest(job=job))
 
+    def rollback(self, job: str, version: int) -> admin_pb2.RollbackJobResponse:
+        """Lets a job go on from an older version."""
+        return self._call(self._stub.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))
+
     def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:
         """The events of a job after a sequence number, past ones first; ends when the job has ended.
 
@@ -173,19 +183,23 @@ class AdminClient:
 
     def list_rounds(self, job: str, *, all_attempts: bool = False) -> Sequence[admin_pb2.Round]:
         """The attempts of a job that are committed or open; with `all_attempts` the abandoned ones too."""
+        return list(self.iter_rounds(job, all_attempts=all_attempts))
+
+    def iter_rounds(
+        self, job: str, limit: int | None = None, *, all_attempts: bool = False
+    ) -> Iterator[admin_pb2.Round]:
+        """Yield what `list_rounds` has, at most `limit` attempts, a page in memory at a time."""
         request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts)
-        return self._call(self._stub.ListRounds, request).rounds
+        return self._rows(self._stub.ListRounds, request, lambda page: page.rounds, limit)
 
     def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
         """The enrolled clients, of one population or of all."""
-        found: list[admin_pb2.Client] = []
+        return list(self.iter_clients(population))
+
+    def iter_clients(self, population: str = "", limit: int | None = None) -> Iterator[admin_pb2.Client]:
+        """Yield what `list_clients` has, at most `limit` clients, a page in memory at a time."""
         request = admin_pb2.ListClientsRequest(population=population)
-        while True:
-            page = self._call(self._stub.ListClients, request)
-            found += page.clients
-            if not page.next_page_token:
-                return found
-            request.page_token = page.next_page_token
+        return self._rows(self._stub.ListClients, request, lambda page: page.clients, limit)
 
     def revoke_client(self, client_id: str) -> admin_pb2.Client:
         """Ends a client's membership for good."""
@@ -202,21 +216,38 @@ class AdminClient:
 
     def list_enrolments(self) -> Sequence[admin_pb2.Enrolment]:
         """The enrolment tokens, good or not; none of them shows its secret."""
-        return self._call(self._stub.ListEnrolments, admin_pb2.ListEnrolmentsRequest()).enrolments
+        return list(self.iter_enrolments())
 
-    def revoke_enrolment(self, enrolment_id: str) -> admin_pb2.Enrolment:
-        """Lets nobody enrol by a token any more."""
-        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id)
-        return self._call(self._stub.RevokeEnrolment, request)
+    def iter_enrolments(self, limit: int | None = None) -> Iterator[admin_pb2.Enrolment]:
+        """Yield what `list_enrolments` has, at most `limit` tokens, a page in memory at a time."""
+        request = admin_pb2.ListEnrolmentsRequest()
+        return self._rows(self._stub.ListEnrolments, request, lambda page: page.enrolments, limit)
+
+    def revoke_enrolment(self, enrolment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrolment:
+        """Let no client enrol by a token any more; `with_clients` also revokes those that have enrolled by it."""
+        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id, with_clients=with_clients)
+        num_revoked = 0
+        while True:
+            answer = self._call(self._stub.RevokeEnrolment, request)
+            num_revoked += answer.num_revoked_clients
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                answer.num_revoked_clients = num_revoked
+                return answer
 
     def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
         """The model versions of a job."""
-        return self._call(self._stub.ListModelVersions, admin_pb2.ListModelVersionsRequest(job=job)).versions
+        return list(self.iter_versions(job))
+
+    def iter_versions(self, job: str, limit: int | None = None) -> Iterator[admin_pb2.ModelVersion]:
+        """Yield what `list_versions` has, at most `limit` versions, a page in memory at a time."""
+        request = admin_pb2.ListModelVersionsRequest(job=job)
+        return self._rows(self._stub.ListModelVersions, request, lambda page: page.versions, limit)
 
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: Progress | None = None
     ) -> model_pb2.ModelRef:
-        """Writes a version (None: the latest) to a safetensors file, whole and checked or not at all.
+        """Writes a version (None: the latest) to a safetensors file of its owner, whole and checked or not at all.
 
         Raises `ModelError` when the bytes that arrive are not those of the version, and `OSError` when they cannot
         be written.
@@ -227,7 +258,8 @@ class AdminClient:
         if version is not None:
             request.version = version
         try:
-            with temporary.open("xb") as file:
+            # A model may tell of its data: for its owner only, whatever the umask.
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 model = self._receive_model(request, file, progress)
                 file.flush()
                 os.fsync(file.fileno())
@@ -243,19 +275,26 @@ class AdminClient:
 
     def list_operators(self) -> Sequence[admin_pb2.Operator]:
         """All operators."""
-        return self._call(self._stub.ListOperators, admin_pb2.ListOperatorsRequest()).operators
+        request = admin_pb2.ListOperatorsRequest()
+        return list(self._rows(self._stub.ListOperators, request, lambda page: page.operators))
 
     def remove_operator(self, name: str) -> None:
         """Removes an operator: its next call is refused."""
         self._call(self._stub.RemoveOperator, admin_pb2.RemoveOperatorRequest(name=name))
 
-    def list_audit(self, after_sequence: int = 0) -> Sequence[admin_pb2.AuditEvent]:
-        """Rows of the audit log after a sequence number, 1,000 at most."""
-        return self._call(self._stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=after_sequence)).events
+    def iter_audit(self, after_sequence: int = 0, limit: int | None = None) -> Iterator[admin_pb2.AuditEvent]:
+        """Yield rows of the audit log after a sequence number, at most `limit`, a page in memory at a time."""
+        request = admin_pb2.ListAuditRequest(after_sequence=after_sequence)
+        return self._rows(self._stub.ListAudit, request, lambda page: page.events, limit)
 
     def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
         """What a job has released and may release, and what that costs; without a name all that are private."""
-        return self._call(self._stub.ShowPrivacy, admin_pb2.ShowPrivacyRequest(job=job))
+        found = admin_pb2.ShowPrivacyResponse()
+        request = admin_pb2.ShowPrivacyRequest(job=job)
+        for page in paging.pages(lambda one: self._call(self._stub.ShowPrivacy, one), request):
+            found.MergeFrom(page)
+        found.ClearField("next_page_token")
+        return found
 
     def set_privacy_budget(self, population: str, epsilon: float, delta: float) -> admin_pb2.PopulationPrivacy:
         """Bounds what all private jobs of a population may cost together."""
@@ -294,9 +333,15 @@ class AdminClient:
             )
         return model
 
-    def _call(self, method: Callable[..., Response], request: object) -> Response:
-        with self._translated(self._timeout_s):
-            return method(request, timeout=self._timeout_s, metadata=self._metadata)
+    def _rows(
+        self, method: Callable[..., Page], request: Any, rows: Callable[[Page], Iterable[Row]], limit: int | None = None
+    ) -> Iterator[Row]:
+        return paging.rows(lambda page: self._call(method, page), request, rows, limit)
+
+    def _call(self, method: Callable[..., Response], request: object, timeout_s: float | None = None) -> Response:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._translated(limit_s):
+            return method(request, timeout=limit_s, metadata=self._metadata)
 
     @contextlib.contextmanager
     def _translated(self, timeout_s: float | None) -> Generator[None]:
@@ -307,8 +352,8 @@ class AdminClient:
             if any(entry.key == METADATA_CODE for entry in exc.trailing_metadata() or ()):  # fedplat's own words
                 if code is grpc.StatusCode.UNAVAILABLE:
                     text = f"the fedplat server at {self.server} does not serve now: {details}"
-                    raise ServerUnreachableError(text) from exc
-                raise ServerRefusedError(details) from exc
+                    raise ServerUnreachableError(text, reason=details) from exc
+                raise ServerRefusedError(details + _when(exc)) from exc
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
                 raise self._unreachable(f"no answer within {timeout_s:g} s") from exc
             if code in _GONE:
@@ -324,9 +369,12 @@ class AdminClient:
 
     def _unreachable(self, reason: str) -> ServerUnreachableError:
         if problem := handshake.problem(self.server, ca=self.profile.ca, insecure=self.profile.insecure):
-            return ServerUnreachableError(f"cannot talk to the server at {self.server}: {problem}")
+            return ServerUnreachableError(
+                f"cannot talk to the server at {self.server}: {problem}", reason=problem, is_lasting=True
+            )
         return ServerUnreachableError(
-            f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run"
+            f"no fedplat server answers at {self.server} ({reason}); is it running? start one with: fedplat-server run",
+            reason=reason,
         )
 
 
@@ -343,10 +391,22 @@ def _channel(profile: Profile) -> grpc.Channel:
     )
 
 
+def _when(exc: grpc.RpcError) -> str:
+    """When the server wants to be asked again, in words; empty if it does not name a time."""
+    for entry in exc.trailing_metadata() or ():
+        if entry.key == wire.METADATA_RETRY:
+            with contextlib.suppress(ValueError):
+                earliest, latest = map(float, str(entry.value).split())
+                return f"; try again in {formats.duration(earliest)} to {formats.duration(latest)}"
+    return ""
+
+
 def _reason(details: str) -> str:
     """The part of gRPC's account that a person can use."""
     if "address lookup failed" in details:
         return "the host name is not known"
+    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
+        return "the connection was closed"
     for prefix in ("Failed to connect to remote host: ", "last error: "):
         if prefix in details:
             return details.rpartition(prefix)[2]

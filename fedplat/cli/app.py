@@ -11,7 +11,15 @@ import typer
 import fedplat
 from fedplat.cli import clients, enrolments, formats, jobs, models, operators, privacy, simulate
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, ServerOption, Settings, session
+from fedplat.cli.session import (
+    AnyTimeoutOption,
+    JsonOption,
+    ServerOption,
+    Settings,
+    StatusTimeoutOption,
+    own_timeout_s,
+    session,
+)
 from fedplat.wire.v1 import admin_pb2
 
 # No panels: usage errors are plain lines, as all other errors are.
@@ -60,23 +68,30 @@ def options(  # noqa: PLR0913 - a command's parameters are its options
         bool, typer.Option("--insecure", envvar="FEDPLAT_INSECURE", help="Plaintext, for a server without TLS.")
     ] = False,
     as_json: JsonOption = False,
+    timeout: AnyTimeoutOption = None,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """Operate a fedplat server: submit jobs, follow them, export models.
 
-    --server and --json may stand before or after the command. The token comes from the profile or FEDPLAT_TOKEN.
+    --server and --json may stand before or after the command; --timeout before any. The token comes from the profile or
+    FEDPLAT_TOKEN.
     """
     del version  # its callback did all
-    context.obj = Settings(server, as_json, profile, ca, insecure)
+    context.obj = Settings(server, as_json, profile, ca, insecure, timeout)
 
 
 @app.command()
-def status(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
-    """Show how the server is."""
-    with session(context, server, as_json) as here:
-        state = here.client.status()
+def status(
+    context: typer.Context,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+    timeout: StatusTimeoutOption = None,
+) -> None:
+    """Show server status."""
+    with session(context, server, as_json, own_timeout_s(context, timeout, 0.0)) as here:
+        state = here.patience.run(here.client, here.client.status)
         if here.output.as_json:
             here.output.json(to_record(state))
             return

@@ -8,7 +8,7 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, ServerOption, session
+from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 
 app = typer.Typer(no_args_is_help=True, help="See who is enrolled, and revoke.", rich_markup_mode=None)
 
@@ -22,28 +22,30 @@ def clients() -> None:
 def list_clients(
     context: typer.Context,
     population: Annotated[str, typer.Option(metavar="NAME", help="Only clients of this population.")] = "",
+    limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the enrolled clients."""
     with session(context, server, as_json) as here:
-        found = here.client.list_clients(population)
+        found = here.client.iter_clients(population, limit)
         if here.output.as_json:
-            here.output.json([to_record(client) for client in found])
+            here.output.records(found)
             return
-        rows = [
+        rows = (
             (
                 client.client_id,
                 client.population,
                 client.state,
                 client.job_id or formats.NOTHING,
                 formats.moment(client.last_seen_unix_s),
+                client.enrolment_id or formats.NOTHING,
                 client.software_version,
                 " ".join(f"{name}={value}" for name, value in sorted(client.labels.items())),
             )
             for client in found
-        ]
-        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "VERSION", "LABELS")
+        )
+        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "ENROLMENT", "VERSION", "LABELS")
         here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
 
 
@@ -54,10 +56,14 @@ def revoke(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a client's membership for good, from its next request on."""
+    """End a client's membership for good, from its next request on. Its ticket stays good: revoke that as well."""
     with session(context, server, as_json) as here:
         revoked = here.client.revoke_client(client)
         if here.output.as_json:
             here.output.json(to_record(revoked))
             return
         here.output.line(f"{revoked.client_id} is {revoked.state}")
+        if revoked.enrolment_id:
+            here.output.note(
+                f"its ticket may have uses left; revoke it as well: fedplat enrolment revoke {revoked.enrolment_id}"
+            )

@@ -9,7 +9,7 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, ServerOption, session
+from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 from fedplat.identity import is_address
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -55,14 +55,16 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
 
 
 @app.command("list")
-def list_enrolments(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+def list_enrolments(
+    context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
     """List the enrolment tokens, good or not."""
     with session(context, server, as_json) as here:
-        found = here.client.list_enrolments()
+        found = here.client.iter_enrolments(limit)
         if here.output.as_json:
-            here.output.json([to_record(one) for one in found])
+            here.output.records(found)
             return
-        rows = [
+        rows = (
             (
                 one.enrolment_id,
                 one.population,
@@ -73,7 +75,7 @@ def list_enrolments(context: typer.Context, server: ServerOption = None, as_json
                 formats.moment(one.expires_unix_s),
             )
             for one in found
-        ]
+        )
         columns = ("ENROLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
         here.output.table(columns, rows, "there are no enrolment tokens")
 
@@ -82,13 +84,18 @@ def list_enrolments(context: typer.Context, server: ServerOption = None, as_json
 def revoke(
     context: typer.Context,
     enrolment: Annotated[str, typer.Argument(metavar="ENROLMENT", help="The id of an enrolment token.")],
+    with_clients: Annotated[
+        bool, typer.Option("--with-clients", help="Also revoke all clients that have enrolled by it.")
+    ] = False,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let nobody enrol by a token any more; clients that have enrolled stay."""
+    """Let no client enrol by a token any more; clients that have enrolled stay, unless --with-clients is given."""
     with session(context, server, as_json) as here:
-        revoked = here.client.revoke_enrolment(enrolment)
+        revoked = here.client.revoke_enrolment(enrolment, with_clients=with_clients)
         if here.output.as_json:
             here.output.json(to_record(revoked))
             return
         here.output.line(f"{revoked.enrolment_id} is {revoked.state}")
+        if with_clients:
+            here.output.note(f"clients that have enrolled by it, all revoked now: {revoked.num_revoked_clients}")

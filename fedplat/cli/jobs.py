@@ -11,20 +11,24 @@ import typer
 from fedplat.cli import formats, watch
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output, to_record
+from fedplat.cli.patience import Patience
 from fedplat.cli.session import (
     FAILED,
     INTERRUPTED,
     WRONG_USAGE,
     JobArgument,
     JsonOption,
+    LimitOption,
     ServerOption,
     Session,
+    TimeoutOption,
+    own_timeout_s,
     reporting,
     session,
 )
 from fedplat.cli.submission import Submission, load, submit
-from fedplat.errors import JobFileError
-from fedplat.job import parse_job
+from fedplat.errors import JobFileError, ServerUnreachableError
+from fedplat.job import parse_job, warnings
 from fedplat.updates import options_to_text
 from fedplat.wire.v1 import admin_pb2
 
@@ -42,14 +46,23 @@ def submit_job(  # noqa: PLR0913 - a command's parameters are its options
     idempotency_key: Annotated[
         str, typer.Option(metavar="KEY", help="8 to 200 characters; submitting again with them gives the same job.")
     ] = "",
+    timeout: TimeoutOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Upload the initial model, create the job and start it."""
-    with session(context, server, as_json) as here:
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
         submission = _load(file)
         with here.output.transfer("uploading the model") as progress:
-            job = submit(here.client, submission, start=start, idempotency_key=idempotency_key, progress=progress)
+            job = submit(
+                here.client,
+                submission,
+                start=start,
+                idempotency_key=idempotency_key,
+                progress=progress,
+                patience=here.patience,
+            )
+        _warn(here.output, submission)
         _print_state(here.output, job)
         if follow:
             _watch(here, job)
@@ -66,7 +79,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
         except JobFileError as exc:
             if not output.as_json:
                 raise
-            output.json({"valid": False, "mistakes": str(exc).splitlines()})
+            output.json({"valid": False, "mistakes": str(exc).splitlines(), "warnings": []})
             raise typer.Exit(WRONG_USAGE) from exc
         spec, schema = submission.spec, submission.parameters.schema
         if output.as_json:
@@ -74,6 +87,7 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
                 {
                     "valid": True,
                     "mistakes": [],
+                    "warnings": warnings(spec),
                     "name": spec.name,
                     "num_rounds": spec.rounds,
                     "num_tensors": len(schema.tensors),
@@ -86,17 +100,20 @@ def check_job(context: typer.Context, file: FileArgument, as_json: JsonOption = 
             f"{spec.selection.target} clients assigned and {spec.selection.goal} reports wanted in each; "
             f"its model has {len(schema.tensors)} tensors ({formats.size(schema.file_size_bytes)})"
         )
+        _warn(output, submission)
 
 
 @app.command("list")
-def list_jobs(context: typer.Context, server: ServerOption = None, as_json: JsonOption = False) -> None:
+def list_jobs(
+    context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
     """List all jobs."""
     with session(context, server, as_json) as here:
-        jobs = here.client.list_jobs()
+        jobs = here.client.iter_jobs(limit)
         if here.output.as_json:
-            here.output.json([to_record(job) for job in jobs])
+            here.output.records(jobs)
             return
-        rows = [
+        rows = (
             (
                 job.job_id,
                 job.name,
@@ -107,7 +124,7 @@ def list_jobs(context: typer.Context, server: ServerOption = None, as_json: Json
                 job.reason,
             )
             for job in jobs
-        ]
+        )
         columns = ("JOB", "NAME", "POPULATION", "STATUS", "#ROUND", "CREATED", "REASON")
         here.output.table(columns, rows, "no jobs yet; submit one with: fedplat job submit FILE")
 
@@ -122,14 +139,13 @@ def show_job(
         if here.output.as_json:
             here.output.json(to_record(found))
             return
-        model = found.model
         fields = {
             "job": found.job_id,
             "name": found.name,
             "population": found.population,
             "status": formats.job_status(found.status) + (f" ({found.reason})" if found.reason else ""),
             "rounds": f"{found.round} of {found.num_rounds} committed",
-            "model": f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}",
+            "model": _model(found),
             "updates": _encoding(found.job_file),
             "created": formats.moment(found.created_unix_s),
         }
@@ -143,25 +159,30 @@ def list_rounds(
     context: typer.Context,
     job: JobArgument,
     all_attempts: Annotated[bool, typer.Option("--all", help="Abandoned attempts too.")] = False,
+    limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List a job's rounds: who took part, how long it took, and how good the model was."""
     with session(context, server, as_json) as here:
-        rounds = here.client.list_rounds(job, all_attempts=all_attempts)
+        rounds = here.client.iter_rounds(job, limit, all_attempts=all_attempts)
         if here.output.as_json:
-            here.output.json([to_record(attempt) for attempt in rounds])
+            here.output.records(rounds)
             return
-        here.output.table(watch.ROUND_COLUMNS, [watch.round_row(attempt) for attempt in rounds], "no rounds yet")
+        here.output.table(watch.ROUND_COLUMNS, map(watch.round_row, rounds), "no rounds yet")
 
 
 @app.command("watch")
 def watch_job(
-    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    job: JobArgument,
+    timeout: TimeoutOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Follow a job until it ends; the exit status is 0 if it is completed. Ctrl-C leaves, and the job goes on."""
-    with session(context, server, as_json) as here:
-        _watch(here, here.client.show_job(job))
+    with session(context, server, as_json, own_timeout_s(context, timeout)) as here:
+        _watch(here, here.patience.run(here.client, lambda: here.client.show_job(job)))
 
 
 @app.command("start")
@@ -200,11 +221,44 @@ def cancel_job(
         _control(here, AdminClient.cancel, job)
 
 
+_RULE_STATES = {
+    "kept": "the aggregation rule goes on with its state of then",
+    "initial": "the aggregation rule begins anew: its state of then is not kept (retention.states)",
+    "latest": "the aggregation rule goes on with its latest state, and nothing is charged to the privacy budget",
+}
+
+
+@app.command("rollback")
+def rollback_job(
+    context: typer.Context,
+    job: JobArgument,
+    version: Annotated[int, typer.Argument(min=0, max=2**32 - 1, metavar="VERSION", help="An older version.")],
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a job go on from an older version; the open attempt is given up."""
+    with session(context, server, as_json) as here:
+        done = here.client.rollback(job, version)
+        if here.output.as_json:
+            here.output.json(to_record(done))
+            return
+        _print_state(here.output, done.job)
+        state = _RULE_STATES.get(done.rule_state, "")
+        here.output.line(
+            f"version {done.job.model.version} has the bytes of version {version}" + (f"; {state}" if state else "")
+        )
+
+
 def _load(file: Path) -> Submission:
     try:
         return load(file)
     except JobFileError as exc:
         raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
+
+
+def _warn(output: Output, submission: Submission) -> None:
+    for warning in warnings(submission.spec):
+        output.note(f"warning: {warning}")
 
 
 def _control(here: Session, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
@@ -222,14 +276,26 @@ def _print_state(output: Output, job: admin_pb2.Job) -> None:
 def _watch(here: Session, job: admin_pb2.Job) -> None:
     try:
         with watch.view_for(here.output, job) as view:
-            ended = watch.follow(here.client, job.job_id, view)
+            # Its own: on a terminal the view alone knows where a sentence can stand.
+            patience = Patience(here.patience.timeout_s, view.tell)
+            ended = watch.follow(here.client, job.job_id, view, patience)
     except KeyboardInterrupt as exc:
         here.output.note(f"left the watch; the job goes on. Watch it again with: fedplat job watch {job.job_id}")
         raise typer.Exit(INTERRUPTED) from exc
+    except ServerUnreachableError as exc:
+        exc.add_note(f"the job goes on. Watch it again with: fedplat job watch {job.job_id}")
+        raise
     if not here.output.as_json:
         _print_state(here.output, ended)
     if ended.status != admin_pb2.JOB_STATUS_COMPLETED:
         raise typer.Exit(FAILED)
+
+
+def _model(job: admin_pb2.Job) -> str:
+    """A job's latest model."""
+    model = job.model
+    text = f"version {model.version}, {formats.size(model.size_bytes)}, sha256 {model.digest}"
+    return text + (f" (that of version {job.restored_from}, by a rollback)" if job.HasField("restored_from") else "")
 
 
 def _encoding(job_file: str) -> str:

@@ -9,22 +9,27 @@ import typer
 
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
-from fedplat.cli.session import FAILED, WRONG_USAGE, JobArgument, JsonOption, ServerOption, session
+from fedplat.cli.session import FAILED, WRONG_USAGE, JobArgument, JsonOption, LimitOption, ServerOption, session
+from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="List and export a job's models.", rich_markup_mode=None)
 
 
 @app.command("list")
 def list_versions(
-    context: typer.Context, job: JobArgument, server: ServerOption = None, as_json: JsonOption = False
+    context: typer.Context,
+    job: JobArgument,
+    limit: LimitOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the model versions of a job."""
     with session(context, server, as_json) as here:
-        versions = here.client.list_versions(job)
+        versions = here.client.iter_versions(job, limit)
         if here.output.as_json:
-            here.output.json([to_record(version) for version in versions])
+            here.output.records(versions)
             return
-        rows = [
+        rows = (
             (
                 str(version.model.version),
                 str(version.round),
@@ -33,13 +38,33 @@ def list_versions(
                 formats.size(version.model.size_bytes),
                 formats.size(version.delta_size_bytes) if version.delta_size_bytes else formats.NOTHING,
                 formats.moment(version.created_unix_s),
+                _files(version),
                 version.model.digest[:12],
                 formats.metrics(version.metrics, {}),
             )
             for version in versions
-        ]
-        columns = ("#VERSION", "#ROUND", "#UPDATES", "#WEIGHT", "#SIZE", "#DELTA", "CREATED", "SHA256", "METRICS")
+        )
+        columns = (
+            "#VERSION",
+            "#ROUND",
+            "#UPDATES",
+            "#WEIGHT",
+            "#SIZE",
+            "#DELTA",
+            "CREATED",
+            "FILES",
+            "SHA256",
+            "METRICS",
+        )
         here.output.table(columns, rows, "no versions yet")
+
+
+def _files(version: admin_pb2.ModelVersion) -> str:
+    """Which files of a version are kept, and whose bytes they are."""
+    kept = "removed" if version.model_removed_unix_s else "model"
+    if version.has_state:
+        kept += ", state"
+    return kept + (f" (version {version.restored_from} again)" if version.HasField("restored_from") else "")
 
 
 @app.command("export")

@@ -13,7 +13,7 @@ import typer
 
 from fedplat.cli import formats, profile
 from fedplat.cli.output import to_record
-from fedplat.cli.session import JsonOption, ServerOption, session
+from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 from fedplat.errors import ProfileError
 
 app = typer.Typer(no_args_is_help=True, help="Say who may use the server.", rich_markup_mode=None)
@@ -86,18 +86,15 @@ def remove(
 def audit(
     context: typer.Context,
     after: Annotated[int, typer.Option(metavar="N", min=0, help="Only rows after this number.")] = 0,
+    limit: LimitOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the audit log: who did what. With --json a line for each row."""
     with session(context, server, as_json) as here:
-        while events := here.client.list_audit(after):
-            after = events[-1].sequence
-            for event in events:
-                if here.output.as_json:
-                    here.output.json(to_record(event))
-                    continue
-                said = (
-                    f"{event.sequence}  {formats.moment(event.unix_s)}  {event.actor}: {event.action} {event.subject}"
-                )
-                here.output.line(said.rstrip() + (f"  {event.details}" if event.details != "{}" else ""))
+        for event in here.client.iter_audit(after, limit):
+            if here.output.as_json:
+                here.output.json(to_record(event))
+                continue
+            said = f"{event.sequence}  {formats.moment(event.unix_s)}  {event.actor}: {event.action} {event.subject}"
+            here.output.line(said.rstrip() + (f"  {event.details}" if event.details != "{}" else ""))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from google.protobuf.message import Message
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -20,6 +22,7 @@ from fedplat.cli import admin, formats
 PROGRESS_FROM_BYTES = 8 * 2**20
 """Smaller transfers are over before a bar is seen."""
 _RESULT_WIDTH = 1000
+_ROWS_AT_ONCE = 1000
 
 
 class Output:
@@ -48,12 +51,31 @@ class Output:
         """One line that says what went wrong."""
         self.messages.print(Text("error: ", style="bold red"), Text(formats.printable(text)), sep="")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> None:
-        """A table; columns whose name begins with `#` hold numbers. Without rows the sentence `empty` on stderr."""
-        if rows:
-            self._print(table(columns, rows))
-        else:
-            self.note(empty)
+    def records(self, messages: Iterable[Message]) -> None:
+        """One line of JSON, a list, whose elements are written as they come."""
+        rest = iter(messages)
+        first = next(rest, None)  # before anything is written: the server may refuse
+        sys.stdout.write("[")
+        for number, message in enumerate(itertools.chain(() if first is None else (first,), rest)):
+            sys.stdout.write((", " if number else "") + json.dumps(to_record(message), allow_nan=False))
+        _write(sys.stdout, "]")
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+        """A table; columns whose name begins with `#` hold numbers. Without rows the sentence `empty` on stderr.
+
+        Rows are printed as they come, many at a time; later ones may be wider than the first.
+        """
+        rest = iter(rows)
+        if not (part := list(itertools.islice(rest, _ROWS_AT_ONCE))):
+            return self.note(empty)
+        widths = [0] * len(columns)
+        shows_names = True
+        while part:
+            widths = [
+                max(width, *(cell_len(formats.printable(row[at])) for row in part)) for at, width in enumerate(widths)
+            ]
+            self._print(table(columns, part, widths, shows_names))
+            part, shows_names = list(itertools.islice(rest, _ROWS_AT_ONCE)), False
 
     def fields(self, pairs: Mapping[str, str]) -> None:
         """Names and values, a line each."""
@@ -90,14 +112,21 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table without lines. Columns whose name begins with `#` are right-aligned; the last one is cut if need be."""
-    result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int] = (), shows_names: bool = True
+) -> Table:
+    """A table without lines. Columns whose name begins with `#` are right-aligned; the last one is cut if need be.
+
+    Columns but the last are at least as wide as their names and `widths`.
+    """
+    result = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0), show_header=shows_names)
     for position, name in enumerate(columns):
         # rich takes width from columns that may wrap; only the last may, and its cells are cut instead.
         is_last = position == len(columns) - 1
         justify = "right" if name.startswith("#") else "left"
-        result.add_column(name.removeprefix("#"), justify=justify, no_wrap=not is_last)
+        shown = name.removeprefix("#")
+        width = max(len(shown), widths[position]) if widths and not is_last else None
+        result.add_column(shown, justify=justify, no_wrap=not is_last, min_width=width)
     for row in rows:
         result.add_row(*(Text(formats.printable(cell), no_wrap=True, overflow="ellipsis") for cell in row))
     return result

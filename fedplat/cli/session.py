@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -18,6 +19,7 @@ import typer
 from fedplat.cli import profile
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output
+from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -27,6 +29,41 @@ ServerOption = Annotated[
     typer.Option("--server", metavar="HOST:PORT", help="The server; else FEDPLAT_SERVER, else the profile's."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="At most so many rows; else all.")]
+
+
+def _finite(seconds: float | None) -> float | None:
+    if seconds is not None and not 0.0 <= seconds < math.inf:
+        raise typer.BadParameter(f"{seconds:g}: expected a number of seconds, 0 or more")
+    return seconds
+
+
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        callback=_finite,
+        help="How long to try again while the server cannot be reached (a name that is not known, a refused "
+        f"connection, no leader). Default: {DEFAULT_TIMEOUT_S:g}.",
+    ),
+]
+StatusTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", metavar="SECONDS", callback=_finite, help="How long to wait for the server to answer. Default: 0."
+    ),
+]
+AnyTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        callback=_finite,
+        help=f"How long to wait for the server to answer. Default: {DEFAULT_TIMEOUT_S:g} for job submit and job watch, "
+        "0 for all other commands.",
+    ),
+]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name if only one job has it.")]
 
 
@@ -39,6 +76,7 @@ class Settings:
     profile: Path | None = None
     ca: Path | None = None
     insecure: bool = False
+    timeout_s: float | None = None
 
     def resolve(self, server: str | None) -> profile.Profile:
         """The profile with what the command line and the environment say instead. Raises `ProfileError`."""
@@ -64,10 +102,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A command's connection and its printer."""
+    """A command's connection and its printer, and how long it tries again."""
 
     client: AdminClient
     output: Output
+    patience: Patience
 
 
 @contextlib.contextmanager
@@ -87,16 +126,35 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
 
 
 @contextlib.contextmanager
-def session(context: typer.Context, server: str | None, as_json: bool) -> Generator[Session]:
-    """A connection to the server that the options name; `server` and `as_json` are those after the command."""
+def session(
+    context: typer.Context, server: str | None, as_json: bool, timeout_s: float | None = None
+) -> Generator[Session]:
+    """A connection to the server that the options name; `server` and `as_json` are those after the command.
+
+    A command that tries again by itself gives `timeout_s`, from `own_timeout_s`. Any other one begins when the server
+    has answered, within the global --timeout, and is not repeated.
+    """
     with reporting(context, as_json) as output:
+        settings = _settings(context)
         try:
-            client = AdminClient(_settings(context).resolve(server))
+            client = AdminClient(settings.resolve(server))
         except ValueError as exc:
             output.error(str(exc))
             raise typer.Exit(WRONG_USAGE) from exc
         with client:
-            yield Session(client, output)
+            wait_s = settings.timeout_s or 0.0
+            patience = Patience(wait_s if timeout_s is None else timeout_s, output.note)
+            if timeout_s is None and wait_s:
+                patience.run(client, client.status)
+            yield Session(client, output, patience)
+
+
+def own_timeout_s(context: typer.Context, given: float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:
+    """Return the --timeout after the command, else the one before it, else the command's own."""
+    if given is not None:
+        return given
+    before = _settings(context).timeout_s
+    return default_s if before is None else before
 
 
 def _settings(context: typer.Context) -> Settings:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fedplat import initial, wire
 from fedplat.cli.admin import AdminClient, Progress
-from fedplat.errors import FedplatError, JobFileError
+from fedplat.cli.patience import Patience
+from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.simulation import file as simulation_file
@@ -47,17 +48,38 @@ def submit(
     start: bool = True,
     idempotency_key: str = "",
     progress: Progress | None = None,
+    patience: Patience | None = None,
 ) -> admin_pb2.Job:
-    """Uploads the model, creates the job and starts it; the same key again returns the same job."""
-    uploaded = client.upload_model(chunks(submission.parameters, progress))
-    job = client.create_job(submission.text, uploaded.digest, idempotency_key or uuid.uuid4().hex)
+    """Uploads the model, creates the job and starts it; the same key again returns the same job.
+
+    While the server cannot be reached, `patience` tries again, with the same key: there is one job in the end.
+    """
+    key = idempotency_key or uuid.uuid4().hex
+    waiting = patience or Patience(0.0, lambda text: None)
+
+    def create() -> admin_pb2.Job:
+        # The model again, too: a server that was started anew has removed what no job had named.
+        uploaded = client.upload_model(chunks(submission.parameters, progress))
+        return client.create_job(submission.text, uploaded.digest, key)
+
+    try:
+        job = waiting.run(client, create)
+    except ServerUnreachableError as exc:
+        exc.add_note(f"if the job was made all the same, submitting again with --idempotency-key {key} finds it")
+        raise
     if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
         return job
     try:
-        return client.start(job.job_id)
+        return waiting.run(client, lambda: _started(client, job.job_id))
     except FedplatError as exc:
         exc.add_note(f"the job exists and is a draft; start it with: fedplat job start {job.job_id}")
         raise
+
+
+def _started(client: AdminClient, job_id: str) -> admin_pb2.Job:
+    """Starts a draft. It may be started already: the answer to an earlier try may have been lost."""
+    job = client.show_job(job_id)
+    return client.start(job_id) if job.status == admin_pb2.JOB_STATUS_DRAFT else job
 
 
 def chunks(parameters: Parameters, progress: Callable[[int, int], object] | None = None) -> Iterator[bytes]:

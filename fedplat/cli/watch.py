@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Generator, Sequence
 
 from rich.console import Group
@@ -17,6 +16,7 @@ from fedplat.cli import formats
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.cli.output import Output, table, to_record
+from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 
@@ -34,12 +34,12 @@ ROUND_COLUMNS = (
     "#REJECTED",
     "#RECEIVED",
     "#STALE",
+    "#MAX NORM",
     "#TIME",
     "METRICS",
 )
 PICTURE_COLUMNS = ("#ROUND", "PHASE", "#ASSIGNED", "#REPORTED", "#LATE", "#FAILED", "#TIME", "METRICS")
 """Fewer, for a terminal of 80 columns; rejected updates count as failed here."""
-_LONGEST_PAUSE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,39 +50,32 @@ class View:
     tell: Callable[[str], object]
 
 
-def follow(
-    client: AdminClient, job_id: str, view: View, pause: Callable[[float], object] = time.sleep
-) -> admin_pb2.Job:
+def follow(client: AdminClient, job_id: str, view: View, patience: Patience | None = None) -> admin_pb2.Job:
     """Shows every event of a job once, in order, until the job has ended; returns it as it is then.
 
-    When the server goes away, this says so, waits for it as long as that takes, and goes on after the last event
-    that was shown. Raises `ServerRefusedError` when the server knows the job no more.
+    When the server goes away, `patience` tries again (for a minute, as it is told to the view, if none is given), and
+    the watch goes on after the last event that was shown. Raises `ServerUnreachableError` when the server stays away,
+    and `ServerRefusedError` when it knows the job no more.
     """
-    last_sequence, num_breaks, is_lost, has_ended = 0, 0, False, False
-    while True:
-        try:
-            if is_lost:
-                client.wait_until_ready()
-                view.tell(f"the server is back; the watch goes on after event {last_sequence}")
-                is_lost = False
-            for event in client.watch_job(job_id, last_sequence):
-                view.show(event)
-                last_sequence, num_breaks = event.sequence, 0
-            job = client.show_job(job_id)
-            if has_ended:
-                return job
-            has_ended = job.status in ENDED
-            if has_ended:
-                continue  # once more: the watch may have been cut off before the job ended
-            what = "ended the watch"
-        except ServerUnreachableError:
-            what = "went away"
-        if not is_lost:
-            view.tell(f"the server at {client.server} {what}; waiting for it (Ctrl-C leaves, the job goes on)")
-        is_lost = True
-        if num_breaks:
-            pause(min(_LONGEST_PAUSE_S, 0.25 * 2.0 ** min(num_breaks, 10)))
-        num_breaks += 1
+    last_sequence = 0
+    waiting = patience or Patience(DEFAULT_TIMEOUT_S, view.tell)
+
+    def show_rest() -> admin_pb2.Job:
+        nonlocal last_sequence
+        for event in client.watch_job(job_id, last_sequence):
+            view.show(event)
+            last_sequence = event.sequence
+            waiting.succeeded()
+        return client.show_job(job_id)
+
+    def until_ended() -> admin_pb2.Job:
+        if show_rest().status in ENDED:
+            return show_rest()  # once more: the watch may have been cut off before the job ended
+        raise ServerUnreachableError(
+            f"the server at {client.server} ended the watch before the job has ended", reason="it ended the watch"
+        )
+
+    return waiting.run(client, until_ended)
 
 
 @contextlib.contextmanager
@@ -175,6 +168,7 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.rejected),
         _received(attempt),
         _staleness(attempt),
+        f"{attempt.largest_norm:.3g}" if attempt.HasField("largest_norm") else formats.NOTHING,
         _time(attempt),
         _outcome(attempt),
     )

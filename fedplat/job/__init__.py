@@ -1,12 +1,14 @@
 """The job file: what a training job is, in TOML, validated as a whole before anything starts.
 
 Every section is one frozen record with its own rules (`sections.py`); unknown keys are errors. What one table asks of
-the others is in `checks.py`, and, of private jobs, in `private.py`. `parse_job` names each mistake by its key, its
+the others is in `checks.py`, and, of private jobs, in `private.py`; what a job may well be, but should not,
+is in `advice.py`. `parse_job` names each mistake by its key, its
 value and what was expected, and suggests names that are near.
 """
 
 from __future__ import annotations
 
+from fedplat.job.advice import warnings
 from fedplat.job.pool import Pool, ServerLearning, ServerStep, WarmStart
 from fedplat.job.sections import (
     Adaptive,
@@ -19,6 +21,7 @@ from fedplat.job.sections import (
     Model,
     Name,
     Positive,
+    Retention,
     Retry,
     Scalar,
     Selection,
@@ -39,6 +42,7 @@ __all__ = [
     "Name",
     "Pool",
     "Positive",
+    "Retention",
     "Retry",
     "Scalar",
     "Selection",
@@ -47,4 +51,5 @@ __all__ = [
     "Updates",
     "WarmStart",
     "parse_job",
+    "warnings",
 ]

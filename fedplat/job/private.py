@@ -111,6 +111,12 @@ def _of_updates(spec: JobSpec) -> Iterator[str]:
             f"updates.max_examples = {updates.max_examples:g}: a client with so many examples weighs 1, and all others "
             'less; expected a number that many clients have, or weighting = "uniform"'
         )
+    for name in ("max_norm", "outlier_factor", "max_weight_factor"):
+        if value := getattr(updates, name):
+            yield (
+                f"updates.{name} = {value:g}: expected 0, since what a client counts for would depend on what it and "
+                "the others sent; clipping bounds each update, and no weight is above 1"
+            )
 
 
 def _of_others(spec: JobSpec) -> Iterator[str]:

@@ -19,6 +19,7 @@ Positive = Annotated[float, Meta(gt=0.0, le=31_536_000.0)]
 # Not any positive number: a back-off of a nanosecond would be a busy loop.
 Duration = Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+Factor = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,18 +122,39 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 
     `examples`: by the number of examples, at most `max_examples` each; `uniform`: all alike. `clip_norm` bounds
     each update's L2 norm (0: no bound); `adaptive_clip` does so with a bound that follows their norms.
+
+    An update whose norm is above `max_norm` is refused (0: none is). One whose norm is more than `outlier_factor` times
+    the median norm of its attempt is dropped, and an update weighs at most `max_weight_factor` times the median of its
+    attempt (0: off). What is not set follows from the job: see `JobSpec.outlier_factor` and `max_weight_factor` there.
     """
 
     weighting: Literal["examples", "uniform"] = "examples"
     max_examples: Positive = 1_000_000.0
     clip_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
     adaptive_clip: aggregate.AdaptiveClip | None = None
+    max_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+    outlier_factor: Factor | None = None
+    max_weight_factor: Factor | None = None
 
     def __post_init__(self) -> None:
         if self.clip_norm and self.adaptive_clip is not None:
             raise ValueError(
                 f"clip_norm = {self.clip_norm}: expected 0 beside adaptive_clip, which bounds the norms too"
             )
+        for name in ("outlier_factor", "max_weight_factor"):
+            factor: float | None = getattr(self, name)
+            if factor is not None and 0.0 < factor < 1.0:
+                raise ValueError(f"{name} = {factor:g}: expected at least 1, or 0 to turn it off")
+        if self.max_weight_factor and self.weighting == "uniform":
+            raise ValueError(
+                f"max_weight_factor = {self.max_weight_factor:g}: all updates weigh the same; expected 0, or "
+                'weighting = "examples"'
+            )
+
+    @property
+    def clips(self) -> bool:
+        """Whether each update is scaled down to a bound."""
+        return self.clip_norm > 0.0 or self.adaptive_clip is not None
 
     def clip(self, rule: aggregate.Rule) -> aggregate.Rule:
         """A rule that sees updates within the bound only, if there is one."""
@@ -175,3 +197,22 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
     every: Count = 1
     server: Name | None = None
     clients: ClientEvaluation | None = None
+
+
+class Retention(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the server keeps of a job's past; it removes the rest, behind the rounds.
+
+    Model files: those of the newest `versions` (0: of all), and of each version whose number is a multiple of `every`
+    (0: no others). Version 0, the latest, and what clients work with are always kept. The rule's states of the newest
+    `states` versions; a private job keeps that of the latest only, and none when it has ended. The history of attempts
+    that ended more than `history_days` days ago is removed (0: never).
+    """
+
+    versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    states: Count = 2
+    history_days: Annotated[float, Meta(ge=0.0, le=36_500.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every and not self.versions:
+            raise ValueError(f"every = {self.every}: expected versions beside it; without it all versions are kept")

@@ -18,11 +18,15 @@ from fedplat.job.sections import (
     Evaluation,
     Model,
     Name,
+    Retention,
     Retry,
     Scalar,
     Selection,
     Updates,
 )
+
+OUTLIER_FACTOR = 1000.0
+MAX_WEIGHT_FACTOR = 10.0
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +54,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     robust: aggregate.Robust | None = None
     privacy: privacy.Privacy | None = None
     evaluation: Evaluation = Evaluation()
+    retention: Retention = Retention()
     pool: Pool | None = None
     warm_start: WarmStart | None = None
     server_step: ServerStep | None = None
@@ -126,9 +131,34 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """How many clients the job wants at work at the same time."""
         return self.mode.concurrency if isinstance(self.mode, modes.Buffered) else self.selection.target
 
-    def weight(self, num_examples: float, staleness: int = 0) -> float:
-        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind."""
-        weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, self.updates.max_examples)
+    @property
+    def outlier_factor(self) -> float:
+        """How many times the median norm an update may have; 0: any number.
+
+        By default 1000, and 0 where clipping or a robust rule bounds what an update does.
+        """
+        if self.updates.outlier_factor is not None:
+            return self.updates.outlier_factor
+        return 0.0 if self.updates.clips or self.robust is not None else OUTLIER_FACTOR
+
+    @property
+    def max_weight_factor(self) -> float:
+        """How many times the median number of examples an update may count for; 0: any number.
+
+        By default 10 with `weighting = "examples"`. A private job has a bound of its own: no update weighs above 1.
+        """
+        if self.updates.weighting == "uniform" or self.privacy is not None:
+            return 0.0
+        factor = self.updates.max_weight_factor
+        return MAX_WEIGHT_FACTOR if factor is None else factor
+
+    def weight(self, num_examples: float, staleness: int = 0, most: float = math.inf) -> float:
+        """The weight of an update that was trained on `num_examples` examples, and is so many versions behind.
+
+        It counts for `most` examples at most.
+        """
+        most = min(most, self.updates.max_examples)
+        weight = 1.0 if self.updates.weighting == "uniform" else min(num_examples, most)
         if self.privacy is not None and self.updates.weighting == "examples":
             weight /= self.updates.max_examples  # 1 at most
         return self.mode.weight(staleness) * weight

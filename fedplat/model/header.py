@@ -14,10 +14,13 @@ import msgspec
 
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
+from fedplat.texts import numeral, quoted
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_METADATA = 1_000
 """Entries of a file's metadata; fedplat writes one."""
+MAX_ENTRY_BYTES = 2_000
+"""Length of the JSON that describes one tensor: a dtype, a shape and two offsets need a few hundred."""
 _CACHED_BYTES = 2**20
 # Up to the next colon that is in no string. Possessive throughout, so that hostile text is scanned once.
 _UP_TO_COLON = re.compile(rb'[^":]*+(?:"(?:[^"\\]++|\\.)*+"[^":]*+)*+:', re.DOTALL)
@@ -64,7 +67,10 @@ def _read_layout(text: bytes, body_size: int) -> Layout:
         check_spec(spec)
         start, stop = entry.data_offsets
         if start != end or stop - start != spec.size_bytes:
-            raise ModelError(f"tensor {name!r} claims the bytes {start}-{stop}; expected {end}-{end + spec.size_bytes}")
+            raise ModelError(
+                f"tensor {quoted(name)} claims the bytes {numeral(start)} to {numeral(stop)}; "
+                f"expected {end} to {end + spec.size_bytes}"
+            )
         tensors.append(spec)
         end = stop
     if end != body_size:
@@ -82,15 +88,28 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], Carry]:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         num_expected = len(raw)
         metadata = msgspec.json.decode(raw.pop(METADATA_KEY, b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+        entries = {name: _entry(name, entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise ModelError(f"the safetensors header cannot be read: {exc}") from exc
+        # Without the words of msgspec, which quote what the file says.
+        raise ModelError("the safetensors header cannot be read; expected one JSON object of names") from exc
     if num_keys != num_expected + len(metadata) + len(_Entry.__struct_fields__) * len(entries):
         raise ModelError("the safetensors header has a key twice; keys must be unique")
     carry = metadata.get(CARRY_KEY, "keep")
     if carry not in ("keep", "max"):
-        raise ModelError(f"carry rule {carry!r} is unknown; expected 'keep' or 'max'")
+        raise ModelError(f"carry rule {quoted(carry)} is unknown; expected 'keep' or 'max'")
     return entries, "max" if carry == "max" else "keep"
+
+
+def _entry(name: str, text: msgspec.Raw) -> _Entry:
+    """What a header says of one tensor."""
+    if (size := memoryview(text).nbytes) > MAX_ENTRY_BYTES:
+        raise ModelError(f"the entry of tensor {quoted(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
+    try:
+        return msgspec.json.decode(text, type=_Entry)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise ModelError(
+            f"the entry of tensor {quoted(name)} cannot be read; expected exactly a dtype, a shape and two data_offsets"
+        ) from exc
 
 
 def _count_keys(text: bytes) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import ModelError
+from fedplat.texts import listed, quoted
 
 Carry = Literal["keep", "max"]
 
@@ -37,6 +38,8 @@ FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
 
 MAX_TENSORS = 100_000
 MAX_RANK = 32
+MAX_NAME_BYTES = 1_000
+"""The most bytes of UTF-8 that the name of a tensor has."""
 _MAX_TENSOR_BYTES = 2**62
 METADATA_KEY = "__metadata__"
 CARRY_KEY = "fedplat.carry"
@@ -85,9 +88,9 @@ class Schema:
         names = [tensor.name for tensor in tensors]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ModelError(f"the tensor {twice!r} appears twice; names must be unique")
+            raise ModelError(f"the tensor {quoted(twice)} appears twice; names must be unique")
         if carry not in ("keep", "max"):
-            raise ModelError(f"carry rule {carry!r} is unknown; expected 'keep' or 'max'")
+            raise ModelError(f"carry rule {quoted(carry)} is unknown; expected 'keep' or 'max'")
         ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.dtype))
         self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
         self.carry: Carry = carry
@@ -100,7 +103,7 @@ class Schema:
             dtype = _NAMES.get(array.dtype)
             if dtype is None:
                 raise ModelError(
-                    f"tensor {name!r} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
+                    f"tensor {quoted(name)} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
                 )
             specs.append(TensorSpec(name, dtype, tuple(array.shape)))
         return cls(tuple(specs), carry)
@@ -163,14 +166,15 @@ class Schema:
         mine = {tensor.name: tensor for tensor in self.tensors}
         theirs = {tensor.name: tensor for tensor in expected.tensors}
         if missing := [name for name in theirs if name not in mine]:
-            return f"tensor {missing[0]!r} is missing ({len(missing)} in all)"
+            return f"tensor {quoted(missing[0])} is missing ({len(missing)} in all)"
         if extra := [name for name in mine if name not in theirs]:
-            return f"tensor {extra[0]!r} is not part of the model ({len(extra)} in all)"
+            return f"tensor {quoted(extra[0])} is not part of the model ({len(extra)} in all)"
         for name, tensor in mine.items():
             if tensor != theirs[name]:
                 want = theirs[name]
                 return (
-                    f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {want.dtype} {list(want.shape)}"
+                    f"tensor {quoted(name)} is {tensor.dtype} {listed(tensor.shape)}; "
+                    f"expected {want.dtype} {listed(want.shape)}"
                 )
         if self.tensors != expected.tensors:
             return "the tensors lie in another order; expected the order of the base version's file"
@@ -190,21 +194,21 @@ class Schema:
 
 def check_spec(tensor: TensorSpec) -> None:
     """Raises `ModelError` when no model can hold such a tensor."""
+    name = quoted(tensor.name)
     if tensor.dtype not in DTYPES:
-        raise ModelError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; expected one of {', '.join(DTYPES)}")
-    if not tensor.name or tensor.name == METADATA_KEY or not _is_utf8(tensor.name):
-        raise ModelError(f"{tensor.name!r} cannot be the name of a tensor")
+        raise ModelError(f"tensor {name} has dtype {quoted(tensor.dtype)}; expected one of {', '.join(DTYPES)}")
+    if not tensor.name or tensor.name == METADATA_KEY or not 0 < _num_bytes(tensor.name) <= MAX_NAME_BYTES:
+        raise ModelError(f"{name} cannot be the name of a tensor; expected 1 to {MAX_NAME_BYTES} bytes of UTF-8")
     if len(tensor.shape) > MAX_RANK or any(extent < 0 for extent in tensor.shape):
-        raise ModelError(f"tensor {tensor.name!r} has the impossible shape {list(tensor.shape)[:MAX_RANK]}")
+        raise ModelError(f"tensor {name} has the impossible shape {listed(tensor.shape[:MAX_RANK])}")
     # NumPy refuses such extents even where a zero among them makes the tensor empty.
     extents = math.prod(extent for extent in tensor.shape if extent)
     if extents * DTYPES[tensor.dtype].itemsize > _MAX_TENSOR_BYTES:
-        raise ModelError(f"tensor {tensor.name!r} of shape {list(tensor.shape)} is too large for any machine")
+        raise ModelError(f"tensor {name} of shape {listed(tensor.shape)} is too large for any machine")
 
 
-def _is_utf8(text: str) -> bool:
+def _num_bytes(text: str) -> int:
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError:  # a lone surrogate, which no file can hold
-        return False
-    return True
+        return 0

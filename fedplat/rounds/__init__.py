@@ -3,7 +3,8 @@
 Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
 comes in and goes out), `sync` (the rules of a round), `closing` (how its attempts end), `buffered` (what is different
 when versions are made of a buffer), `warm_start` (what the server does before round 1), `restart` (how attempts go on
-after a crash), `selection`, `pool` and `memory` (who is drawn), `coordinator` (several jobs, one fleet).
+after a crash), `rollback` (how a job goes on from an older version), `selection`, `pool` and `memory` (who is drawn),
+`coordinator` (several jobs, one fleet).
 """
 
 from fedplat.rounds.buffered import restored

@@ -9,6 +9,7 @@ from fedplat.rounds.commands import Abort, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, Reason, require
+from fedplat.texts import shortened
 
 
 def put(job: JobState, assignment: Assignment) -> JobState:
@@ -20,9 +21,9 @@ def put(job: JobState, assignment: Assignment) -> JobState:
 
 
 def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
-    """The assignment, ended for a reason."""
+    """Return the assignment, ended for a reason. `text`, in which a client may be quoted, is kept shortened."""
     wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return dataclasses.replace(assignment, state=wanted, reason=reason, text=text)
+    return dataclasses.replace(assignment, state=wanted, reason=reason, text=shortened(text))
 
 
 def aborts(ended: Iterable[Assignment]) -> tuple[Command, ...]:

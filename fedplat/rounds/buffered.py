@@ -11,9 +11,10 @@ at the moment when an attempt takes it in; it does not change any more then, sin
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
-from fedplat.rounds import assignments
+from fedplat.rounds import assignments, influence
 from fedplat.rounds.commands import Command, Fold
 from fedplat.rounds.records import NOBODY, Assignment, Attempt, Crew, JobState
 from fedplat.rounds.states import (
@@ -38,9 +39,10 @@ def wants_clients(job: JobState, attempt: Attempt) -> bool:
 
 
 def taken_in(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
-    """A report in its attempt: now it is known how stale it is, and what it counts for."""
+    """A report in its attempt: now it is known how stale it is, and what it counts for unless the others say less."""
     staleness = attempt.base_version - reported.base_version
-    weight = job.spec.weight(reported.num_examples, staleness)
+    most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
+    weight = job.spec.weight(reported.num_examples, staleness, most)
     return dataclasses.replace(reported, buffer=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
 
@@ -60,7 +62,7 @@ def carries(job: JobState) -> bool:
 
 def wait(job: JobState, reported: Assignment) -> JobState:
     """A report of a carried assignment waits for the next attempt."""
-    waiting = dataclasses.replace(reported, report_number=job.carried.num_reported + 1)
+    waiting = dataclasses.replace(reported, report_number=job.carried.next_report)
     return dataclasses.replace(job, carried=job.carried.with_assignments([waiting]))
 
 

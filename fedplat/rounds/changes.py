@@ -14,7 +14,7 @@ from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 class HistoryRow:
     """One change of one state. `entity`: job, attempt, assignment or version; `kind`: an attempt's.
 
-    `update_bytes`: of an assignment that was reported.
+    `update_bytes` and `norm`: of an assignment that was reported.
     """
 
     entity: str
@@ -27,6 +27,7 @@ class HistoryRow:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kind: str = ""
     update_bytes: int = 0
+    norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ def _history(
             rows.append(_attempt_row(phase, attempt))
     if after.latest is not before.latest:
         new = after.latest
-        rows.append(HistoryRow("version", str(before.latest.version), str(new.version), new.round, new.attempt))
+        text = f"rolled back to version {new.restored_from}" if new.restored_from is not None else ""
+        numbers = str(before.latest.version), str(new.version)
+        rows.append(HistoryRow("version", *numbers, new.round, new.attempt, reason=text))
     if after.status is not before.status:
         rows.append(HistoryRow("job", before.status, after.status, after.round, reason=after.reason))
     return tuple(rows)
@@ -113,4 +116,5 @@ def _assignment_row(earlier: Assignment | None, assignment: Assignment, metrics:
         reason=assignment.text or (assignment.reason or ""),
         metrics=metrics,
         update_bytes=assignment.update_bytes,
+        norm=assignment.norm,
     )

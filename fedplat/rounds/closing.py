@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from fedplat.rounds import assignments, buffered, pacing
-from fedplat.rounds.commands import Abandon, Abort, Command, Commit
+from fedplat.rounds import assignments, buffered, influence, pacing
+from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
 from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
 from fedplat.rounds.states import (
@@ -26,13 +26,16 @@ from fedplat.rounds.states import (
 )
 from fedplat.rounds.transition import Context, Transition
 
+MAX_METRICS = 64
+"""How many metrics an attempt has at most."""
 _Crew = TypeVar("_Crew", bound=Crew)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed.
 
-    With `selection.close = "deadline"` the goal does not close it.
+    With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes at its own
+    moment only.
     """
     attempt = job.open_attempt
     assert attempt is not None
@@ -40,17 +43,42 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     if buffered.fills(job, attempt):
         if reported < attempt.goal:
             return Transition(job if busy else buffered.await_clients(job, context), commands)
+    elif attempt.closes_at is not None:
+        if context.now < attempt.closes_at:
+            return Transition(job, commands)
     elif reported + busy < attempt.minimum:
         return _failed_for_few(job, commands, context)
     elif busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
         return Transition(job, commands)
-    return close(job, commands)
+    return close(job, commands, context)
 
 
-def close(job: JobState, commands: tuple[Command, ...] = ()) -> Transition:
-    """Closes the attempt with what was reported. Who still works is surplus, or is carried into the next attempt."""
+def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+    """Closes the attempt with what was reported. Who still works is surplus, or is carried into the next attempt.
+
+    First it is looked at how much each report may change (`influence`). An outlier is dropped, and then all is as if
+    its client had failed: the attempt may have to wait for others.
+    """
     attempt = job.open_attempt
     assert attempt is not None
+    can_refold = attempt.kind is not AttemptKind.TRAIN or influence.can_refold(job.spec)
+    if dropped := influence.outliers(job, attempt):
+        job = changed(job, attempt=attempt.with_assignments(dropped))
+        return close_if_due(job, commands, context) if can_refold else _failed_for_outliers(job, commands, context)
+    weighed = influence.weighed(job, attempt)
+    if not can_refold:
+        if heavy := influence.too_heavy(attempt, weighed):
+            text = f"an update in memory cannot be weighed anew: {influence.listed(heavy)}"
+            return _after(commands, fail_attempt(job, text, context))
+        weighed = []  # so near to their bounds that the median has moved since, and not they
+    if attempt.kind is AttemptKind.TRAIN and (weighed or influence.was_folded(attempt)):
+        attempt = attempt.with_assignments(weighed)
+        commands += (Restart(attempt.key), *buffered.folds(attempt, attempt.reported))
+    return _closed(job, attempt.with_assignments(weighed), commands)
+
+
+def _closed(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
+    job = changed(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if buffered.fills(job, attempt) and attempt.key.round < job.spec.rounds:
         job, attempt = buffered.carry(job, attempt)
@@ -73,26 +101,40 @@ def nobody_came(job: JobState, context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
     enough = attempt.num_reported >= attempt.minimum
-    return close(job) if enough else _failed_for_few(job, (), context)
+    return close(job, (), context) if enough else _failed_for_few(job, (), context)
 
 
 def _failed_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
     found, needed, outcome = attempt.num_reported, attempt.minimum, _outcome(attempt) or "nobody came"
-    failed = fail_attempt(job, f"{found} of at least {needed} needed clients reported ({outcome})", context)
-    return dataclasses.replace(failed, commands=commands + failed.commands)
+    text = f"{found} of at least {needed} needed clients reported ({outcome})"
+    if culprits := influence.named(attempt):
+        text += f"; dropped as outliers: {culprits}"
+    return _after(commands, fail_attempt(job, text, context))
+
+
+def _failed_for_outliers(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+    attempt = job.open_attempt
+    assert attempt is not None
+    text = f"an update in memory cannot be taken out of the sum again: {influence.named(attempt)}"
+    return _after(commands, fail_attempt(job, text, context))
+
+
+def _after(commands: tuple[Command, ...], transition: Transition) -> Transition:
+    return dataclasses.replace(transition, commands=commands + transition.commands)
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for."""
+    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for, or its time."""
     carried, commands = _without_late(job.carried, context.now)
     job = dataclasses.replace(job, carried=carried) if carried is not job.carried else job
     attempt = job.open_attempt
-    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING or not attempt.num_busy:
+    if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job, commands)
-    after, more = _without_late(attempt, context.now)
-    if after is attempt:
+    is_time = attempt.closes_at is not None and attempt.closes_at <= context.now
+    after, more = _without_late(attempt, context.now) if attempt.num_busy else (attempt, ())
+    if after is attempt and not is_time:
         return Transition(job, commands)
     return close_if_due(dataclasses.replace(job, attempt=after), commands + more, context)
 
@@ -132,13 +174,21 @@ def committed(
 
 
 def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
-    """Means of what clients reported, each metric weighted over the clients that have it."""
+    """Return the means of what clients reported, each metric weighted over the clients that have it.
+
+    Only of the metrics that more than half of the reports have, and of the `MAX_METRICS` most frequent ones at most:
+    one client cannot give each attempt new names.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
-    for assignment in merged:
+    reports = list(merged)
+    for assignment in reports:
         for name, value in assignment.metrics.items():
             found.setdefault(name, []).append((assignment.weight, value))
+    common = [name for name, pairs in found.items() if 2 * len(pairs) > len(reports)]
+    common.sort(key=lambda name: -len(found[name]))
     means: dict[str, float] = {}
-    for name, pairs in found.items():
+    for name in common[:MAX_METRICS]:
+        pairs = found[name]
         total = math.fsum(weight for weight, _ in pairs)
         if total <= 0.0:
             continue
@@ -147,6 +197,20 @@ def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
         mean = sum(weight / total * value for weight, value in pairs)
         means[name] = min(max(mean, -sys.float_info.max), sys.float_info.max)
     return means
+
+
+def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition:
+    """Drops a report of a client that was revoked. One that a version is made of already stays in that version."""
+    attempt, dropped = job.open_attempt, assignments.ended(revoked, AssignmentState.DROPPED, Reason.REVOKED)
+    if attempt is None or attempt.find(revoked.key, revoked.client_id) is None:
+        return Transition(assignments.put(job, dropped))
+    if attempt.phase is not AttemptPhase.COLLECTING:
+        return Transition(job)
+    job = assignments.put(job, dropped)
+    if attempt.kind is AttemptKind.TRAIN and not influence.can_refold(job.spec):
+        text = f"{revoked.client_id} was revoked; an update in memory cannot be taken out of the sum again"
+        return fail_attempt(job, text, context)
+    return close_if_due(job, (), context)
 
 
 def fail_attempt(job: JobState, text: str, context: Context) -> Transition:

@@ -64,6 +64,13 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Restart:
+    """Throw away what the attempt's updates were added up to: those that count are folded anew, in their order."""
+
+    key: AttemptKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Commit:
     """Aggregate, make the new version's bytes durable, and answer with `AttemptAggregated`."""
 
@@ -98,4 +105,4 @@ class SetTimer:
     at: float | None
 
 
-Command = Assign | Refuse | Abort | Fold | Commit | WarmStart | Abandon | SetTimer
+Command = Assign | Refuse | Abort | Fold | Restart | Commit | WarmStart | Abandon | SetTimer

@@ -21,9 +21,11 @@ from fedplat.rounds.commands import Assign, Command, Refuse, SetTimer
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     AssignmentReclaimed,
+    AssignmentRevoked,
     CandidatesDrawn,
     ClientCheckedIn,
     ClientLeft,
+    ClientRevoked,
     Event,
     JobEvent,
     ServerRestarted,
@@ -204,6 +206,8 @@ class Coordinator:
             return self._check_in(proposal, event, context)
         if isinstance(event, ClientLeft):
             return self._leave(proposal, event)
+        if isinstance(event, ClientRevoked):
+            return self._revoke(proposal, event, context)
         assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "these follow from other events"
         verdict = self._step(proposal, event, context)
         if isinstance(event, TimerFired):
@@ -228,6 +232,16 @@ class Coordinator:
         if client is not None:
             proposal.moved.setdefault(event.client_id, client)
             proposal.commands.append(self.refusal(client))
+        return ACCEPTED
+
+    def _revoke(self, proposal: Proposal, event: ClientRevoked, context: Context) -> Verdict:
+        """The client waits no longer. Its work, and what it has reported to open attempts, comes to nothing."""
+        self._leave(proposal, ClientLeft(event.client_id))
+        for job in list((self.jobs | proposal.jobs).values()):
+            for crew in job.crews:
+                found = crew.assignments.get(event.client_id)
+                if found is not None and found.is_open:
+                    self._step(proposal, AssignmentRevoked(found.key, event.client_id), context)
         return ACCEPTED
 
     def _last_answers(self, commands: Sequence[Command]) -> list[Command]:

@@ -28,6 +28,17 @@ class OperatorCommand:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RollbackOrdered:
+    """An operator wants a job to go on from an older version, whose file is there.
+
+    The version has a state if the state's file is there, too.
+    """
+
+    job_id: str
+    version: ModelVersion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ServerRestarted:
     """The job was read back after a restart: whoever did its work is gone, what the store and the spool hold is not."""
 
@@ -56,6 +67,13 @@ class ClientCheckedIn:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientLeft:
     """A waiting client waits no longer: its time is over, or its connection is gone."""
+
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientRevoked:
+    """An operator revoked a client: it waits no longer, and its open assignments end."""
 
     client_id: str
 
@@ -104,13 +122,17 @@ class UploadStarted(AttemptEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateReported(AttemptEvent):
-    """A client commits an update (or an evaluation) whose bytes were received and checked."""
+    """A client commits an update (or an evaluation) whose bytes were received and checked.
+
+    `norm` is the update's L2 norm, as it will be folded; None of an evaluation.
+    """
 
     client_id: str
     digest: str
     num_examples: float
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     update_bytes: int = 0
+    norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +151,13 @@ class AssignmentFailed(AttemptEvent):
     client_id: str
     reason: Reason
     text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentRevoked(AttemptEvent):
+    """The client of an open assignment was revoked: what it has reported does not count."""
+
+    client_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +180,7 @@ class AggregationFailed(AttemptEvent):
 
 JobEvent = (
     OperatorCommand
+    | RollbackOrdered
     | ServerRestarted
     | TimerFired
     | CandidatesDrawn
@@ -159,10 +189,11 @@ JobEvent = (
     | UpdateReported
     | UpdateRejected
     | AssignmentFailed
+    | AssignmentRevoked
     | AttemptAggregated
     | AggregationFailed
 )
 """What happens to one job."""
 
-Event = JobEvent | ClientCheckedIn | ClientLeft
+Event = JobEvent | ClientCheckedIn | ClientLeft | ClientRevoked
 """Everything that happens to the coordinator."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from fedplat.rounds.events import CandidatesDrawn
 from fedplat.rounds.records import Attempt, JobState
-from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
+from fedplat.rounds.states import AttemptKind, JobStatus
 
 
 def trains(job: JobState, attempt: Attempt) -> bool:
@@ -22,11 +22,6 @@ def trains(job: JobState, attempt: Attempt) -> bool:
 def minimum(job: JobState) -> int:
     """How many reports an attempt to train needs at its deadline."""
     return 0 if job.spec.privacy is not None else job.spec.selection.minimum
-
-
-def drew_nobody(job: JobState, attempt: Attempt) -> bool:
-    """Whether an attempt has clients, namely none: its trials drew nobody, and it is a release as any other."""
-    return trains(job, attempt) and attempt.phase is AttemptPhase.COLLECTING and not attempt.num_busy
 
 
 def there_and_needed(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
@@ -40,6 +35,17 @@ def there_and_needed(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
 def hides_sample(job: JobState) -> bool:
     """Whether what the job promises rests on this: nobody knows who was drawn, or how many."""
     return job.spec.privacy is not None and job.spec.privacy.participation == "poisson"
+
+
+def closes_at(job: JobState, attempt: Attempt, now: float) -> float | None:
+    """Return the only moment at which an attempt may close that begins to collect, or goes on after a restart, now.
+
+    None if it may close before. Clients see when versions come. So the moment follows from the job file alone, not from
+    who was drawn, how long they took, or whether they uploaded; it is when the last upload may end at the latest.
+    """
+    if not hides_sample(job) or not trains(job, attempt):
+        return None
+    return now + job.spec.deadlines.training_s + job.spec.deadlines.upload_s
 
 
 TRIES_IN_VAIN = 3

@@ -46,10 +46,11 @@ class AttemptKey(NamedTuple):
 class Assignment:
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `took_s` is the time from the assignment to the report; `report_number` (1, 2, ...) the place of the report, which
-    is the order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
+    `took_s` is the time from the assignment to the report; `report_number` grows from report to report, which is the
+    order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
     attempt that the update is folded in, `staleness` the number of versions that were committed meanwhile, and `weight`
-    what it counts for there; a report that waits for the next attempt has no buffer yet.
+    what it counts for there; a report that waits for the next attempt has no buffer yet. `norm` is the update's L2
+    norm, which private jobs do not keep.
     """
 
     key: AttemptKey
@@ -70,6 +71,7 @@ class Assignment:
     update_bytes: int = 0
     buffer: AttemptKey | None = None
     staleness: int = 0
+    norm: float | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -120,6 +122,12 @@ class Crew:
         """Number of clients whose report was accepted and is not merged yet."""
         return self.counts.get(AssignmentState.REPORTED, 0)
 
+    @property
+    def next_report(self) -> int:
+        """A number above that of every report so far, those included that were dropped again."""
+        ended = (AssignmentState.REJECTED, AssignmentState.DROPPED)
+        return 1 + self.num_reported + sum(self.counts.get(state, 0) for state in ended)
+
     def with_assignments(self, moved: Iterable[Assignment]) -> Self:
         """This crew with some assignments added or replaced."""
         latest = {assignment.client_id: assignment for assignment in moved}
@@ -148,7 +156,8 @@ class Attempt(Crew):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
     `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
-    While it waits for clients to come, it does so until `selection_ends_at`.
+    While it waits for clients to come, it does so until `selection_ends_at`. If it hides its sample, it collects until
+    `closes_at`, whatever comes.
     """
 
     key: AttemptKey
@@ -163,6 +172,7 @@ class Attempt(Crew):
     reason: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     ended_at: float | None = None
+    closes_at: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -172,16 +182,19 @@ class Attempt(Crew):
     @property
     def awaits_clients(self) -> bool:
         """Whether nobody works for it, and only clients that come can change that."""
-        return self.phase is AttemptPhase.SELECTING or (self.phase is AttemptPhase.COLLECTING and not self.num_busy)
+        if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
+            return not self.num_busy
+        return self.phase is AttemptPhase.SELECTING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelVersion:
     """A committed global model: content-addressed bytes, and those of the server optimizer's state.
 
-    Version 0 is the initial model; a later version of round 0 comes of a warm start. `state_digest` is empty for rules
-    that remember nothing. The delta is the encoded step that leads here from the version whose digest is `delta_base`;
-    both digests are empty where there is none.
+    Version 0 is the initial model; a later version of round 0 comes of a warm start, or of a rollback, and then has the
+    bytes of the version `restored_from`. `state_digest` is empty for rules that remember nothing. The delta is the
+    encoded step that leads here from the version whose digest is `delta_base`; both digests are empty where there is
+    none.
     """
 
     version: int
@@ -195,11 +208,20 @@ class ModelVersion:
     delta_base: str = ""
     num_updates: int = 0
     total_weight: float = 0.0
+    restored_from: int | None = None
 
     @property
     def is_aggregate(self) -> bool:
-        """Whether a round of clients made it: neither the initial model nor a warm start's, which tell of no client."""
+        """Whether a round of clients made it: neither the initial model, nor a warm start, nor a rollback."""
         return self.round > 0
+
+
+class Claim(NamedTuple):
+    """What a client last reported: the norm of its update, and how many examples it has by its own account."""
+
+    client_id: str
+    norm: float | None
+    num_examples: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +231,8 @@ class JobState:
     `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts
     abandoned in a row, `durations` holds what the latest reported assignments took, in seconds. `revision` grows
     with each stored change; the store refuses a change to another revision than it has. `carried` are assignments to
-    train that have outlived their attempt, while no other attempt to train collects.
+    train that have outlived their attempt, while no other attempt to train collects. `claims` holds the latest one of
+    each client, in their order, where the job is judged by more than one attempt (`influence.looks_back`).
     """
 
     job_id: str
@@ -224,6 +247,7 @@ class JobState:
     durations: tuple[float, ...] = ()
     revision: int = 0
     carried: Crew = NOBODY
+    claims: tuple[Claim, ...] = ()
 
     @property
     def open_attempt(self) -> Attempt | None:
@@ -265,7 +289,7 @@ class JobState:
         elif attempt.awaits_clients:
             moments.append(attempt.selection_ends_at)
         elif attempt.phase is AttemptPhase.COLLECTING:
-            moments.append(attempt.wakeup_at)
+            moments += (attempt.wakeup_at if attempt.num_busy else None, attempt.closes_at)
         if self.carried.num_busy:
             moments.append(self.carried.wakeup_at)
         return min((moment for moment in moments if moment is not None), default=None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fedplat.rounds import buffered, closing, warm_start
+from fedplat.rounds import buffered, closing, private, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -52,6 +52,11 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
     """Waits for the others in the time that is left, or for clients anew; whose time is over has had it."""
     attempt = job.open_attempt
     assert attempt is not None
+    closes_at = private.closes_at(job, attempt, context.now)
+    if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
+        # It has all its time anew, whoever was drawn: what was left is known only of attempts that drew clients.
+        attempt = dataclasses.replace(attempt, closes_at=closes_at)
+        job = dataclasses.replace(job, attempt=attempt)
     late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)
     return dataclasses.replace(late, commands=commands + late.commands)
 

@@ -42,8 +42,9 @@ class AttemptPhase(StrEnum):
 class AssignmentState(StrEnum):
     """How far an assignment has come.
 
-    LATE: its deadline passed, or its base version became too old. DROPPED: its attempt, or what was received for it,
-    came to an end for another reason than this client.
+    LATE: its deadline passed, or its base version became too old. REJECTED: the update is not acceptable, which may
+    show only beside those of others. DROPPED: its attempt, or what was received for it, came to an end for another
+    reason than what this client did.
     """
 
     TRAINING = "TRAINING"
@@ -87,6 +88,8 @@ class Reason(StrEnum):
     REJECTED_DIGEST = "REJECTED_DIGEST"
     REJECTED_CONFLICT = "REJECTED_CONFLICT"
     REJECTED_METRICS = "REJECTED_METRICS"
+    REJECTED_NORM = "REJECTED_NORM"
+    REJECTED_OUTLIER = "REJECTED_OUTLIER"
 
 
 REASON_TEXTS: Mapping[Reason, str] = {
@@ -113,10 +116,12 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
-    Reason.REJECTED_WEIGHT: "the number of examples must be positive and finite",
+    Reason.REJECTED_WEIGHT: "the number of examples must be from 1e-6 to 1e15",
     Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
     Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report stands",
     Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many, or the job's rule lacks one",
+    Reason.REJECTED_NORM: "the update's norm is above what the job allows, or what a sum of updates can hold",
+    Reason.REJECTED_OUTLIER: "the update's norm is far above those of the other clients",
 }
 """Every reason in words for people."""
 
@@ -164,7 +169,7 @@ _ENDED_OPEN = frozenset({_S.LATE, _S.FAILED, _S.REJECTED, _S.SURPLUS, _S.DROPPED
 ASSIGNMENT_TRANSITIONS: Mapping[AssignmentState, frozenset[AssignmentState]] = {
     _S.TRAINING: frozenset({_S.UPLOADING, _S.REPORTED}) | _ENDED_OPEN,
     _S.UPLOADING: frozenset({_S.REPORTED}) | _ENDED_OPEN,
-    _S.REPORTED: frozenset({_S.MERGED, _S.DROPPED}),
+    _S.REPORTED: frozenset({_S.MERGED, _S.DROPPED, _S.REJECTED}),
     _S.MERGED: frozenset(),
     _S.LATE: frozenset(),
     _S.FAILED: frozenset(),
@@ -184,6 +189,9 @@ OPEN_STATES = BUSY_STATES | {_S.REPORTED}
 
 ENDED_JOBS = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
 """States that a job never leaves."""
+
+MAY_ROLL_BACK = frozenset({JobStatus.RUNNING, JobStatus.PAUSED})
+"""States in which a job may go on from an older version: it has rounds behind it, and is not over."""
 
 _State = TypeVar("_State", JobStatus, AttemptPhase, AssignmentState)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedplat.rounds import assignments, buffered, closing, pacing, private, restart, warm_start
+from fedplat.rounds import assignments, buffered, closing, influence, pacing, private, restart, rollback, warm_start
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
@@ -21,10 +21,12 @@ from fedplat.rounds.events import (
     AggregationFailed,
     AssignmentFailed,
     AssignmentReclaimed,
+    AssignmentRevoked,
     AttemptAggregated,
     CandidatesDrawn,
     JobEvent,
     OperatorCommand,
+    RollbackOrdered,
     ServerRestarted,
     TimerFired,
     UpdateRejected,
@@ -63,8 +65,6 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(closing.committed(job, attempt, context))
     if attempt is not None and buffered.fills(job, attempt):
         return _advance_buffer(job, attempt, context)
-    if attempt is not None and private.drew_nobody(job, attempt):
-        return closing.close(job)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
     if job.resume_at is not None and job.resume_at > context.now:
@@ -84,7 +84,7 @@ def _advance_buffer(job: JobState, attempt: Attempt, context: Context) -> Transi
     if attempt.phase is AttemptPhase.SELECTING and buffered.carries(job):
         return buffered.take_over(job, context)
     if attempt.phase is AttemptPhase.COLLECTING and attempt.num_reported >= attempt.goal:
-        return closing.close(job)  # enough reports had waited
+        return closing.close(job, (), context)  # enough reports had waited
     return None
 
 
@@ -216,7 +216,7 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
         )
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-        attempt = dataclasses.replace(attempt, phase=phase)
+        attempt = dataclasses.replace(attempt, phase=phase, closes_at=private.closes_at(job, attempt, context.now))
     after = dataclasses.replace(job, attempt=attempt.with_assignments(given), reason="")
     return Transition(after, tuple(commands))
 
@@ -279,16 +279,30 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         metrics=private.kept_metrics(job, event.metrics),
         took_s=context.now - assignment.assigned_at,
         update_bytes=event.update_bytes,
+        norm=event.norm if job.spec.privacy is None else None,
     )
+    attempt = job.attempt
+    assert attempt is not None
     if job.kind_of(assignment) is AttemptKind.TRAIN:
+        job = influence.noted(job, reported)
+        if (refusal := influence.refusal(job, attempt, reported)) is not None:
+            return _refused(job, dataclasses.replace(assignment, norm=reported.norm), *refusal, context)
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
         job = changed(job, durations=durations)
     if not _is_in_attempt(job, assignment):
         return Transition(buffered.wait(job, reported))
-    attempt = job.attempt
-    assert attempt is not None
-    taken = buffered.taken_in(job, attempt, reported, attempt.num_reported + 1)
-    return closing.close_if_due(assignments.put(job, taken), buffered.folds(attempt, [taken]), context)
+    taken = buffered.taken_in(job, attempt, reported, attempt.next_report)
+    after = closing.close_if_due(assignments.put(job, taken), buffered.folds(attempt, [taken]), context)
+    if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
+        return dataclasses.replace(after, verdict=_verdict_on_ended(now))  # it closed the attempt, as an outlier
+    return after
+
+
+def _refused(job: JobState, assignment: Assignment, reason: Reason, text: str, context: Context) -> Transition:
+    rejected = assignments.ended(assignment, AssignmentState.REJECTED, reason, text)
+    after, is_in_attempt = assignments.put(job, rejected), _is_in_attempt(job, assignment)
+    then = closing.close_if_due(after, (), context) if is_in_attempt else Transition(after)
+    return dataclasses.replace(then, verdict=Verdict(reason, text))
 
 
 def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -297,6 +311,15 @@ def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Tran
 
 def _on_failed(job: JobState, event: AssignmentFailed, context: Context) -> Transition:
     return _end_one(job, event, AssignmentState.FAILED, context)
+
+
+def _on_revoked(job: JobState, event: AssignmentRevoked, context: Context) -> Transition:
+    assignment = job.find(event.key, event.client_id)
+    if assignment is not None and assignment.state is AssignmentState.REPORTED:
+        return closing.withdraw(job, assignment, context)
+    text = REASON_TEXTS[Reason.REVOKED]
+    failed = AssignmentFailed(event.key, event.client_id, Reason.REVOKED, text)
+    return _end_one(job, failed, AssignmentState.FAILED, context)
 
 
 def _end_one(
@@ -365,6 +388,7 @@ def _is_in_attempt(job: JobState, assignment: Assignment) -> bool:
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: _on_operator,
+    RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
     TimerFired: _on_timer,
     CandidatesDrawn: _on_candidates,
@@ -373,6 +397,7 @@ HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     UpdateReported: _on_reported,
     UpdateRejected: _on_rejected,
     AssignmentFailed: _on_failed,
+    AssignmentRevoked: _on_revoked,
     AttemptAggregated: _on_aggregated,
     AggregationFailed: _on_aggregation_failed,
 }

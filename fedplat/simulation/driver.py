@@ -19,7 +19,7 @@ import numpy as np
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
 from fedplat.rounds.events import (
     Action,
     AssignmentFailed,
@@ -159,7 +159,7 @@ class Driver:
         for change in changes:
             self._tally.changed(change)
             for each in change.assignments:
-                if each.state is AssignmentState.DROPPED:
+                if each.state in (AssignmentState.DROPPED, AssignmentState.REJECTED):
                     self._training.forget(each.key, each.client_id)
             attempt = change.attempt
             if attempt is None or attempt.is_open or attempt.key == self._settled:
@@ -185,7 +185,7 @@ class Driver:
         if assigns:
             self._assign(assigns)
 
-    def _carry_out(self, command: SetTimer | Abort | Fold | Commit | Abandon) -> None:
+    def _carry_out(self, command: SetTimer | Abort | Fold | Restart | Commit | Abandon) -> None:
         match command:
             case SetTimer():
                 self._timer = np.inf if command.at is None else command.at
@@ -197,6 +197,8 @@ class Driver:
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
                     self._agenda.put(self.now, (self._tell, failed))
+            case Restart():
+                self._training.restart(command)
             case Commit():
                 outcome = self._training.commit(command, self.job)
                 self._agenda.put(self.now, (self._tell, outcome))

@@ -17,7 +17,7 @@ from typing import Any
 
 from fedplat.errors import JournalError
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
 from fedplat.simulation import checkpoint
@@ -123,6 +123,10 @@ class Journal:
             return None
         return AggregationFailed(command.key, self._take("fold", subject)["failed"])
 
+    def restart(self, command: Restart) -> None:
+        """See `Training`."""
+        self._learning.restart(command)  # while it replays, it has folded nothing
+
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
         """See `Training`."""
         if self.is_replaying:
@@ -201,6 +205,7 @@ def _of_report(task: Task, report: Report) -> Answer:
         "examples": report.num_examples,
         "metrics": dict(report.metrics),
         "bytes": report.update_bytes,
+        "norm": report.norm,
     }
 
 
@@ -208,5 +213,11 @@ def _to_report(task: Task, answer: Answer) -> Report:
     if "reason" in answer:
         return UpdateRejected(task.key, task.client_id, Reason(answer["reason"]), answer["text"])
     return UpdateReported(
-        task.key, task.client_id, answer["digest"], answer["examples"], answer["metrics"], answer["bytes"]
+        task.key,
+        task.client_id,
+        answer["digest"],
+        answer["examples"],
+        answer["metrics"],
+        answer["bytes"],
+        answer.get("norm"),
     )

@@ -9,22 +9,24 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, State, compress_step, rebased, seed_of, unusable
+from fedplat.aggregate import Accumulator, Rule, State, compress_step, l2_norm, rebased, seed_of, unusable
 from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, FedplatError
 from fedplat.job import JobSpec
-from fedplat.model import Parameters, Values, Vector, is_finite
+from fedplat.model import Parameters, Values, Vector
 from fedplat.privacy import KEY_BYTES, Noise
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds import AttemptKey, JobState, ModelVersion, influence
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.simulation.kept import Keeper
 from fedplat.simulation.ports import Engine, Trained, Work
 from fedplat.simulation.tasks import Sizes, Task
 from fedplat.simulation.training import Report
 from fedplat.updates import Format
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
+_Name = tuple[AttemptKey, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +40,15 @@ class _Update:
 
 @dataclasses.dataclass
 class _Sum:
-    """What is held for an attempt that has not ended. `made` is its version, once it is computed."""
+    """What is held for an attempt that has not ended. `made` is its version, once it is computed.
+
+    `folded` are its updates, by the attempt of the assignment and the client, in their order.
+    """
 
     accumulator: Accumulator
     rule: Rule
     payloads: list[bytes]
-    folded: list[_Update] = dataclasses.field(default_factory=list[_Update])
+    folded: dict[_Name, _Update] = dataclasses.field(default_factory=dict["_Name", "_Update"])
     made: tuple[Parameters, State] | None = None
 
 
@@ -77,7 +82,8 @@ class Learning:
         self._format = Format(uplink, initial.schema) if uplink is not None else None
         self._residuals: dict[int, Vector] = {}
         self._sums: dict[AttemptKey, _Sum] = {}
-        self._received: dict[tuple[AttemptKey, str], _Update] = {}
+        self._received: dict[_Name, _Update] = {}
+        self._keeper = Keeper() if influence.may_refold(spec) else None
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
         self._version = 0
@@ -116,11 +122,13 @@ class Learning:
         if (refusal := self._refusal(task, trained)) is not None:
             return refusal
         values, left_out, size = self._sent(task, trained.update)
-        if not is_finite(values.to_blocks()):
+        with np.errstate(invalid="ignore"):
+            norm = l2_norm(values.to_blocks())
+        if not math.isfinite(norm):
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_NONFINITE)
         self._received[task.key, task.client_id] = _Update(values, task.work, left_out)
         digest = f"update {task.client} {task.number}"
-        return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size)
+        return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
 
     def drop(self, task: Task) -> None:
         """See `Training`."""
@@ -132,17 +140,29 @@ class Learning:
     def forget(self, key: AttemptKey, client_id: str) -> None:
         """See `Training`."""
         update = self._received.pop((key, client_id), None)
+        for found in self._sums.values():
+            if update is None and (update := found.folded.pop((key, client_id), None)) is not None:
+                self._free(update)
         if update is not None:
             self._drop(update.work)
+
+    def restart(self, command: Restart) -> None:
+        """See `Training`."""
+        if (found := self._sums.pop(command.key, None)) is not None:
+            self._received |= found.folded
 
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
         found = self._sum(command.key)
-        update = self._received.pop((command.origin, command.client_id))
+        name = (command.origin, command.client_id)
+        update = self._received.pop(name, None)
+        if update is None:  # dropped at the close of the attempt, in this very batch
+            return None
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
             values = rebased(values, self._models[began_with], self.model)
-        found.folded.append(dataclasses.replace(update, values=_NOTHING))
+        kept = _NOTHING if self._keeper is None else self._keeper.keep(update.values)
+        found.folded[name] = dataclasses.replace(update, values=kept)
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
                 found.accumulator.fold(values, command.contribution)
@@ -176,10 +196,12 @@ class Learning:
         if found is None:
             return {}
         if version is None or found.made is None:
-            for update in found.folded:
+            for update in found.folded.values():
+                self._free(update)
                 self._drop(update.work)
             return {}
-        for update in found.folded:
+        for update in found.folded.values():
+            self._free(update)
             self._release(update.work.version)
             if update.left_out is not None:
                 self._residuals[update.work.client] = update.left_out
@@ -236,6 +258,10 @@ class Learning:
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
 
+    def _free(self, update: _Update) -> None:
+        if self._keeper is not None:
+            self._keeper.drop(update.values)
+
     def _drop(self, work: Work) -> None:
         self._engine.drop(work)
         self._release(work.version)
@@ -277,8 +303,8 @@ class Learning:
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS, lacking)
         if not all(map(math.isfinite, trained.metrics.values())):
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
-        if not (math.isfinite(trained.num_examples) and trained.num_examples > 0.0):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_WEIGHT)
+        if bad := influence.why_examples_are_bad(trained.num_examples):
+            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_WEIGHT, bad)
         if difference := trained.update.schema.difference_from(self.model.schema):
             return UpdateRejected(task.key, task.client_id, Reason.REJECTED_SCHEMA, difference)
         return None

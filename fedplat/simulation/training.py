@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.tasks import Sizes, Task
@@ -44,11 +44,15 @@ class Training(Protocol):
         ...
 
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """An update that was accepted, in the attempt that assigned it, will not be folded, if it was not yet."""
+        """An update that was accepted, in the attempt that assigned it, will not be in a version."""
         ...
 
     def fold(self, command: Fold) -> AggregationFailed | None:
         """An accepted update is added to its attempt's, unless the rule refuses it."""
+        ...
+
+    def restart(self, command: Restart) -> None:
+        """What was folded for an attempt is folded anew by what follows, but for what was forgotten."""
         ...
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
@@ -87,6 +91,9 @@ class Scheduling:
         """See `Training`."""
 
     def fold(self, command: Fold) -> AggregationFailed | None:
+        """See `Training`."""
+
+    def restart(self, command: Restart) -> None:
         """See `Training`."""
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:

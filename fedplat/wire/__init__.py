@@ -23,5 +23,8 @@ INLINE_BYTES: Final = 256 * 2**10
 INLINE_MODEL_BYTES: Final = 64 * 2**10
 """Largest model that travels with an assignment, in bytes: a cohort of a thousand gets its assignments at once."""
 
+MAX_REQUEST_BYTES: Final = CHUNK_BYTES + 128 * 2**10
+"""Largest message that a server accepts, in bytes: a chunk or a job file, and what goes with it."""
+
 MAX_MESSAGE_BYTES: Final = 8 * 2**20
-"""Largest message that either side accepts, in bytes."""
+"""Largest message that a client accepts, in bytes."""

@@ -30,7 +30,9 @@ def problem(server: str, *, ca: str = "", insecure: bool = False, timeout_s: flo
             return ""
     except ssl.SSLCertVerificationError as exc:
         return _of_certificate(exc, host)
-    except (ssl.SSLError, ConnectionResetError):
+    except (ssl.SSLEOFError, ConnectionResetError):
+        return ""  # it went away, or a proxy has nothing behind it; a server without TLS answers with frames
+    except ssl.SSLError:
         return "it speaks plaintext, and TLS was expected (is it run with --insecure?)"
     except (OSError, ValueError):
         return ""  # nobody is there, which others say better

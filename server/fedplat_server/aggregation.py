@@ -19,7 +19,7 @@ from fedplat import codecs
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.updates import Format
 from fedplat_server import crash, logs
@@ -42,7 +42,7 @@ Post = Callable[[AttemptAggregated | AggregationFailed], None]
 class _Work:
     """An attempt that is being aggregated, and the task that does it."""
 
-    queue: asyncio.Queue[Fold | Commit]
+    queue: asyncio.Queue[Fold | Restart | Commit]
     task: asyncio.Task[None]
 
 
@@ -64,24 +64,33 @@ class Aggregation:
         find_version: FindVersion,
         post: Post,
         accelerators: Accelerators | None = None,
+        on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
     ) -> None:
-        """Without `accelerators` this process aggregates for all jobs, and none may have server steps."""
+        """Without `accelerators` this process aggregates for all jobs, and none may have server steps.
+
+        `on_leftovers` is told of the files of attempts that came to nothing.
+        """
+        self._on_leftovers = on_leftovers
         self._accelerators = accelerators
         self._blobs = blobs
         self._uploads = uploads
         self._find_version = find_version
         self._post = post
         self._open: dict[AttemptKey, _Work] = {}
+        self._made: dict[AttemptKey, list[str]] = {}
         self._kept: dict[str, set[AttemptKey]] = {}
         self._discarding: set[asyncio.Task[None]] = set()
 
-    def take(self, job: JobState, command: Fold | Commit) -> None:
-        """Queues an update to be folded, or the end of the attempt."""
+    def take(self, job: JobState, command: Fold | Restart | Commit) -> None:
+        """Queues an update to be folded, the sum to be begun anew, or the end of the attempt."""
         work = self._open.get(command.key)
         if work is None:
-            queue: asyncio.Queue[Fold | Commit] = asyncio.Queue()
+            queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
             work = self._open[command.key] = _Work(queue, task)
+        if isinstance(command, Restart):
+            while not work.queue.empty():  # it would be folded in vain
+                work.queue.get_nowait()
         work.queue.put_nowait(command)
 
     def keep(self, attempts: Iterable[AttemptKey]) -> None:
@@ -97,6 +106,7 @@ class Aggregation:
         work = self._open.pop(key, None)
         if work is not None:
             work.task.cancel()
+        self._settle(self._made.pop(key, []))
         ended = {key} | self._kept.pop(key.job_id, set())
         if still := ended.intersection(needed):
             self._kept[key.job_id] = still
@@ -115,10 +125,14 @@ class Aggregation:
             work.task.cancel()
         await asyncio.gather(*(work.task for work in works), *self._discarding, return_exceptions=True)
 
-    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]) -> None:
+    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
+        blobs = self._blobs.recorder()
         try:
-            outcome = await self._aggregate(job, key, queue)
+            outcome = await self._aggregate(job, key, queue, blobs)
+        except asyncio.CancelledError:
+            self._settle(blobs.made)
+            raise
         except (FedplatError, OSError, ValueError) as exc:
             logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
             outcome = AggregationFailed(key, str(exc))
@@ -126,16 +140,27 @@ class Aggregation:
             logs.get().exception("an attempt could not be aggregated", attempt=str(key))
             outcome = AggregationFailed(key, type(exc).__name__)
         self._open.pop(key, None)
+        self._made[key] = blobs.made
         self._post(outcome)
 
+    def _settle(self, made: Sequence[str]) -> None:
+        """The fate of what an attempt has made is stored: a version names it, or none ever will."""
+        if made:
+            self._blobs.settle(made)
+            self._on_leftovers(made)
+
     async def _aggregate(
-        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Commit]
+        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
-        recipe = Recipe.of(job, self._blobs)
+        recipe = Recipe.of(job, blobs)
         from_latest = recipe.rule(_ignore).from_latest
-        folding, paths = self._begun(job, recipe), list[Path]()
+        folding, paths = self._begun(job, recipe, blobs), list[Path]()
         try:
-            while isinstance(command := await queue.get(), Fold):
+            while not isinstance(command := await queue.get(), Commit):
+                if isinstance(command, Restart):
+                    await folding.close()
+                    folding, paths = self._begun(job, recipe, blobs), []
+                    continue
                 origin = await self._origin(job, command) if from_latest else ""
                 paths.append(await asyncio.to_thread(self._received, command))
                 await folding.fold(Update(str(paths[-1]), command.contribution, origin))
@@ -144,8 +169,10 @@ class Aggregation:
             aggregate, version = await self._committed(job, key, folding, paths)
         finally:
             await folding.close()
+        if aggregate.model.digest != version.digest:
+            blobs.made.append(version.digest)  # the server's own training has stored it
         if codec := job.spec.compression.downlink:
-            delta = await asyncio.to_thread(self._keep_delta, codec, aggregate)
+            delta = await asyncio.to_thread(self._keep_delta, blobs, codec, aggregate)
             version = dataclasses.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
@@ -164,11 +191,11 @@ class Aggregation:
             version = _version(job, key, aggregate)
             return aggregate, await self._accelerators.training.step(job, version, draft, updates)
 
-    def _begun(self, job: JobState, recipe: Recipe) -> Folding:
+    def _begun(self, job: JobState, recipe: Recipe, blobs: BlobStore) -> Folding:
         """Where the job's attempts are aggregated."""
         if job.spec.pool is None or self._accelerators is None:
-            return Here(recipe, self._blobs)
-        return PoolFirst(recipe, self._blobs, self._accelerators.pool.suited(job.spec.pool.backend))
+            return Here(recipe, blobs)
+        return PoolFirst(recipe, blobs, self._accelerators.pool.suited(job.spec.pool.backend))
 
     async def _origin(self, job: JobState, command: Fold) -> str:
         """The file of the version that a client began with, if that is not the latest."""
@@ -190,11 +217,11 @@ class Aggregation:
             raise BlobError(f"the update of {command.client_id} is gone or damaged")
         return path.absolute()
 
-    def _keep_delta(self, codec: codecs.Options, aggregate: Aggregate) -> Blob:
+    def _keep_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
         """Stores the step to a version as a file of its own; without a version that names it, it is an orphan."""
-        model = ModelFile.open(self._blobs.path(aggregate.model.digest))
+        model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash.step("commit.delta"):
-            return self._blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
+            return blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
 
     def _release(self, *uploads: UploadKey) -> None:
         for key in uploads:

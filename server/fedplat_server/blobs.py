@@ -1,18 +1,26 @@
 """Content-addressed files: `folder/aa/bb/<sha256>`, where aa and bb are the first digits of the digest.
 
 A blob is there as a whole or not at all: it is written under a temporary name, synced, renamed, and its folder
-synced. Which blobs are needed, only the database knows; `remove_orphans` removes the others. Everything here
-blocks: asyncio calls it in threads.
+synced. Which blobs are needed, only the database knows. At the start `remove_orphans` removes the others; later a
+`Sweep` does, which leaves alone what was written and is not yet named by the database (`settle` says that it is, or
+never will be). Everything here blocks: asyncio calls it in threads.
+
+What is removed is overwritten first, as far as seeds of noise may be in it: they are among the numbers at the beginning
+of a rule's state. What a file system keeps beside that (journals, snapshots, spare blocks) is out of reach.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import os
+import threading
+import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -21,6 +29,8 @@ from fedplat_server import crash, files
 from fedplat_server.errors import BlobError
 
 _TEMPORARY = ".tmp"
+ERASED_BYTES = 1 << 20
+"""How much of the beginning of a file is overwritten when it is removed."""
 _WORTH_A_THREAD = 1 << 16
 """Bytes from which on hashing beside writing saves more than handing them to a thread costs."""
 
@@ -79,9 +89,36 @@ class BlobStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.made: list[str] = []
         self._synced: set[Path] = set()
+        self._young = _Young()
         with files.translated(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def recorder(self) -> Self:
+        """The same blobs; what is written by way of it is in its own list `made`."""
+        same = copy.copy(self)
+        same.made = []
+        return same
+
+    def settle(self, digests: Iterable[str]) -> None:
+        """Says that the database names these blobs, or never will: each of them once for each time it was written."""
+        self._young.settle(digests)
+
+    @contextlib.contextmanager
+    def held(self, digest: str) -> Generator[None]:
+        """Lets no sweep remove a blob that the database is about to name."""
+        self._young.add(digest)
+        try:
+            yield
+        finally:
+            self.settle([digest])
+
+    @contextlib.contextmanager
+    def sweep(self) -> Generator[Sweep]:
+        """Removes blobs within the block. One at a time."""
+        with self._young.watched() as skipped:
+            yield Sweep(self, self._young, skipped)
 
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:
@@ -143,7 +180,7 @@ class BlobStore:
             yield path
         finally:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                erase(path)
 
     def path(self, digest: str) -> Path:
         """Where a blob is, if it is there. Raises `BlobError` if the digest is none: no other path can be named."""
@@ -163,7 +200,7 @@ class BlobStore:
     def delete(self, digest: str) -> None:
         """Removes a blob, if it is there."""
         with files.translated(f"removing the blob {digest}"):
-            self.path(digest).unlink(missing_ok=True)
+            erase(self.path(digest))
 
     def all_digests(self) -> frozenset[str]:
         """The digests of all blobs."""
@@ -177,7 +214,7 @@ class BlobStore:
         """
         with files.translated("removing temporary files"):
             for path in self.folder.glob(f"*{_TEMPORARY}"):
-                path.unlink(missing_ok=True)
+                erase(path)
         orphans = self.all_digests() - referenced
         for digest in orphans:
             with crash.step("blob.remove_orphan"):
@@ -197,10 +234,85 @@ class BlobStore:
                 files.sync(folder.parent)
             self._synced.add(folder)
         # A blob of this digest that is there already is replaced: its entry in the folder might not be durable.
-        with crash.step("blob.rename"):
+        self.made.append(digest)
+        with crash.step("blob.rename"), self._young.lock:
+            self._young.add(digest)
             os.replace(source, target)
         with _removed_on_error(target), crash.step("blob.folder_sync"):
             files.sync(folder)
+
+
+class _Young:
+    """The blobs that were written and that the database does not name yet, with how often; for several threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._counts = Counter[str]()
+        self._watched: set[str] | None = None
+
+    def add(self, digest: str) -> None:
+        """Counts a blob that is being written, or is about to be named."""
+        with self.lock:
+            self._counts[digest] += 1
+            if self._watched is not None:
+                self._watched.add(digest)
+
+    def settle(self, digests: Iterable[str]) -> None:
+        """Counts blobs whose fate is stored."""
+        with self.lock:
+            for digest in digests:
+                self._counts[digest] -= 1
+                if self._counts[digest] <= 0:
+                    del self._counts[digest]
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[set[str]]:
+        """The blobs that are young now, or become so within the block."""
+        with self.lock:
+            watched = self._watched = set(self._counts)
+        try:
+            yield watched
+        finally:
+            self._watched = None
+
+
+class Sweep:
+    """Removes blobs that the database does not name, by what was read of it after the sweep began."""
+
+    def __init__(self, blobs: BlobStore, young: _Young, skipped: set[str]) -> None:
+        self._blobs = blobs
+        self._young = young
+        self._skipped = skipped
+
+    def remove(self, digests: Collection[str], *, older_than_s: float = 0.0) -> int:
+        """Removes those that are there, not young, and old enough, and returns how many bytes they had."""
+        size_bytes, until = 0, time.time() - older_than_s
+        for digest in sorted(digests):
+            path = self._blobs.path(digest)
+            with files.translated(f"removing {path}"), self._blobs.temporary() as aside, self._young.lock:
+                if digest in self._skipped or not path.is_file() or path.stat().st_mtime > until:
+                    continue
+                size_bytes += path.stat().st_size
+                with crash.step("retention.remove"):
+                    os.replace(path, aside)
+        return size_bytes
+
+
+def erase(path: Path) -> None:
+    """Removes a file, if it is there, after its beginning was overwritten.
+
+    One that has a second name, as hard links of a backup are, is left as it is there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_nlink == 1:
+                os.pwrite(descriptor, bytes(min(found.st_size, ERASED_BYTES)), 0)
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -209,7 +321,7 @@ def _removed_on_error(path: Path) -> Generator[None]:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+            erase(path)
         raise
 
 

@@ -3,29 +3,27 @@
 What counts is what was planned when a job was created (`max_releases`, which never changes), and of jobs that have
 ended, what the ledger says. So a job that is started or resumed takes nothing that was not counted.
 
-The arithmetic takes seconds, so it is done in a thread, outside of any transaction, on what was read before; the store
-refuses what was decided by it if the population's jobs or its budget are others meanwhile, and all is done again.
+The arithmetic takes seconds, so the accountant's thread does it, outside of any transaction, on what was read before;
+the store refuses what was decided by it if the population's jobs or its budget are others meanwhile, and all is done
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
+from fedplat_server.accountant import Accountant, epsilon
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.ledger import Budget, Population
 from fedplat_server.store.port import JobRecord, Store
-
-epsilon = functools.lru_cache(maxsize=1024)(accounting.epsilon)
-"""`accounting.epsilon` of a tuple of charges. The same are asked for again whenever an operator looks at a job."""
 
 
 class Budgets:
@@ -33,6 +31,7 @@ class Budgets:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.accountant = Accountant()
         self._computing = asyncio.Lock()
 
     async def create_job(
@@ -45,7 +44,7 @@ class Budgets:
             if (known := await self._store.find_job(idempotency_key)) is not None:
                 return known
             try:
-                spec = await asyncio.to_thread(state.spec.settled)
+                spec = await self.accountant.run(state.spec.settled)
             except JobFileError as exc:
                 raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
             state = dataclasses.replace(state, spec=spec)
@@ -58,19 +57,24 @@ class Budgets:
             if (known := await self._store.find_job(idempotency_key)) is not None:
                 return known  # before the budget, which it may have used up
             population = await self._store.population(state.spec.population)
-            if wrong := await asyncio.to_thread(why_refused, state.spec, population):
+            if wrong := await self._why_refused(state.spec, population):
                 raise RefusedError(Code.OVER_BUDGET, wrong)
             try:
                 return await self._store.create_job(state, job_file, idempotency_key, audit, population.revision)
             except PopulationChangedError:
                 continue
 
+    async def _why_refused(self, spec: JobSpec, population: Population) -> str:
+        if spec.planned is None or population.budget is None:
+            return why_refused(spec, population)  # without arithmetic: such a job does not wait for the accountant
+        return await self.accountant.run(why_refused, spec, population)
+
     async def set(self, name: str, budget: Budget, audit: Sequence[AuditEntry]) -> Population:
         """Gives a population a budget. Raises `RefusedError` if it is not enough for what is planned there."""
         async with self._computing:
             while True:
                 population = await self._store.population(name)
-                if wrong := await asyncio.to_thread(why_too_small, budget, population):
+                if wrong := await self.accountant.run(why_too_small, budget, population):
                     raise RefusedError(Code.OVER_BUDGET, wrong)
                 try:
                     await self._store.set_budget(name, budget, population.revision, audit)

@@ -7,12 +7,17 @@ import signal
 import sys
 from types import FrameType
 
+from fedplat_server.folder import PRIVATE_UMASK
+
 
 def main() -> None:
     """Runs the command of this process: a mistake is one clear line on stderr.
 
     Exit status: 0 done, 1 something failed and may work later, 2 the command line or the configuration is wrong.
     """
+    # The database, the models and what commands write are for this user only, and so is what evaluators, trainers and
+    # ranks write: processes inherit it.
+    os.umask(PRIVATE_UMASK)
     # gRPC's C library writes lines of its own to stderr when a port is taken; we say that in words. It reads this
     # when it is imported, and the process that evaluators run in shall not import it at all: hence the late imports.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

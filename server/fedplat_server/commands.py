@@ -17,15 +17,16 @@ from fedplat_server import (
     logs,
     open_files,
     operator_commands,
+    prune_command,
     references,
 )
-from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url
-from fedplat_server.config import LeaseTimes, ServerConfig
+from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect
+from fedplat_server.config import LeaseTimes, Limits, ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
 from fedplat_server.errors import ConfigError
 from fedplat_server.pool import commands as pool_commands
 from fedplat_server.private_pki import LOOPBACK, PkiFolder
-from fedplat_server.rpc import requests
+from fedplat_server.rpc import addresses, requests
 from fedplat_server.store import schema
 from fedplat_server.tls import TlsFiles
 
@@ -40,6 +41,7 @@ app.add_typer(operator_commands.app, name="operator", help="Say who may use the 
 app.add_typer(certificate_commands.app, name="certificates", help="Look after the server's certificates.")
 app.add_typer(pool_commands.app, name="pool", help="Run ranks that work for the daemon, and look after them.")
 app.command("init")(init_command.init)
+app.command("prune")(prune_command.prune_)
 
 
 @app.callback(invoke_without_command=True)
@@ -98,10 +100,20 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
             help="Share --listen with other daemons of this host; --advertise says at which port this one listens too.",
         ),
     ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Network of proxies whose x-forwarded-for names the caller, such as 10.0.0.0/8; may be repeated.",
+        ),
+    ] = None,
     lease_s: Annotated[
         float,
         typer.Option(help="After this time without a sign of life of the leading daemon another one leads."),
     ] = 6.0,
+    upload_memory_mib: Annotated[
+        int, typer.Option(min=8, help="Memory that updates may take together while they are received, in MiB.")
+    ] = Limits().upload_memory_bytes // 2**20,
     grace_s: Annotated[float, typer.Option(min=0.0, help="Longest time to finish in after SIGTERM.")] = 10.0,
     reflection: Annotated[bool, typer.Option("--reflection", help="Describe the services to whoever asks.")] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
@@ -124,6 +136,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         raise ConfigError(f"--evaluation-s {evaluation_s}: expected a number of seconds above 0")
     if share_port:
         _check_shared_port(listen, advertise, database or "")
+    proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
     scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
@@ -138,12 +151,14 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         trainers=trainers,
         evaluation_s=evaluation_s,
         grace_s=grace_s,
+        limits=Limits(upload_memory_bytes=upload_memory_mib * 2**20),
         advertise=advertise,
         share_port=share_port,
         lease=LeaseTimes.of(lease_s),
         reflection=reflection,
         tls=files,
         mtls_listen=mtls_listen,
+        trusted_proxies=proxies,
     )
     if config.is_shared and not advertise and host in ANY_HOST:
         raise ConfigError(
@@ -160,7 +175,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
 
 def _check_shared_port(listen: str, advertise: str, database: str) -> None:
     if not database.startswith("postgres"):
-        raise ConfigError("--share-port is for daemons of one PostgreSQL; say which with --database postgresql://...")
+        raise ConfigError(
+            "--share-port is for daemons of one PostgreSQL; say which with FEDPLAT_DATABASE or --database"
+        )
     shared, own = (int(address.rpartition(":")[2] or 0) for address in (listen, advertise))
     if own in (0, shared):
         raise ConfigError(
@@ -231,6 +248,7 @@ async def _serve(config: ServerConfig) -> None:
 def upgrade(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Create the database's tables, or bring them to this version. Safe to repeat."""
     url = database_url(data_dir, database)
+    protect(data_dir, url)
     before = schema.current(url)
     schema.upgrade(url)
     after = schema.current(url)

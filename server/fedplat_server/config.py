@@ -16,16 +16,28 @@ class Limits(msgspec.Struct, frozen=True):
     `max_calls`: open calls of one client, of which `max_streams` may be uploads and downloads. `max_names`: trainers
     and evaluators of one client, each. `idle_s`: how long a stream that sends to the server may say nothing; in this
     time it also has to bring `min_bytes_per_s`. `requests_per_minute`: of one client, all in one burst or evenly.
-    `anonymous_per_minute`: of one address, requests that are not an enrolled client's. `max_upload_factor`: how often
+    `anonymous_per_minute`: of one address (one /64 with IPv6), requests that are not an enrolled client's.
+    `challenges_per_minute`: nonces beyond these, of all addresses together. `max_upload_factor`: how often
     a client may send the largest update that is accepted, for one attempt, because transfers broke.
-    `refusal_delay_s`: how long an operator's call that is not authenticated waits for its refusal.
+    `max_label_bytes`: of the names and values of a client's labels in UTF-8, all together; `max_metric_bytes`: of the
+    names of the metrics in a report; `max_text`: of the reason that a client gives, and of why its report is refused.
+    `refusal_delay_s`: how long an operator's call that is refused for its token or its role waits for that.
+    `operator_requests_per_minute` and `operator_calls`: requests of one operator, and its calls and watches at once.
+    `notes_per_minute`: rows of the audit log about refused calls and fenced clients, of all callers together.
+    `writes_per_minute`: requests of one client that begin a session, each of which is a transaction.
+    `newcomer_reads`: first messages of callers without a credential that are received at a time, and `_per_network`
+    of them (an IPv4 address, or the /64 of an IPv6 address); each must be complete after `newcomer_read_s`.
+    `open_calls`: calls of the open services (health, reflection) at a time. `upload_memory_bytes`: what updates may
+    take together while they are received; of those beyond it, `max_waiting_uploads` wait for `upload_wait_s`.
     """
 
     max_waiting: int = 100_000
     max_wait_s: float = 300.0
     max_model_bytes: int = 64 * 2**30
     max_labels: int = 64
+    max_label_bytes: int = 8192
     max_metrics: int = 64
+    max_metric_bytes: int = 4096
     max_text: int = 1000
     max_names: int = 256
     max_job_file_bytes: int = 2**20
@@ -35,8 +47,21 @@ class Limits(msgspec.Struct, frozen=True):
     min_bytes_per_s: float = 2048.0
     requests_per_minute: float = 6000.0
     anonymous_per_minute: float = 6000.0
+    challenges_per_minute: float = 60_000.0
     max_upload_factor: float = 4.0
     refusal_delay_s: float = 0.5
+    operator_requests_per_minute: float = 6000.0
+    operator_calls: int = 32
+    notes_per_minute: float = 60.0
+    writes_per_minute: float = 60.0
+    newcomer_reads: int = 64
+    newcomer_reads_per_network: int = 16
+    newcomer_read_s: float = 5.0
+    open_calls: int = 1024
+    open_calls_per_network: int = 64
+    upload_memory_bytes: int = 160 * 2**20
+    max_waiting_uploads: int = 512
+    upload_wait_s: float = 10.0
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
@@ -67,6 +92,8 @@ class ServerConfig(msgspec.Struct, frozen=True):
     daemons of one host listen at `listen` together, and each at a port of its own besides: that of `advertise`.
     `reflection`: whether the server describes its services to whoever asks. Without `tls` it speaks plaintext.
     At `mtls_listen` (`host:port`; empty: nowhere) it asks for client certificates, which it signs itself.
+    `trusted_proxies`: the networks of proxies that are believed when they name the caller (`x-forwarded-for`).
+    A connection that is `connection_age_s` old takes no more calls; those under way go on for twice the longest poll.
     """
 
     listen: str
@@ -98,6 +125,8 @@ class ServerConfig(msgspec.Struct, frozen=True):
     reflection: bool = False
     tls: TlsFiles | None = None
     mtls_listen: str = ""
+    trusted_proxies: tuple[str, ...] = ()
+    connection_age_s: float = 3600.0
 
     @property
     def blob_dir(self) -> Path:

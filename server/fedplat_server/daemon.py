@@ -15,18 +15,20 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
 from fedplat.rounds.events import ServerRestarted
-from fedplat.rounds.states import AttemptKind, AttemptPhase
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
 from fedplat_server.aggregation import Accelerators, Aggregation
 from fedplat_server.blobs import BlobStore
+from fedplat_server.bounded_audit import BoundedAudit
 from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.election import Election, open_election
 from fedplat_server.cluster.follower import Follower
+from fedplat_server.cluster.gateway import Entrance
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
-from fedplat_server.cluster.switch import Nowhere, Switch
+from fedplat_server.cluster.switch import Nowhere
 from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
@@ -38,10 +40,14 @@ from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
+from fedplat_server.retention import Retention
 from fedplat_server.rpc import serving
+from fedplat_server.rpc.addresses import Origins
+from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
+from fedplat_server.store.engine import async_url, sqlite_path
 from fedplat_server.store.participations import read_back
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
@@ -81,6 +87,8 @@ class Daemon:
         """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
         config = self._config
         with folder.held(config.data_dir, shared=config.is_shared):
+            for warning in folder.protect(config.data_dir, sqlite_path(async_url(config.database))):
+                logs.get().warning(warning)
             async with contextlib.AsyncExitStack() as stack:
                 endpoint = serving.Endpoint(config, self._utc_now)
                 self.port, self.mtls_port = endpoint.port, endpoint.mtls_port
@@ -111,7 +119,8 @@ class Daemon:
             if is_serving:
                 await self._announce(endpoint)
 
-        follower = Follower(candidate.holder, endpoint.switch, tell, self._config.tls, endpoint.peers.client_of)
+        entrance = Entrance(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        follower = Follower(candidate.holder, endpoint.switch, tell, entrance)
         try:
             return await self._unless_stopped(election.elect(follower.follow))
         finally:
@@ -149,7 +158,7 @@ class Daemon:
         await stack.enter_async_context(_severed_when_lost(store))
         await parts.restore()
         await _note(store, audit.Action.SERVER_STARTED)
-        await stack.enter_async_context(_taking_calls(endpoint.switch, parts.services))
+        await stack.enter_async_context(_taking_calls(endpoint, parts.services))
         await stack.enter_async_context(_severed_when_lost(store))
         await endpoint.health.tell(True)
         stack.push_async_callback(endpoint.health.tell, False)
@@ -192,7 +201,9 @@ class Daemon:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(parts.finished(), grace_s)
         with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
-            await asyncio.wait_for(_note(services.store, audit.Action.SERVER_STOPPED), max(grace_s, FAREWELL_S))
+            async with asyncio.timeout(max(grace_s, FAREWELL_S)):
+                await services.bounded_audit.finish()
+                await _note(services.store, audit.Action.SERVER_STOPPED)
         # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
@@ -208,13 +219,13 @@ async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _taking_calls(switch: Switch, services: Services) -> AsyncGenerator[None]:
+async def _taking_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
     """Calls come to the services of this daemon. At the end none is under way."""
-    switch.turn(serving.route(services))
+    endpoint.switch.turn(serving.route(services, endpoint.reads))
     try:
         yield
     finally:
-        calls = switch.turn(Nowhere())
+        calls = endpoint.switch.turn(Nowhere())
         await calls.ended()
 
 
@@ -223,10 +234,13 @@ class _Parts:
 
     runner_task: asyncio.Task[None]
 
-    def __init__(self, services: Services, aggregation: Aggregation, training: ServerTraining) -> None:
+    def __init__(
+        self, services: Services, aggregation: Aggregation, training: ServerTraining, retention: Retention
+    ) -> None:
         self.services = services
         self._aggregation = aggregation
         self._training = training
+        self._retention = retention
 
     @classmethod
     async def make(cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint) -> _Parts:
@@ -244,6 +258,8 @@ class _Parts:
         spooled = jobs.spooled_attempts()
         await asyncio.to_thread(uploads.keep, spooled)
         clients = ClientBook(store)
+        clock = asyncio.get_running_loop().time
+        bounded_audit = BoundedAudit(store, config.limits.notes_per_minute, clock)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
         await asyncio.to_thread(training.keep, jobs.to_begin())
         evaluation = Evaluation(
@@ -261,7 +277,7 @@ class _Parts:
             runner=runner,
             jobs=jobs,
             clients=clients,
-            callers=Callers(store, clients),
+            callers=Callers(bounded_audit, clients),
             enrolments=Enrolments(store, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store, clients),
             issuer=endpoint.issuer,
@@ -272,7 +288,10 @@ class _Parts:
             inline_models=InlineModels(blobs),
             uploads=uploads,
             evaluation=evaluation,
-            quotas=Quotas(config.limits, asyncio.get_running_loop().time),
+            quotas=Quotas(config.limits, clock),
+            origins=Origins(config.trusted_proxies, lease.secret),
+            bounded_audit=bounded_audit,
+            memory=UploadMemory(config.limits),
             conflicts=Conflicts(store),
             budgets=Budgets(store),
             started_unix_s=time.time(),
@@ -281,9 +300,13 @@ class _Parts:
             mtls_port=endpoint.mtls_port,
         )
         pool = PoolLink.of_folder(config.data_dir)
-        aggregation = Aggregation(blobs, uploads, store.find_version, runner.post, Accelerators(pool, training))
+        retention = Retention(blobs, store, jobs.state, clients.take_seen)
+        accelerators = Accelerators(pool, training)
+        aggregation = Aggregation(
+            blobs, uploads, store.find_version, runner.post, accelerators, on_leftovers=retention.look_for
+        )
         aggregation.keep(spooled)
-        return cls(services, aggregation, training)
+        return cls(services, aggregation, training, retention)
 
     async def restore(self) -> None:
         """Lets every job go on where it was, and scores what was not scored."""
@@ -291,8 +314,10 @@ class _Parts:
         for record in services.jobs.all():
             await services.runner.submit(ServerRestarted(record.state.job_id))
             for version in await services.store.list_versions(record.state.job_id):
-                if not version.metrics:
+                if not version.metrics and version.model_removed_unix_s is None:
                     self._score(record.state, version.version)
+            self._retention.look_at(record.state.job_id)
+        self._retention.begin()
 
     def act(self, command: Command) -> None:
         """Carries out a command of the coordinator."""
@@ -302,7 +327,7 @@ class _Parts:
                 services.desk.tell(command)
             case Abort():
                 services.desk.stop(command)
-            case Fold() | Commit():
+            case Fold() | Restart() | Commit():
                 self._aggregation.take(services.jobs.state(command.key.job_id), command)
             case WarmStart():
                 self._training.begin(services.jobs.state(command.key.job_id), command)
@@ -323,11 +348,16 @@ class _Parts:
                     **{name: value for name, value in _fields(row).items() if value},
                 )
             if change.version is not None:
-                assert change.attempt is not None
-                self._aggregation.end(change.attempt.key, change.job.origins)
+                if change.attempt is not None and change.version.restored_from is None:
+                    self._aggregation.end(change.attempt.key, change.job.origins)
                 self._score(change.job, change.version)
+            if change.version is not None or change.job.status in ENDED_JOBS:
+                self._retention.look_at(job_id)
             if change.job.spec.buffered is not None:
+                # What an open attempt has dropped may be being folded this very moment: it goes with the attempt.
+                folded_in = change.job.open_attempt.key if change.job.open_attempt is not None else None
                 over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
+                over = [each for each in over if each.buffer is None or each.buffer != folded_in]
                 self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
             if change.job.spec.warm_start is not None and not is_to_begin(change.job):
                 self._training.forget(job_id)
@@ -341,9 +371,11 @@ class _Parts:
     async def close(self) -> None:
         """Ends every background task."""
         self.services.runner.stop_timers()
+        await self._retention.close()
         await self._aggregation.close()
         await self.services.evaluation.close()
         await self._training.close()
+        self.services.budgets.accountant.close()
 
     def _is_committing(self) -> bool:
         jobs = self.services.runner.coordinator.jobs.values()

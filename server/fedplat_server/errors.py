@@ -67,6 +67,10 @@ class OperatorError(StoreError):
     """An operator whose name is taken, or who is not there."""
 
 
+class LastAdminError(OperatorError):
+    """The only operator that can make others, who may not be removed."""
+
+
 class LeadershipLostError(StoreError):
     """Another daemon leads the jobs of this database by now, or may do so: what this one writes is rejected."""
 

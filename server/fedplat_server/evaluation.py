@@ -34,6 +34,9 @@ from fedplat_server.pool.learning import Scored
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 Score = Callable[[str, Path, JobSpec], Awaitable[Scored]]
 NOTE_RETRY_S = 1.0
+MAX_METRICS_BYTES = 32 * 2**10
+"""The most that the metrics of a version take as JSON: a database that has more of them does not give them back."""
+_NUMBER_BYTES = 30
 
 
 class Failure(NamedTuple):
@@ -51,6 +54,8 @@ def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float
         result = {str(name): float(value) for name, value in metrics.items()}
         if bad := [name for name, value in result.items() if not math.isfinite(value)]:
             raise ValueError(f"the metric {bad[0]!r} is {result[bad[0]]}; expected a finite number")
+        if (size := sum(len(name.encode()) + _NUMBER_BYTES for name in result)) > MAX_METRICS_BYTES:
+            raise ValueError(f"{len(result)} metrics take {size} bytes; at most {MAX_METRICS_BYTES} are stored")
     except BaseException as exc:  # a process boundary: also sys.exit() must not travel into the daemon
         return Failure(f"{type(exc).__name__}: {exc}", traceback.format_exc(limit=-20))
     return result
@@ -85,6 +90,8 @@ class _Process:
     ) -> dict[str, float] | Failure:
         """Calls the evaluator. Whatever goes wrong but the evaluator's own exceptions ends the process."""
         if self._pool is None:
+            # As the process begins, what lies in the current folder must not stand for a module of Python's or ours.
+            os.environ["PYTHONSAFEPATH"] = "1"
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
+
 _Value = TypeVar("_Value")
 
 
@@ -24,7 +26,7 @@ class Gathered(Generic[_Value]):
         self._asking: asyncio.Task[None] | None = None
 
     async def one(self, key: str) -> _Value | None:
-        """What there is for a key. Raises what `ask` raises."""
+        """Return what there is for a key. Raises what `ask` raises for it."""
         answer: asyncio.Future[_Value | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, answer))
         if self._asking is None:
@@ -54,7 +56,12 @@ class Gathered(Generic[_Value]):
     async def _answer(self, batch: Mapping[str, asyncio.Future[_Value | None]]) -> None:
         try:
             found = await self._ask(list(batch))
-        except Exception as exc:  # a task boundary: those who asked hear of it, each by an error of its own
+        except Exception as exc:  # a task boundary: each caller gets an error of its own
+            if len(batch) > 1 and not isinstance(exc, StoreUnavailableError | LeadershipLostError):
+                # The database answers, so the fault is one key's: only its own caller may suffer from it.
+                for key, answer in batch.items():
+                    await self._answer({key: answer})
+                return
             for answer in batch.values():
                 if not answer.done():
                     answer.set_exception(type(exc)(*exc.args))

@@ -11,7 +11,7 @@ import typer
 from fedplat.cli import profile
 from fedplat_server import private_pki
 from fedplat_server.audit import HOST, Action, AuditEntry
-from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, with_store
+from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect, with_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.operator_commands import add_to, new_operator
 from fedplat_server.operators import Role, hash_token, looks_like_token, new_operator_token
@@ -28,21 +28,30 @@ def init(
         typer.Option(help="A name or address that the server is reached by; repeatable. Default: this machine's name."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port, for the operator's profile.")] = 7443,
+    profile_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            envvar="FEDPLAT_INIT_PROFILE",
+            metavar="FILE",
+            help="Where the first operator's profile goes. Default: DATA_DIR/admin.toml.",
+        ),
+    ] = None,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     database: Database = None,
 ) -> None:
     """Make certificates, the database and the first operator, as far as they are not there. Safe to repeat."""
     url = database_url(data_dir, database)
+    protect(data_dir, url)
     folder = PkiFolder.of(data_dir.resolve())
     _make_certificates(folder, host, url, data_dir)
     reached_by = host[0] if host else "localhost"
     address = f"[{reached_by}]:{port}" if ":" in reached_by else f"{reached_by}:{port}"
-    _make_operator(data_dir / "admin.toml", url, address, folder)
+    operator_profile = profile_path or data_dir / "admin.toml"
+    _make_operator(operator_profile, url, address, folder)
     shown, listen = _shown(data_dir), "0.0.0.0" if host else "127.0.0.1"
     print(
-        "\nnext:\n"
-        f"  fedplat-server run{shown} --listen {listen}:{port}\n"
-        f"  fedplat --profile {data_dir / 'admin.toml'} status"
+        f"\nnext:\n  fedplat-server run{shown} --listen {listen}:{port}\n  fedplat --profile {operator_profile} status"
     )
 
 

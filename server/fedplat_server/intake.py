@@ -7,14 +7,21 @@ update is refused anyway, and then only to say why.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from fedplat import codecs
+from fedplat.aggregate import l2_norm
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import ModelFile, Parameters, Values, is_finite
+from fedplat.model import Blocks, ModelFile, Parameters, Schema, Values, header
 from fedplat.rounds.states import Reason
 from fedplat.updates import Format
+
+_MORE_HEADER = 64 * 2**10
+"""How much longer than twice the expected header another one may be, to be read for the sake of a good reason."""
 
 
 @lru_cache(maxsize=256)
@@ -28,19 +35,16 @@ def size_limit(base: Path, codec: codecs.Options | None) -> int:
     return Format(codec, Parameters.open(base).schema).max_bytes + 2**20
 
 
-def check_update(update: Path, base: Path, codec: codecs.Options | None) -> tuple[Reason, str] | None:
-    """Why the update is not acceptable, or None. Reads it once; memory does not grow with it."""
-    expected = Parameters.open(base)
+def check_update(update: Path, base: Path, codec: codecs.Options | None) -> float | tuple[Reason, str]:
+    """Return the update's L2 norm, or why it is not acceptable. Reads it once at most; memory does not grow with it."""
+    expected = Parameters.open(base).schema
     if codec is not None:
-        return _check_encoded(update, Format(codec, expected.schema))
-    header = expected.schema.header
+        return _check_encoded(update, Format(codec, expected))
     with update.open("rb") as file:
-        same = file.read(len(header)) == header
-    if not same or update.stat().st_size != expected.schema.file_size_bytes:
+        same = file.read(len(expected.header)) == expected.header
+    if not same or update.stat().st_size != expected.file_size_bytes:
         return Reason.REJECTED_SCHEMA, _difference(update, expected)
-    if not is_finite(ModelFile(update, expected.schema).to_blocks()):
-        return Reason.REJECTED_NONFINITE, ""
-    return None
+    return _norm(ModelFile(update, expected).to_blocks())
 
 
 def open_update(update: Path, base: Values, codec: codecs.Options | None) -> Values:
@@ -53,18 +57,30 @@ def public_text(error: ModelError, path: Path) -> str:
     return str(error).replace(str(path), "the file")
 
 
-def _check_encoded(update: Path, expected: Format) -> tuple[Reason, str] | None:
+def _check_encoded(update: Path, expected: Format) -> float | tuple[Reason, str]:
     """Decodes it once, block by block."""
     try:
-        finite = is_finite(expected.open(update).to_blocks())
+        return _norm(expected.open(update).to_blocks())
     except (ModelError, CodecError) as exc:
         return Reason.REJECTED_SCHEMA, str(exc)
-    return None if finite else (Reason.REJECTED_NONFINITE, "")
 
 
-def _difference(update: Path, expected: Parameters) -> str:
+def _norm(values: Blocks) -> float | tuple[Reason, str]:
+    """The L2 norm of float32 values, which is finite in float64 if and only if all of them are."""
+    with np.errstate(invalid="ignore"):
+        norm = l2_norm(values)
+    return norm if math.isfinite(norm) else (Reason.REJECTED_NONFINITE, "")
+
+
+def _difference(update: Path, expected: Schema) -> str:
+    """Return what differs, by the update's header alone; one that is far longer than expected is not read either."""
     try:
-        difference = Parameters.open(update).schema.difference_from(expected.schema)
+        with update.open("rb") as file:
+            size_bytes = update.stat().st_size
+            header_bytes = header.header_size(file.read(8), size_bytes)
+            if header_bytes > 2 * len(expected.header) + _MORE_HEADER:
+                return f"the header has {header_bytes} bytes; the base version's file has {len(expected.header) - 8}"
+            layout = header.read_layout(file.read(header_bytes), size_bytes - 8 - header_bytes)
     except ModelError as exc:
-        return public_text(exc, update)
-    return difference or "the header is not byte for byte that of the base version's file"
+        return str(exc)
+    return layout.schema.difference_from(expected) or "the header is not byte for byte that of the base version's file"

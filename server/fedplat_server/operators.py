@@ -65,9 +65,14 @@ def looks_like_token(text: str) -> bool:
     return _TOKEN.fullmatch(text) is not None
 
 
+def is_name(name: str) -> bool:
+    """Return whether an operator may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: str) -> str:
     """A name that an operator may have. Raises `ConfigError`."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ConfigError(f"operator name {name[:80]!r}: expected 1 to 63 letters, digits or _.@- (alphanumeric first)")
     return name
 

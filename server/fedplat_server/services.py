@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from fedplat.rounds import AttemptKey, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, Reason
 from fedplat_server.blobs import BlobStore
+from fedplat_server.bounded_audit import BoundedAudit
 from fedplat_server.budgets import Budgets
 from fedplat_server.chunks import Chunks
 from fedplat_server.cluster.lease import Lease
@@ -22,7 +23,9 @@ from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
+from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
 from fedplat_server.store.port import JobRecord, Store
@@ -49,9 +52,11 @@ class JobBook:
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
 
-    def all(self) -> list[JobRecord]:
-        """Every job, in the order of creation."""
-        return [self._current(job_id) for job_id in self._records]
+    def all(self, after: str = "") -> list[JobRecord]:
+        """Every job in the order of creation, or those after a job; none after one that is unknown."""
+        ids = list(self._records)
+        start = 0 if not after else ids.index(after) + 1 if after in self._records else len(ids)
+        return [self._current(job_id) for job_id in ids[start:]]
 
     def find(self, name: str) -> JobRecord:
         """The job with this id, or the only one with this name. Raises `RefusedError`."""
@@ -127,6 +132,9 @@ class Services:
     uploads: UploadStore
     evaluation: Evaluation
     quotas: Quotas
+    origins: Origins
+    bounded_audit: BoundedAudit
+    memory: UploadMemory
     conflicts: Conflicts
     budgets: Budgets
     started_unix_s: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from fedplat.rounds import (
     Assignment,
@@ -33,6 +33,7 @@ from fedplat_server.store.port import (
     Staleness,
     VersionRecord,
 )
+from fedplat_server.store.retention import BATCH, Keep, Removable
 
 
 def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
@@ -46,7 +47,14 @@ def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
 
 def _bare(attempt: Attempt) -> Attempt:
     return dataclasses.replace(
-        attempt, opened_at=0.0, selection_ends_at=0.0, ended_at=None, wakeup_at=None, assignments={}, counts={}
+        attempt,
+        opened_at=0.0,
+        selection_ends_at=0.0,
+        ended_at=None,
+        closes_at=None,
+        wakeup_at=None,
+        assignments={},
+        counts={},
     )
 
 
@@ -124,6 +132,7 @@ class MemoryStore(MemoryLedger):
         self._job_keys: dict[str, str] = {}
         self._tokens: dict[bytes, tuple[AttemptKey, str]] = {}
         self._history: list[tuple[str, HistoryRecord]] = []
+        self._without_history: set[AttemptKey] = set()
 
     async def close(self) -> None:
         """Lets go of nothing: there are no connections."""
@@ -204,10 +213,13 @@ class MemoryStore(MemoryLedger):
             for participation in participations_of(made.get(key, ()))
         ]
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first attempts after a round and number; see the port."""
         records = self._jobs[job_id].attempt_records() if job_id in self._jobs else []
-        return [one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED]
+        wanted = (one for one in records if all_attempts or one.phase is not AttemptPhase.ABANDONED)
+        return [one for one in wanted if after is None or one.key[1:] > after][:limit]
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
         """The newest attempt; see the port."""
@@ -219,9 +231,13 @@ class MemoryStore(MemoryLedger):
         known = self._jobs[job_id].versions if job_id in self._jobs else []
         return known[version].version if 0 <= version < len(known) else None
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
-        return list(self._jobs[job_id].versions) if job_id in self._jobs else []
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first model versions after a number; see the port."""
+        return self._jobs[job_id].versions[after + 1 :][:limit] if job_id in self._jobs else []
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that some rounds have made; see the port."""
+        return [record for record in await self.list_versions(job_id) if first <= record.version.round <= last]
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
         """Notes what the server's evaluator said of a version, and adds a history row; see the port."""
@@ -236,24 +252,102 @@ class MemoryStore(MemoryLedger):
         row = HistoryRow("version", number, number, said.round, said.attempt, metrics=dict(metrics))
         self._note(job_id, row, self._clock())
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""
         later = self._history[after_sequence:]
         return [record for mine, record in later if mine == job_id][:limit]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version, or a delta, with this digest."""
+        """The populations of the jobs that keep a version, or a delta, with this digest."""
         return frozenset(
             job.state.spec.population
             for job in self._jobs.values()
-            if any(digest in (record.version.digest, record.version.delta_digest) for record in job.versions)
+            if any(
+                digest in (record.version.digest, record.version.delta_digest) and record.model_removed_unix_s is None
+                for record in job.versions
+            )
         )
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions, their deltas, and all server optimizer states."""
-        versions = [record.version for job in self._jobs.values() for record in job.versions]
-        named = (digest for one in versions for digest in (one.digest, one.state_digest, one.delta_digest))
-        return frozenset(digest for digest in named if digest)
+        """Digests of all files that are needed; see the port."""
+        named: set[str] = set()
+        for record in (record for job in self._jobs.values() for record in job.versions):
+            if record.model_removed_unix_s is None:
+                named |= {record.version.digest, record.version.delta_digest}
+            if record.state_removed_unix_s is None:
+                named.add(record.version.state_digest)
+        return frozenset(named) - {""}
+
+    async def removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
+        """The oldest versions of which files may go; see the port."""
+        found: list[Removable] = []
+        for record in self._jobs[job_id].versions if job_id in self._jobs else []:
+            number, version = record.version.version, record.version
+            model = number < keep.models_from and self._is_spare(job_id, record)
+            model = model and not (keep.every and number % keep.every == 0)
+            state = number < keep.states_from and bool(version.state_digest) and record.state_removed_unix_s is None
+            if model or state:
+                found.append(Removable(version, model, state))
+        return found[:limit]
+
+    async def give_up(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
+        """Notes that the files of these versions go; see the port."""
+        now, versions, digests = self._clock(), self._jobs[job_id].versions, set[str]()
+        for one in found:
+            number, record = one.version.version, versions[one.version.version]
+            if one.model and self._is_spare(job_id, record):
+                versions[number] = record = dataclasses.replace(record, model_removed_unix_s=now)
+            if one.state:
+                versions[number] = dataclasses.replace(record, state_removed_unix_s=now)
+            digests |= {one.version.digest, one.version.state_digest, one.version.delta_digest} - {""}
+        return frozenset(digests) - await self.referenced_digests()
+
+    async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
+        """Those of some digests that no row names."""
+        return frozenset(digests) - await self.referenced_digests()
+
+    async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """The oldest attempts with a history that ended before a moment; see the port."""
+        job = self._jobs[job_id]
+        at_work = {each.key for each in job.assignments.values() if each.is_open}
+        found = [
+            key
+            for key, kept in job.attempts.items()
+            if kept.ended_unix_s is not None and kept.ended_unix_s < before_unix_s
+            if key not in at_work and key not in self._without_history
+        ]
+        return sorted(found)[:limit]
+
+    async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Removes the rows of the history of attempts; see the port."""
+        self._without_history.update(keys)
+        gone = [
+            index
+            for index, (job_id, record) in enumerate(self._history)
+            if record.row.entity in ("attempt", "assignment")
+            if AttemptKey(job_id, record.row.round, record.row.attempt) in keys
+        ]
+        for index in gone:
+            self._history[index] = ("", self._history[index][1])  # sequence numbers have gaps then
+        for job_id in {key.job_id for key in keys} if metrics else ():
+            made = self._jobs[job_id].assignments
+            for place, each in made.items():
+                made[place] = dataclasses.replace(each, metrics={}, text="") if place[0] in keys else each
+        return len(gone)
+
+    async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Notes nothing: clients are never given up here."""
+
+    def _is_spare(self, job_id: str, record: VersionRecord) -> bool:
+        """Whether neither the job nor a client at work for it needs a version's model, which is there."""
+        job, number = self._jobs[job_id], record.version.version
+        needed = {
+            0,
+            job.state.latest.version,
+            *(each.base_version for each in job.assignments.values() if each.is_open),
+        }
+        needed |= {each.attempt.base_version for each in job.attempts.values() if each.ended_unix_s is None}
+        return number not in needed and record.model_removed_unix_s is None
 
     def _states(self) -> Iterable[JobState]:
         return (job.state for job in self._jobs.values())
@@ -272,6 +366,7 @@ class MemoryStore(MemoryLedger):
                 if change.version.version != versions[job_id]:
                     raise StoreError(f"job {job_id} cannot have version {change.version.version} now")
                 versions[job_id] += 1
+                self._require_files(job_id, change.version)
                 if (self._jobs[job_id].state.spec.privacy is None) != (change.job.spec.mechanism is None):
                     raise writes.uncharged(job_id, change.version.version)
             for assignment in change.assignments:
@@ -280,6 +375,14 @@ class MemoryStore(MemoryLedger):
                     raise StoreError("another assignment has this token")
                 tokens[token] = place
         self._check_shares(changes)
+
+    def _require_files(self, job_id: str, version: ModelVersion) -> None:
+        """Refuses a rollback to what is not kept any more."""
+        records = self._jobs[job_id].versions
+        models = {each.version.digest for each in records if each.model_removed_unix_s is None}
+        states = {each.version.state_digest for each in records if each.state_removed_unix_s is None} | {""}
+        if version.restored_from is not None and (version.digest not in models or version.state_digest not in states):
+            raise writes.not_kept(job_id, version.restored_from)
 
     def _check_shares(self, changes: Sequence[Change]) -> None:
         """Raises `ParticipationError` if a client of a private job would take part too often."""

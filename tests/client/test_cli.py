@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 import fedplat_client
 from client.fake_fleet import FakeFleet
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client.cli import main
+from fedplat_client.cli import _FieldFormatter, main  # pyright: ignore[reportPrivateUsage]
 
 TRAINERS = """
 from fedplat_client import EvaluateResult, TrainResult
@@ -50,7 +51,22 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def arguments(fleet: FakeFleet, *more: str) -> list[str]:
-    return ["run", "--ticket", fleet.ticket.to_text(), "--data-dir", "data", *more]
+    Path("ticket").write_text(fleet.ticket.to_text())
+    return ["run", "--ticket-file", "ticket", "--data-dir", "data", *more]
+
+
+def test_a_ticket_that_is_an_argument_is_warned_of(
+    fleet: FakeFleet, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users of a host see the arguments of its processes; a file or the environment are silent."""
+    text = fleet.ticket.to_text()
+    more = ["--data-dir", "data", "--trainer", f"{module}:missing"]
+    for given, warnings in ((["--ticket", text], 1), (arguments(fleet)[1:3], 0), ([], 0)):
+        monkeypatch.setenv("FEDPLAT_TICKET", "" if given else text)
+        result = CliRunner().invoke(main, ["run", *given, *more])
+        assert result.exit_code == 2
+        assert result.stderr.count("--ticket shows the ticket to all users of this host") == warnings
+        assert text not in result.output
 
 
 def test_version() -> None:
@@ -104,6 +120,23 @@ def test_an_error_of_the_client_gives_one_clear_line(fleet: FakeFleet, module: s
     assert result.exit_code == 1
     assert "cannot be used" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
+    record = logging.makeLogRecord(
+        {"levelname": "INFO", "msg": "refused: \x1b]0;owned\x07\r\nall is well \u202e", "job": "a\x1b[2Jb"}
+    )
+    try:
+        raise ValueError("\x1b[31mred\nnext")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    written = _FieldFormatter("%(levelname)s %(message)s").format(record)
+    assert [char for char in written if not char.isprintable() and char != "\n"] == []
+    assert written.startswith(r"INFO refused: \x1b]0;owned\x07\r\nall is well \u202e job=a\x1b[2Jb")
+    assert r"ValueError: \x1b[31mred" in written
+    long = _FieldFormatter("%(message)s").format(logging.makeLogRecord({"msg": "x" * 1_000_000}))
+    assert len(long) < 5000
+    assert long.endswith("more characters)")
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -252,3 +252,24 @@ def test_the_base_stays_while_others_are_evicted(versions: Versions, make_client
     assert run(make_client(cache_limit_bytes=limit)) == [versions.first, versions.second]
     assert versions.downloaded == [first.digest, delta.digest]
     assert {path.stem for path in folder.iterdir()} == {first.digest, second.digest}
+
+
+def test_a_model_beyond_the_limit_is_used_and_not_kept(
+    versions: Versions, make_client: MakeClient, folder: Path
+) -> None:
+    first, second, _ = versions.assign()
+    assert run(make_client(cache_limit_bytes=first.size_bytes - 1)) == [versions.first, versions.second]
+    assert versions.downloaded == [first.digest, second.digest]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_model_that_is_larger_than_the_client_takes_is_refused(
+    versions: Versions, make_client: MakeClient, folder: Path
+) -> None:
+    first, _, _ = versions.assign()
+    assert run(make_client(max_model_bytes=first.size_bytes - 1)) == []
+    assert versions.downloaded == []
+    assert list(folder.iterdir()) == []
+    reasons = [(request.reason, request.text) for request in versions.fleet.requests["Fail"]]
+    assert [reason for reason, _ in reasons] == [model_pb2.REASON_TRANSFER_FAILED] * 2
+    assert f"has {first.size_bytes} bytes, and this client takes {first.size_bytes - 1} at most" in reasons[0][1]

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 
 from client.fake_fleet import FakeFleet
+from fedplat.identity import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
 from fedplat_client.identity import DataDirectory, Identity
@@ -127,3 +129,20 @@ def test_no_two_names_share_a_folder_and_none_leads_elsewhere(tmp_path: Path) ->
     paths = {DataDirectory(tmp_path, "s", name).path for name in names}
     assert len(paths) == len(names)
     assert all(path.resolve().parent == tmp_path / "s" for path in paths)
+
+
+def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path, "server:1", "demo")
+    with_tls = Ticket(server="server:1", population="demo", secret="a" * 43, tls=True, ca="pem")
+    without = msgspec.structs.replace(with_tls, tls=False, ca="")
+    with directory.locked():
+        known = directory.identity(with_tls)
+        with pytest.raises(DataDirectoryError, match="without TLS, and this client knows it with TLS") as caught:
+            directory.identity(without)
+        assert f"delete {directory.path / 'identity.json'}" in str(caught.value)
+        assert directory.identity() == known
+        assert directory.identity(msgspec.structs.replace(with_tls, ca="another")).ca == "another"
+    other = DataDirectory(tmp_path, "server:2", "demo")
+    with other.locked():
+        assert not other.identity(without).tls
+        assert other.identity(with_tls).tls

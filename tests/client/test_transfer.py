@@ -17,6 +17,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult, TransferError, transfer
 from fedplat_client.cache import ModelCache
+from fedplat_client.stopping import StopSignal
 from fedplat_client.task import Control
 
 MakeClient = Callable[..., Client]
@@ -237,6 +238,26 @@ def test_an_upload_that_cannot_be_done_is_given_up(
     assert fleet.requests["Fail"][0].reason == model_pb2.REASON_TRANSFER_FAILED
     assert fleet.calls.count("Upload") == num_uploads
     assert "Report" not in fleet.calls
+
+
+@pytest.mark.fault("F39")
+def test_a_busy_server_is_asked_again_in_its_window_and_that_is_no_failure(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.failures["Upload"] = [(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_UPLOADS")] * 20
+    fleet.retry = "3 5"
+    fleet.assign(model)
+    waits: list[float] = []
+
+    def wait(signal: StopSignal, seconds: float) -> bool:
+        waits.append(seconds)
+        return signal.is_set()
+
+    run(make_client(transfer_attempts=4, wait=wait))
+    assert fleet.calls.count("Upload") == 21
+    assert fleet.calls.count("Report") == 1
+    assert "Fail" not in fleet.calls
+    assert len([seconds for seconds in waits if 3.0 <= seconds <= 5.0]) >= 20
 
 
 def test_a_stop_ends_an_upload_that_cannot_go_on(

@@ -255,6 +255,35 @@ def test_hostile_files_are_refused_without_a_large_allocation(name: str):
     assert peak < MiB + 8 * len(data)
 
 
+ENDLESS = {
+    "an unknown field": file_of({"w": {**GOOD["w"], "\x1b[31m" * 2**18: 1}}, bytes(8)),
+    "a name": file_of({"\x1b[31m" * 2**18: GOOD["w"]}, bytes(8)),
+    "a dtype": file_of({"w": {**GOOD["w"], "dtype": "x" * 2**20}}, bytes(8)),
+    "a number": file_of(b'{"w":{"dtype":"F32","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,8]}}', bytes(8)),
+    "a shorter number": file_of({"w": entry([10**1500], 0, 8)}, bytes(8)),
+    "an offset": file_of({"w": entry([2], 10**1500, 8)}, bytes(8)),
+    "a carry rule": file_of({"__metadata__": {"fedplat.carry": "x" * 2**20}, **GOOD}, bytes(8)),
+    "a metadata value": file_of({"__metadata__": {"\x1b" * 2**20: 1}, **GOOD}, bytes(8)),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.fault("F46")
+def test_what_a_file_says_is_quoted_shortly(name: str):
+    with pytest.raises(ModelError) as caught:
+        Parameters.from_bytes(ENDLESS[name])
+    assert len(str(caught.value).encode()) < 1000
+    assert str(caught.value).isprintable()
+
+
+def test_names_of_a_thousand_bytes_are_the_longest():
+    longest = "\N{SNOWMAN}" * 333 + "x"
+    model = Parameters.from_arrays({longest: np.ones(1, np.float32)})
+    assert_same(Parameters.from_bytes(model.to_bytes()), {longest: np.ones(1, np.float32)})
+    with pytest.raises(ModelError, match="cannot be the name of a tensor; expected 1 to 1000 bytes"):
+        Parameters.from_arrays({longest + "x": np.ones(1, np.float32)})
+
+
 def test_the_limit_on_tensors_counts_tensors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(schema_module, "MAX_TENSORS", 2)
     header = {f"tensor {i}": entry([1], 4 * i, 4 * i + 4) for i in range(3)}

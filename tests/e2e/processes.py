@@ -53,6 +53,8 @@ class Server:
         self.ca = folder / "pki" / "ca.pem"
         port = self.address.rpartition(":")[2]
         init = ["init", "--data-dir", str(folder), "--host", "127.0.0.1", "--port", port]
+        if "--database" in options:
+            init += ["--database", options[options.index("--database") + 1]]
         done = subprocess.run([str(BIN / "fedplat-server"), *init], check=True, capture_output=True, text=True)
         self.said_by_init = done.stdout + done.stderr
 

@@ -142,6 +142,24 @@ def test_compose_has_ten_clients_with_a_share_and_a_volume_each() -> None:
     assert f"client-{NUM_CLIENTS}" not in COMPOSE
 
 
+def test_only_the_server_sees_its_data_and_keys() -> None:
+    """What acts for the operator mounts the operator's profile, read-only; clients mount the ticket and their own."""
+    mounts = dict(re.findall(r"\n  ([\w-]+):\n(?:    .*\n)*?    volumes: \[(.*)\]", COMPOSE))
+    assert [name for name, volumes in mounts.items() if '"server:' in volumes] == ["server"]
+    assert mounts["ticket"] == '"operator:/var/lib/fedplat-operator:ro", "ticket:/var/lib/fedplat-tickets"'
+    assert mounts["submit"] == '"operator:/var/lib/fedplat-operator:ro"'
+    assert len(mounts) == NUM_CLIENTS + 3
+    made = next(words for words in stages(DOCKERFILES[0])["runtime"] if "useradd" in words)
+    for folder in ("/var/lib/fedplat", "/var/lib/fedplat-operator", "/var/lib/fedplat-tickets"):
+        assert folder in made, "a volume has the owner and the mode of the folder in the image"
+
+
+def test_what_acts_for_the_operator_waits_for_the_server() -> None:
+    assert "fedplat --timeout 300 enrolment create" in COMPOSE
+    assert re.search(r"exec fedplat job submit \S+ --watch --timeout 300 ", COMPOSE)
+    assert "until fedplat status" not in COMPOSE, "it says nothing of what comes a second later"
+
+
 def test_port_is_published_to_this_machine_only() -> None:
     ports = re.findall(r"ports: \[(.*)\]", COMPOSE)
     assert ports == ['"127.0.0.1:7443:7443"']

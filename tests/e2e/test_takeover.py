@@ -20,6 +20,7 @@ from client.trainers import at_work
 from e2e import processes
 from fedplat.cli import profile, submission, watch
 from fedplat.cli.admin import AdminClient
+from fedplat.cli.patience import Patience
 from fedplat.errors import ServerUnreachableError
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
@@ -201,3 +202,19 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
         admin.export_model(job.job_id, None, tmp_path / "final.safetensors")
         assert lease(database)["term"] == 2
         np.testing.assert_allclose(Parameters.open(tmp_path / "final.safetensors")["weight"], ROUNDS)
+
+
+@pytest.mark.fault("F51")
+def test_a_job_is_submitted_while_another_daemon_takes_over(tmp_path: Path, database: str) -> None:
+    told: list[str] = []
+    with two(tmp_path / "data", database) as (leader, other), other.admin() as admin:
+        leader.send(signal.SIGKILL)
+        leader.end()
+        model = Parameters.from_arrays({"weight": np.zeros(16, np.float32)})
+        offered = submission.Submission(JOB, parse_job(JOB), model)
+        job = submission.submit(admin, offered, patience=Patience(processes.PATIENCE_S, told.append))
+        assert job.status == admin_pb2.JOB_STATUS_RUNNING
+        assert [each.job_id for each in admin.list_jobs()] == [job.job_id]
+        assert lease(database)["term"] == 2
+    assert len(told) == 1, told
+    assert told[0].startswith(f"waiting for {other.address}: ")

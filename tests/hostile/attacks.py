@@ -1,14 +1,23 @@
-"""Malformed messages, drawn from a seed: rubbish, mutated golden messages, wrong types, impossible declarations."""
+"""Malformed messages, drawn from a seed: rubbish, mutated golden messages, wrong types, impossible declarations.
+
+Others are well formed and odd: ids with a NUL, labels and metrics of characters of four bytes, finite values and
+weights that no training makes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
@@ -17,6 +26,15 @@ from wire import make_golden
 GOLDEN = {path.stem: path.read_bytes() for path in sorted(make_golden.FOLDER.glob("*.bin"))}
 MODEL = Parameters.from_arrays({"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, "f4")})
 HUGE = (2**31 - 1, 2**32 - 1, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+WIDE = "\U00020000"
+"""A letter of four bytes in UTF-8: limits that count characters let four times the bytes through."""
+ODD_TEXTS = (
+    *("\0", "c-0123456789abcde\0", "j-0123\0456789ab", "c-" + "g" * 16, "C-0123456789ABCDEF", " ", "\x1b[2J\x07"),
+    *("\u202e\ufeff", "%s%n", "' OR 1=1 --", "../../pki/ca.key", WIDE * 63, WIDE * 1000, "x" * 100_000),
+)
+NUM_EXAMPLES = (5e-324, 1e-50, 1e-45, 1e-6, 1.0, 2.0, 1e15, 1e18, 1e308)
+VALUES = (3e30, -3e30, 3e38, -3e38, 1e-45)
+"""Finite in float32; the sum of a few of them, or one of them times a weight, may not be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +45,7 @@ class Method:
     client_streaming: bool
     server_streaming: bool
     requests: tuple[str, ...]
+    type: type[Message]
 
 
 def _methods() -> list[Method]:
@@ -37,11 +56,52 @@ def _methods() -> list[Method]:
                 wanted = method.input_type.name
                 names = tuple(name for name in GOLDEN if name.partition(".")[0] == wanted)
                 path = f"/{service.full_name}/{method.name}"
-                found.append(Method(path, method.client_streaming, method.server_streaming, names))
+                made = message_factory.GetMessageClass(method.input_type)
+                found.append(Method(path, method.client_streaming, method.server_streaming, names, made))
     return found
 
 
+def _places(message: Message) -> list[Callable[[random.Random], None]]:
+    """What puts something odd into each field of a message that has room for it: text, a number, an entry."""
+    found: list[Callable[[random.Random], None]] = []
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is None:
+            if odd := _ODD.get(field.type):
+                found.append(functools.partial(_put, message, field.name, odd))
+        elif field.message_type.GetOptions().map_entry:
+            found.append(functools.partial(_put_entry, getattr(message, field.name)))
+        elif not field.is_repeated:
+            found += _places(getattr(message, field.name))
+    return found
+
+
+_ODD: dict[int, Sequence[Any]] = {
+    FieldDescriptor.TYPE_STRING: ODD_TEXTS,
+    FieldDescriptor.TYPE_UINT32: [number for number in HUGE if number < 2**32],
+    FieldDescriptor.TYPE_UINT64: HUGE,
+    FieldDescriptor.TYPE_INT64: [number for number in HUGE if number < 2**63],
+    FieldDescriptor.TYPE_DOUBLE: (float("nan"), float("inf"), -float("inf"), -1.0, 1e308, 5e-324),
+}
+
+
+def _put(message: Message, name: str, odd: Sequence[Any], rng: random.Random) -> None:
+    value = rng.choice(odd)
+    try:
+        setattr(message, name, value)
+    except (AttributeError, TypeError):  # a list: gRPC's messages take no assignment to it
+        getattr(message, name).append(value)
+
+
+def _put_entry(entries: Any, rng: random.Random) -> None:
+    text = rng.choice(ODD_TEXTS)
+    try:
+        entries[text] = text
+    except TypeError:  # metrics: their values are numbers
+        entries[text] = rng.choice(_ODD[FieldDescriptor.TYPE_DOUBLE])
+
+
 METHODS = _methods()
+WITH_FIELDS = [method for method in METHODS if _places(method.type())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +117,7 @@ def draw(rng: random.Random) -> Attack:
     """The next attack."""
     kinds = list(_KINDS)
     kind = rng.choices(kinds, [_KINDS[name][0] for name in kinds])[0]
-    method = rng.choice(METHODS)
+    method = rng.choice(WITH_FIELDS if kind == "odd field" else METHODS)
     make = _KINDS[kind][1]
     count = rng.randint(1, 4) if method.client_streaming else 1
     return Attack(kind, method, [make(rng, method) for _ in range(count)])
@@ -89,7 +149,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 def bad_file(rng: random.Random) -> bytes:
     """A safetensors file that is none, or not quite the one that it should be."""
     good = MODEL.to_bytes()
-    match rng.randrange(6):
+    match rng.randrange(9):
         case 0:
             return mutated(rng, good)
         case 1:
@@ -101,8 +161,37 @@ def bad_file(rng: random.Random) -> bytes:
             return _file({"weight": _entry([6], 0, 24), "bias": _entry([2], start, start + 8)}, 32)
         case 4:
             return good[:-4] + np.float32(rng.choice([np.nan, np.inf, -np.inf])).tobytes()
+        case 5:
+            return _file({_long(rng): _entry([6], 0, 24), "bias": _entry([2], 24, 32)}, 32)
+        case 6:
+            return _file({"weight": {**_entry([6], 0, 24), _long(rng): 1}, "bias": _entry([2], 24, 32)}, 32)
+        case 7:
+            return _file({"weight": _entry([int("9" * rng.randint(20, 4000))], 0, 24)}, 24)
         case _:
             return _file({f"t{n}": _entry([0], 0, 0) for n in range(rng.randint(1, 2000))}, 0)
+
+
+def odd_report(rng: random.Random) -> tuple[bytes, float, dict[str, float]]:
+    """An update of the right form, its number of examples and its metrics: one of the three is odd, or two."""
+    update = MODEL.copy()
+    update["weight"][rng.randrange(2), rng.randrange(3)] = rng.choice(VALUES)
+    content = rng.choice((MODEL, update)).to_bytes()
+    return content, rng.choice(NUM_EXAMPLES), rng.choice(_METRICS)(rng)
+
+
+_METRICS: list[Callable[[random.Random], dict[str, float]]] = [
+    lambda _: {},
+    lambda _: {"loss": 0.5},
+    lambda rng: {f"{rng.randrange(10**9)}{WIDE * 91}"[:100]: 1.0 for _ in range(64)},
+    lambda rng: {f"m{rng.randrange(10**9)}": rng.choice((1e308, -1e308, 5e-324)) for _ in range(rng.choice((64, 65)))},
+    lambda rng: {rng.choice(ODD_TEXTS): 1.0},
+    lambda rng: {_long(rng): 1.0},
+]
+
+
+def _long(rng: random.Random) -> str:
+    """A name that is too long, of characters that fill a log or steer a terminal."""
+    return rng.choice(("x", WIDE, "\x1b[2J", "\0")) * rng.choice((1001, 20_000, 100_000))
 
 
 def _entry(shape: Sequence[int], start: int, end: int) -> dict[str, object]:
@@ -116,6 +205,13 @@ def _file(header: dict[str, dict[str, object]], size: int) -> bytes:
 
 def _golden(rng: random.Random, method: Method) -> bytes:
     return GOLDEN[rng.choice(method.requests)]
+
+
+def _odd_field(rng: random.Random, method: Method) -> bytes:
+    """A golden message with one odd field: an id, a name, a token, a label, a number."""
+    message = method.type.FromString(_golden(rng, method))
+    rng.choice(_places(message))(rng)
+    return message.SerializeToString()
 
 
 def _declared(rng: random.Random, method: Method) -> bytes:
@@ -133,8 +229,14 @@ def _declared(rng: random.Random, method: Method) -> bytes:
         admin_pb2.UploadModelRequest(data=bad_file(rng)).SerializeToString,
         admin_pb2.CreateJobRequest(job_file="a = " + "[" * 5000, initial_digest=digest).SerializeToString,
         admin_pb2.WatchJobRequest(job="j", after_sequence=huge).SerializeToString,
+        fleet_pb2.CheckInRequest(protocol_version=1, labels=wide_labels(rng), wait_s=0.0).SerializeToString,
     ]
     return rng.choice(messages)()
+
+
+def wide_labels(rng: random.Random) -> dict[str, str]:
+    """As many and as long labels as a limit of characters lets through."""
+    return {f"{WIDE * 55}_{rng.randrange(10**6):06}_{n}"[:63]: WIDE * 200 for n in range(64)}
 
 
 _KINDS: dict[str, tuple[int, Callable[[random.Random, Method], bytes]]] = {
@@ -142,6 +244,7 @@ _KINDS: dict[str, tuple[int, Callable[[random.Random, Method], bytes]]] = {
     "mutated": (50, lambda rng, method: mutated(rng, _golden(rng, method))),
     "wrong type": (20, lambda rng, _: rng.choice(list(GOLDEN.values()))),
     "declared": (10, _declared),
+    "odd field": (15, _odd_field),
 }
 
 

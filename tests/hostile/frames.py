@@ -41,18 +41,21 @@ def _text(content: bytes) -> bytes:
     return bytes([*encoded, size]) + content
 
 
-def call(path: str, more: dict[str, bytes] | None = None) -> bytes:
-    """The beginning of a connection and of a gRPC call on stream 1."""
-    fields = {
+def fields(path: str) -> dict[str, bytes]:
+    """The header fields of a gRPC call."""
+    return {
         ":method": b"POST",
         ":scheme": b"http",
         ":path": path.encode(),
         ":authority": b"server",
         "te": b"trailers",
         "content-type": b"application/grpc",
-        **(more or {}),
     }
-    return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, hpack(fields))
+
+
+def call(path: str, more: dict[str, bytes] | None = None) -> bytes:
+    """The beginning of a connection and of a gRPC call on stream 1."""
+    return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, hpack({**fields(path), **(more or {})}))
 
 
 def message(content: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:

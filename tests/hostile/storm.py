@@ -1,10 +1,11 @@
 """Malformed messages by the thousand against a real daemon, while honest clients work.
 
-    python tests/hostile/storm.py [--messages 100000] [--seed 1]
+    python tests/hostile/storm.py [--database sqlite|postgres|both] [--messages 100000] [--seed 1]
 
 Prints what was sent, how it was answered, and how the daemon's memory went. Exits with 1 if the daemon crashed, failed
-internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, or if no honest job
-was completed meanwhile.
+internally (status INTERNAL or UNKNOWN, or a traceback in its log), showed a traceback, or grew, if no honest job
+was completed meanwhile, or if what was stored makes an answer larger than a message. PostgreSQL is a real one, started
+for the storm; it refuses texts that SQLite takes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import grpc
 import numpy as np
@@ -34,18 +35,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from client.trainers import at_work
 from e2e import processes
-from fedplat import wire
+from fedplat import identity, wire
 from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult
-from hostile import attacks, frames
-from server.raw_client import RawClient
+from hostile import attacks, frames, reading
+from server import databases
+from server.raw_client import CHALLENGE, RawClient, is_unheard
 
 NUM_HONEST = 3
 NUM_ATTACKERS = 20
+NUM_BAITS = 8
+"""Jobs that only attackers work for, each with one client at a time."""
+NUM_CROWD = 130
+"""Clients with the largest labels that are accepted; they enrol at once, as a script with one ticket could."""
 AT_ONCE = 4
 ANSWER_S = 2.0
 WARM_UP = 0.1
@@ -65,7 +71,7 @@ goal = 3
 over_selection = 1.0
 """
 BAIT = """
-name = "bait"
+name = "bait-{number}"
 population = "hostile"
 trainer = "toy"
 rounds = 1000000
@@ -150,29 +156,34 @@ class Attacker:
             await frames.send(self._address, frames.draw(self._rng))
             self._outcome.note("broken frames", "")
         elif dice < 0.04:
-            await self._told("bad update", self._bad_update())
+            content, examples = attacks.bad_file(self._rng), self._rng.choice((1.0, 1e308))
+            await self._told("bad update", self._report(content, examples, {}))
+        elif dice < 0.06:
+            await self._told("odd report", self._report(*attacks.odd_report(self._rng)))
         else:
             attack = attacks.draw(self._rng)
-            await self._told(attack.kind, self._call(attack))
+            await self._told(attack.kind, self._call(attack), attack.method.path)
 
     async def close(self) -> None:
         """Ends the connection."""
         await self._channel.close()
 
-    async def _told(self, kind: str, call: Any) -> None:
+    async def _told(self, kind: str, call: Any, path: str = "Report") -> None:
         try:
             answer = await call
         except aio.AioRpcError as exc:
             text = exc.details() or ""
             answer = exc.code().name
-            if exc.code() in FAILURES or "Traceback" in text or 'File "' in text:
-                self._outcome.wrong.append(f"{kind}: {answer} {text[:300]}")
+            if (exc.code() in FAILURES and not is_unheard(exc)) or "Traceback" in text or 'File "' in text:
+                self._outcome.wrong.append(f"{kind}, {path}: {answer} {text[:300]}")
         self._outcome.note(kind, answer)
 
     async def _call(self, attack: attacks.Attack) -> str:
         method, first = attack.method, attack.messages[0] if attack.messages else b""
         if method.path.startswith("/fedplat.wire.v1.Admin/"):
             known = self._operator
+        elif method.path.endswith(("/OpenSession", "/Enroll")):
+            known = await self._proof(method.path, first)
         else:
             known = self._client.signed_bytes(method.path.rpartition("/")[2], first)
         metadata = known if self._rng.random() < 0.9 else ()
@@ -186,8 +197,14 @@ class Attacker:
             await self._channel.unary_unary(method.path)(attack.messages[0], **options)
         return "OK"
 
-    async def _bad_update(self) -> str:
-        """An update that is none, for an assignment that is real."""
+    async def _proof(self, path: str, request: bytes) -> Any:
+        """A nonce of the server's, and a signature over it: without the one nothing is looked up."""
+        nonce = (await self._fleet.GetChallenge(CHALLENGE, timeout=ANSWER_S)).nonce
+        signature = self._client.key.sign(identity.proof_payload(path, nonce, request))
+        return (identity.METADATA_NONCE, nonce), (identity.METADATA_SIGNATURE, signature)
+
+    async def _report(self, content: bytes, num_examples: float, metrics: dict[str, float]) -> str:
+        """An update that no training makes, for an assignment that is real."""
         check_in = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION, trainers=["toy"], wait_s=ANSWER_S / 4
         )
@@ -195,10 +212,9 @@ class Attacker:
         response = await self._fleet.CheckIn(check_in, metadata=client.signed("CheckIn", check_in), timeout=ANSWER_S)
         if not response.HasField("assignment"):
             return "no assignment"
-        content = attacks.bad_file(self._rng)
         digest = attacks.digest_of(content)
         token = response.assignment.token
-        report = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=self._rng.choice((1.0, 1e308)))
+        report = fleet_pb2.ReportRequest(token=token, digest=digest, num_examples=num_examples, metrics=metrics)
         if self._rng.random() < 0.5:
             report.update = content
         else:
@@ -250,6 +266,19 @@ class Honest:
                 self.num_completed += admin.show_job(job).status == admin_pb2.JOB_STATUS_COMPLETED
 
 
+async def crowd(server: processes.Server) -> None:
+    """Enrols many clients with the largest labels that are accepted, all with one ticket."""
+    rng, token = random.Random(1), Ticket.from_text(server.ticket("crowd", NUM_CROWD)).secret
+    async with aio.insecure_channel(server.address) as channel:
+        for number in range(NUM_CROWD):
+            client = RawClient(channel, Ed25519PrivateKey.generate())
+            key = f"one of a crowd: {number}"
+            with contextlib.suppress(aio.AioRpcError):  # such labels may well be refused
+                await client.enrol(
+                    population="crowd", idempotency_key=key, token=token, labels=attacks.wide_labels(rng)
+                )
+
+
 def submit(admin: AdminClient, text: str) -> str:
     """Starts a job; its id."""
     return submission.submit(admin, submission.Submission(text, parse_job(text), attacks.MODEL)).job_id
@@ -269,6 +298,7 @@ async def _storm(
                 outcome.rss_bytes.append(process.memory_info().rss)
             await attacker.attack()
 
+    await crowd(server)
     await asyncio.gather(*(attacker.enrol(token) for attacker in attackers))
     await asyncio.gather(*(work(attacker) for attacker in attackers for _ in range(AT_ONCE)))
     for attacker in attackers:
@@ -276,31 +306,55 @@ async def _storm(
     outcome.rss_bytes.append(process.memory_info().rss)
 
 
-def run(folder: Path, num_messages: int, seed: int) -> Outcome:
-    """Starts everything, lets the storm pass, and looks at what is left."""
+def run(folder: Path, num_messages: int, seed: int, database: str | None = None) -> Outcome:
+    """Starts everything, lets the storm pass, and looks at what is left. `database` is a URL; without one: SQLite."""
     outcome, started = Outcome(), time.monotonic()
-    with processes.server(folder / "server", "--insecure") as server:
+    options = () if database is None else ("--database", database)
+    with processes.server(folder / "server", "--insecure", *options) as server:
         with server.admin() as admin:
             process = psutil.Process(admin.status().process_id)
-            submit(admin, BAIT)
+            baits = [submit(admin, BAIT.format(number=number)) for number in range(NUM_BAITS)]
         honest = Honest(server, folder)
         with honest.at_work():
             asyncio.run(_storm(server, num_messages, seed, process, outcome))
         outcome.num_completed = honest.num_completed
         outcome.seconds = time.monotonic() - started
+        if process.is_running():
+            with server.admin() as admin:
+                for bait in baits:
+                    admin.cancel(bait)
+                outcome.wrong += reading.unreadable(admin, *baits)
         outcome.judge(server.log_text(), is_alive=process.is_running())
     return outcome
 
 
+@contextlib.contextmanager
+def stores(kind: str) -> Generator[dict[str, str | None]]:
+    """The databases that are meant by `sqlite`, `postgres` or `both`: each one's name, and its URL if it needs one."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, str | None] = {}
+        if kind != "postgres":
+            found["sqlite"] = None
+        if kind != "sqlite":
+            url = stack.enter_context(databases.postgres_server())
+            found["postgres"] = stack.enter_context(databases.postgres_database(url, "template1"))
+        yield found
+
+
 def main(
-    messages: Annotated[int, typer.Option(min=1, help="How many malformed messages to send.")] = 100_000,
+    messages: Annotated[int, typer.Option(min=1, help="How many malformed messages to send, to each.")] = 100_000,
     seed: Annotated[int, typer.Option(help="What the messages are drawn from.")] = 1,
+    database: Annotated[Literal["sqlite", "postgres", "both"], typer.Option(help="Databases of the daemon.")] = "both",
 ) -> None:
     """Send malformed messages to a daemon, and see whether it minds."""
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = run(Path(folder), messages, seed)
-    print("\n".join(outcome.lines()))
-    raise typer.Exit(1 if outcome.wrong else 0)
+    failed = False
+    with stores(database) as found:
+        for name, url in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = run(Path(folder), messages, seed, url)
+            print("\n".join([f"{name}:", *outcome.lines()]))
+            failed = failed or bool(outcome.wrong)
+    raise typer.Exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

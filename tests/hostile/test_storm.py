@@ -13,9 +13,11 @@ NUM_MESSAGES = 3000
 
 
 @pytest.mark.fault("F22", "F23", "F24", "F25", "F26", "F27")
-def test_a_daemon_in_a_storm_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_a_daemon_in_a_storm_goes_on(tmp_path: Path, database: str) -> None:
     seed = random.SystemRandom().randrange(2**32)
-    outcome = storm.run(tmp_path, NUM_MESSAGES, seed)
+    with storm.stores(database) as found:
+        outcome = storm.run(tmp_path, NUM_MESSAGES, seed, found[database])
     assert not outcome.wrong, "\n".join([f"seed {seed}", *outcome.lines()])
     assert outcome.num_sent == NUM_MESSAGES
     assert outcome.num_completed > 0

@@ -96,3 +96,11 @@ def postgres(postgres_server: str, postgres_template: str) -> Generator[str]:
     """The URL of a PostgreSQL database with the tables of this version, one for each test."""
     with databases.postgres_database(postgres_server, postgres_template) as url:
         yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def any_database(request: pytest.FixtureRequest) -> str:
+    """The URL of a database of each kind that is ready for a daemon."""
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres")
+    return f"sqlite:///{request.getfixturevalue('folder') / 'fedplat.sqlite'}"

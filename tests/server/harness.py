@@ -55,6 +55,8 @@ RETRIES = (("grpc.service_config", json.dumps({"methodConfig": _METHODS})),)
 streams to the server, which gRPC would keep to send them again, and sometimes stall, and for calls that are signed:
 each signature is good once."""
 
+CLIENTS_OF_CHANNEL = 80
+"""Clients of a site that share a connection."""
 _keys = itertools.count()
 raw_client.is_stormy = lambda: STORM is not None
 
@@ -232,7 +234,12 @@ class Site:
     operator: Operator
     task: asyncio.Task[None]
     folder: Path
+    open_channel: Callable[[], aio.Channel] | None = None
     channels: list[aio.Channel] = dataclasses.field(default_factory=list[aio.Channel])
+    num_enrolled: int = 0
+
+    def __post_init__(self) -> None:
+        self._roomy = self.channel
 
     @property
     def address(self) -> str:
@@ -249,11 +256,21 @@ class Site:
     async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
         """A client with a session; the same `key` is the same client, with the same private key."""
         key = key or f"idempotency-{next(_keys)}"
-        client = RawClient(self.channel, private_key(key))
+        client = RawClient(self._roomy_channel(), private_key(key))
         token = (await self.operator.ticket(population, num_uses=1)).secret
         await client.enrol(population=population, idempotency_key=key, token=token)
         await client.open_session()
         return client
+
+    def _roomy_channel(self) -> aio.Channel:
+        """The connection of the next client: a server takes so many calls of one, and a poll is one."""
+        self.num_enrolled += 1
+        if self.open_channel is None or self.num_enrolled <= CLIENTS_OF_CHANNEL:
+            return self.channel
+        if self.num_enrolled % CLIENTS_OF_CHANNEL == 1:
+            self.channels.append(self.open_channel())
+            self._roomy = self.channels[-1]
+        return self._roomy
 
     async def fleet(self, count: int) -> list[RawClient]:
         return [await self.enrol() for _ in range(count)]
@@ -322,9 +339,14 @@ async def running(
         await task
     store.faults = STORM
     try:
-        async with access.channel(daemon.port, made.tls, RETRIES if STORM else ()) as channel:
+
+        def open_channel() -> aio.Channel:
+            own = ("grpc.use_local_subchannel_pool", 1)
+            return access.channel(daemon.port, made.tls, (own, *(RETRIES if STORM else ())))
+
+        async with open_channel() as channel:
             await add_operator(store.inner)
-            site = Site(daemon, store, channel, Operator(channel), task, folder)
+            site = Site(daemon, store, channel, Operator(channel), task, folder, open_channel)
             yield site
             for another in site.channels:
                 await another.close()

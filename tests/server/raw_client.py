@@ -41,13 +41,13 @@ async def again(call: Callable[[], Awaitable[Response]]) -> Response:
             raise unheard from None
         except aio.AioRpcError as exc:
             said = dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE)
-            unheard = exc if _is_unheard(exc) else None
+            unheard = exc if is_unheard(exc) else None
             if unheard is None and not (is_stormy() and said == "STORE_UNAVAILABLE"):
                 raise
         await asyncio.sleep(0.01)
 
 
-def _is_unheard(error: aio.AioRpcError) -> bool:
+def is_unheard(error: aio.AioRpcError) -> bool:
     """Whether asyncio's gRPC put its own failure to send in the place of a status that had come (grpc issue 36066).
 
     A server that ends a stream early does so while the client still writes. The SDK's clients do not suffer from it:

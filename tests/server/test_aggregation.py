@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import Commit, Fold
+from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
@@ -44,7 +46,7 @@ class Bench:
         upload.close()
         return Fold(KEY, client_id, digest_of(content), Contribution(1.0), KEY, 0)
 
-    def take(self, command: Fold | Commit) -> None:
+    def take(self, command: Fold | Restart | Commit) -> None:
         self.aggregation.take(self.job, command)
 
     async def outcome(self) -> AttemptAggregated | AggregationFailed:
@@ -159,3 +161,61 @@ async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
     await bench.aggregation.close()
     assert not vars(bench.aggregation)["_open"]
     assert not vars(bench.aggregation)["_discarding"]
+
+
+async def committed(bench: Bench, *commands: Fold | Restart | Commit) -> AttemptAggregated:
+    for command in commands:
+        bench.take(command)
+    outcome = await bench.outcome()
+    assert isinstance(outcome, AttemptAggregated)
+    bench.aggregation.end(KEY)
+    return outcome
+
+
+@pytest.mark.fault("F43")
+@pytest.mark.parametrize("rule", ["fedavg", "fedadam"])
+async def test_after_a_restart_the_bits_are_those_of_an_attempt_without_the_dropped_update(
+    tmp_path: Path, rule: str
+) -> None:
+    huge = initial_model()
+    huge.buffer[:] = np.full(huge.schema.num_floating, 3e38, np.float32).view(np.uint8)
+    made: list[AttemptAggregated] = []
+    for number, is_attacked in enumerate((True, False)):
+        bench = Bench(tmp_path / str(number))
+        bench.job = dataclasses.replace(bench.job, spec=parse_job(job_file(more=f'[aggregation]\nrule = "{rule}"\n')))
+        first, last = (bench.receive(name, update_of(initial_model(), i).to_bytes()) for i, name in enumerate("ac"))
+        if is_attacked:
+            attack = bench.receive("b", huge.to_bytes())
+            attack = dataclasses.replace(attack, contribution=Contribution(1e6))
+            commands = (first, attack, last, Restart(KEY), first, last, Commit(KEY, 0, 2))
+        else:
+            commands = (first, last, Commit(KEY, 0, 2))
+        made.append(await committed(bench, *commands))
+        await bench.aggregation.close()
+    attacked, clean = (outcome.version for outcome in made)
+    assert (attacked.num_updates, attacked.total_weight) == (2, 2.0)
+    assert (attacked.digest, attacked.state_digest) == (clean.digest, clean.state_digest)
+
+
+@pytest.mark.fault("F43")
+async def test_a_restart_while_an_update_is_folded_forgets_that_one_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folding, go_on = threading.Event(), threading.Event()
+    fold = Accumulator.fold
+
+    def slow(*arguments: object, **keywords: object) -> None:
+        folding.set()
+        assert go_on.wait(60.0)
+        fold(*arguments, **keywords)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Accumulator, "fold", slow)
+    first = bench.receive("a")
+    bench.take(first)
+    bench.take(bench.receive("b"))
+    assert await asyncio.to_thread(folding.wait, 60.0)
+    bench.take(Restart(KEY))
+    go_on.set()
+    outcome = await committed(bench, first, Commit(KEY, 0, 1))
+    assert (outcome.version.num_updates, outcome.version.total_weight) == (1, 1.0)
+    await bench.aggregation.close()

@@ -36,10 +36,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dat
 
     def here(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments, "--data-dir", str(data)])
-        before = signal.getsignal(signal.SIGTERM)
+        before, umask = signal.getsignal(signal.SIGTERM), os.umask(0o022)
         with pytest.raises(SystemExit) as caught:
             cli.main()
         signal.signal(signal.SIGTERM, before)
+        os.umask(umask)
         out, err = capsys.readouterr()
         assert isinstance(caught.value.code, int)
         return caught.value.code, out, err

@@ -121,6 +121,15 @@ async def test_those_that_fail_cost_a_score_and_nothing_else(
     assert "the evaluation process died" not in log
 
 
+def test_metrics_that_take_too_much_room_are_refused(tmp_path: Path) -> None:
+    path, evaluator = tmp_path / "model", tmp_path / "many.py"
+    path.write_bytes(harness.initial_model().to_bytes())
+    evaluator.write_text("def many(parameters):\n    return {f'metric-{n}': 1.0 for n in range(1000)}")
+    failure = evaluation.score(f"{evaluator}:many", str(path), FedAvg())
+    assert isinstance(failure, evaluation.Failure)
+    assert "1000 metrics take 39890 bytes; at most 32768 are stored" in failure.error
+
+
 def test_evaluators_see_the_model_without_what_the_rule_keeps_in_it(tmp_path: Path) -> None:
     path, evaluator = tmp_path / "model", tmp_path / "names.py"
     path.write_bytes(with_control(initial_model()).to_bytes())

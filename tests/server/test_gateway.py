@@ -136,9 +136,9 @@ async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_pass
     def model(size: int) -> list[bytes]:
         return [admin_pb2.UploadModelRequest(data=bytes(size)).SerializeToString()]
 
-    too_large = raw(iter(model(wire.MAX_MESSAGE_BYTES)), metadata=ADMIN_METADATA)
+    too_large = raw(iter(model(wire.MAX_REQUEST_BYTES)), metadata=ADMIN_METADATA)
     assert (await code_of(too_large))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-    largest = raw(iter(model(wire.MAX_MESSAGE_BYTES - 100)), metadata=ADMIN_METADATA)
+    largest = raw(iter(model(wire.MAX_REQUEST_BYTES - 100)), metadata=ADMIN_METADATA)
     assert (await code_of(largest))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 

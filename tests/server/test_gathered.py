@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.gathered import Gathered
 from server.harness import Gate
 
@@ -72,3 +72,36 @@ async def test_everybody_hears_of_a_failure_and_the_next_call_is_made() -> None:
         await gathered.one("d")
     asked.failing = False
     assert await gathered.one("d") == 1
+
+
+class Picky:
+    """Refuses every call that names the key `bad`, as a database does that cannot take it."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.error: Exception = StoreError("cannot be encoded")
+
+    async def __call__(self, keys: Sequence[str]) -> Mapping[str, int]:
+        self.calls.append(list(keys))
+        if "bad" in keys:
+            raise self.error
+        return {key: len(key) for key in keys}
+
+
+@pytest.mark.fault("F40")
+async def test_a_key_that_is_refused_fails_its_own_caller_only() -> None:
+    picky = Picky()
+    gathered = Gathered(picky)
+    answers = await asyncio.gather(*(gathered.one(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["1", "cannot be encoded", "3"]
+    assert picky.calls == [["a", "bad", "ccc"], ["a"], ["bad"], ["ccc"]]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("away"), LeadershipLostError("gone")])
+async def test_a_database_that_is_away_is_not_asked_for_each_key(error: Exception) -> None:
+    picky = Picky()
+    picky.error = error
+    gathered = Gathered(picky)
+    answers = await asyncio.gather(*(gathered.one(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [type(error)] * 3
+    assert len(picky.calls) == 1

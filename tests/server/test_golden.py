@@ -57,7 +57,7 @@ def test_every_message_has_a_golden_one() -> None:
 def test_golden_messages_are_read_and_written_back_unchanged(path: Path) -> None:
     message = message_of(path)
     assert unknown_in(message) == 0, "a field of a released version is gone"
-    assert message.ListFields() or not message.DESCRIPTOR.fields
+    assert message.ListFields() or not path.stat().st_size  # of a version in which the message had no fields
     assert message.SerializeToString(deterministic=True) == path.read_bytes()
 
 

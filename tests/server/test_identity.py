@@ -13,6 +13,7 @@ from grpc import aio
 from fedplat import identity, wire
 from fedplat.identity import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.identity import revocation
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.rpc.errors import RefusedError
 from fedplat_server.store.fleet import Enrolment, EnrolmentToken
@@ -313,6 +314,39 @@ async def test_revocation_works_at_the_next_request_whatever_it_is(site: Site) -
     assert (await revoke(site, client)).state == "revoked"  # safe to repeat
     unknown = site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id="c-nobody"))
     assert await refused(unknown) == (S.NOT_FOUND, "NO_SUCH_CLIENT")
+
+
+async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More clients than a transaction, and more than a call, revokes; those of another ticket stay."""
+    monkeypatch.setattr(revocation, "BATCH", 2)
+    monkeypatch.setattr(revocation, "MAX_REVOKED", 4)
+    honest = await site.enrol()
+    ticket = await site.operator.ticket(num_uses=20)
+    thieves = [newcomer(site, f"thief {number}") for number in range(5)]
+    for number, thief in enumerate(thieves):
+        await enrolling(thief, ticket, idempotency_key=f"key of thief {number}")
+        await thief.open_session()
+    polls = [thief.check_in() for thief in thieves]
+    await site.waiting(len(thieves))
+    (leaked,) = [one.enrolment_id for one in await enrolments(site) if one.num_uses == 20]
+    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    assert {one.client_id for one in listed if one.enrolment_id == leaked} == {one.client_id for one in thieves}
+    enrolled = [row for row in await site.store.inner.list_audit() if row.action == "client enrolled"]
+    assert sum(f'"enrolment":"{leaked}"' in row.details for row in enrolled) == len(thieves)
+    request, counts = admin_pb2.RevokeEnrolmentRequest(enrolment_id=leaked, with_clients=True), list[int]()
+    while not counts or request.page_token:
+        answer = await site.operator.stub.RevokeEnrolment(request)
+        assert answer.state == "revoked"
+        counts.append(answer.num_revoked_clients)
+        request.page_token = answer.next_page_token
+    assert counts == [4, 1]
+    for poll, thief in zip(polls, thieves, strict=True):
+        assert await refused(poll) == (S.PERMISSION_DENIED, "REVOKED")
+        assert await refused(thief.open_session()) == (S.PERMISSION_DENIED, "REVOKED")
+    assert await refused(enrolling(newcomer(site), ticket)) == (S.PERMISSION_DENIED, "TOKEN_REFUSED")
+    await honest.refusal()
+    rows = [row for row in await site.store.inner.list_audit() if row.action == "client revoked"]
+    assert {row.subject for row in rows} == {thief.client_id for thief in thieves}
 
 
 async def test_revocation_ends_the_long_poll_of_a_free_client(site: Site) -> None:

@@ -116,6 +116,15 @@ async def test_revocation_works_at_the_next_request(place: Place) -> None:
     assert await refused(place.certificate(client)) == (S.PERMISSION_DENIED, "REVOKED")
 
 
+async def test_certificates_are_noted_once_an_hour_for_each_client(place: Place) -> None:
+    clients = await place.site.fleet(3)
+    for _ in range(3):
+        await asyncio.gather(*(place.certificate(client) for client in clients))
+    audit = (await place.site.operator.stub.ListAudit(admin_pb2.ListAuditRequest())).events
+    issued = [event.subject for event in audit if event.action == "client certificate issued"]
+    assert sorted(issued) == sorted(client.client_id for client in clients)
+
+
 @pytest.mark.fault("F30")
 async def test_a_new_session_fences_the_certificates_of_older_ones(place: Place) -> None:
     client = await place.site.enrol(key="the-one-client")

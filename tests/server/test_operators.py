@@ -12,11 +12,16 @@ import grpc
 import pytest
 from grpc import aio
 
+from fedplat import wire
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.profile import Profile
+from fedplat.errors import ServerRefusedError
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import audit
 from fedplat_server.config import Limits
 from fedplat_server.operators import Role, new_operator_token
 from fedplat_server.rpc import gate
+from fedplat_server.store.sql import open_store
 from server import access, harness
 from server.access import ADMIN_NAME, ADMIN_TOKEN
 from server.harness import Operator, Site, digest_of, job_file, update_of
@@ -131,8 +136,9 @@ async def test_an_operator_is_added_works_and_is_removed(site: Site) -> None:
         grpc.StatusCode.UNAUTHENTICATED,
         True,
     )
-    assert [entry for entry in await noted(site) if entry[0] != "server"][:4] == [
+    assert [entry for entry in await noted(site) if entry[0] != "server"][:5] == [
         (ADMIN_NAME, "operator added", "ben"),
+        ("ben", "model uploaded", digest_of(harness.initial_model().to_bytes())),
         ("ben", "job created", job),
         ("ben", "job started", job),
         (ADMIN_NAME, "operator removed", "ben"),
@@ -174,6 +180,27 @@ async def test_the_last_admin_stays(site: Site) -> None:
     assert (await refusal(unknown))[0] is grpc.StatusCode.NOT_FOUND
 
 
+async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any_database: str) -> None:
+    """Both have passed every check when the first removal begins."""
+    async with harness.running(tmp_path, database=any_database) as site:
+        other = await token_of(site, Role.ADMIN)
+        both = asyncio.Barrier(2)
+
+        async def together() -> None:
+            await both.wait()
+
+        site.store.before["remove_operator"] = together
+        names = {ADMIN_TOKEN: access.name_of(other), other: ADMIN_NAME}
+        stubs = {token: Operator(site.channel, token).stub for token in names}
+        answers = await asyncio.gather(
+            *(stubs[token].RemoveOperator(admin_pb2.RemoveOperatorRequest(name=name)) for token, name in names.items()),
+            return_exceptions=True,
+        )
+        codes = [answer.code() for answer in answers if isinstance(answer, aio.AioRpcError)]
+        assert codes == [grpc.StatusCode.FAILED_PRECONDITION]
+        assert len(await site.store.inner.list_operators()) == 1
+
+
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
     """The delay is longer than the test: those who are over the limit are refused at once, the others wait."""
     async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
@@ -196,6 +223,128 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
+        token = await token_of(site, Role.VIEWER)
+        stub = Operator(site.channel, token).stub
+        tries = [stub.AddOperator(admin_pb2.AddOperatorRequest()) for _ in range(gate.MAX_PENDING + 1)]
+        done, waiting = await asyncio.wait(
+            [asyncio.ensure_future(refusal(one)) for one in tries], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert [task.result()[0] for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        await stub.ListJobs(admin_pb2.ListJobsRequest())  # what the role may do goes on
+        await site.operator.stub.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="viewer"))
+
+        async def rows() -> list[audit.AuditRow]:
+            found = await site.store.inner.list_audit()
+            return [row for row in found if row.action == audit.Action.ROLE_REFUSED]
+
+        async def is_noted() -> bool:
+            return bool(await rows())
+
+        await harness.until(is_noted, "the note of a refused call")
+        (row,) = await rows()
+        assert (row.actor, row.subject) == (access.name_of(token), f"/{SERVICE.full_name}/AddOperator")
+        assert json.loads(row.details)["why"].startswith("AddOperator needs the role admin")
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.mark.fault("F42")
+async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> None:
+    """Each call comes from another address, as a trusted proxy tells."""
+    limits = Limits(refusal_delay_s=0.0, notes_per_minute=7.0)
+    async with harness.running(folder, limits=limits, trusted_proxies=("127.0.0.1",)) as site:
+        for number in range(300):
+            address = (
+                "x-forwarded-for",
+                f"2001:db8:{number:x}::1" if number % 2 else f"10.0.{number // 256}.{number % 256}",
+            )
+            await refusal(call(site, "ListJobs", address))
+        for number in range(300):  # one customer of a provider: all in one /64
+            await refusal(call(site, "ListJobs", ("x-forwarded-for", f"2001:db8:ffff::{number:x}")))
+    store = await open_store(f"sqlite:///{folder / 'fedplat.sqlite'}")
+    rows = await store.list_audit()
+    assert audit.check_chain(rows, await store.audit_head()) == []
+    await store.close()
+    noted = [row for row in rows if row.action == audit.Action.LOGIN_REFUSED]
+    left_out = [json.loads(row.details)["num_rows"] for row in rows if row.action == audit.Action.NOT_NOTED]
+    assert 7 <= len(noted) <= 9  # a few more come with time
+    assert len(noted) + sum(left_out) == 301  # every network is there, or counted
+    assert len(left_out) <= 3
+
+
+@pytest.mark.fault("F42")
+async def test_a_client_that_fences_itself_makes_one_row_an_hour(site: Site) -> None:
+    fenced = await site.enrol(key="the-one-client")
+    for _ in range(20):
+        latest = await site.enrol(key="the-one-client")
+        assert (await refusal(fenced.check_in(0.0)))[0] is grpc.StatusCode.PERMISSION_DENIED
+        fenced = latest
+    assert len([entry for entry in await noted(site) if entry[1] == audit.Action.CLIENT_FENCED]) == 1
+
+
+async def test_models_that_come_and_go_are_noted(site: Site) -> None:
+    job = await site.operator.create(job_file())
+    viewer = Operator(site.channel, await token_of(site, Role.VIEWER))
+    for _ in range(3):
+        await viewer.export(job.job_id, 0)
+    rows = [row for row in await site.store.inner.list_audit() if row.action.startswith("model")]
+    assert [(row.action, row.subject) for row in rows] == [
+        (audit.Action.MODEL_UPLOADED, job.model.digest),
+        (audit.Action.MODEL_EXPORTED, job.job_id),
+    ]
+    assert json.loads(rows[1].details) == {"version": 0, "digest": job.model.digest}
+    assert rows[0].actor == ADMIN_NAME
+    assert rows[1].actor != ADMIN_NAME
+
+
+async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folder: Path) -> None:
+    limits = Limits(refusal_delay_s=0.0, operator_requests_per_minute=10.0)
+    async with harness.running(folder, limits=limits) as site:
+        token = await token_of(site, Role.VIEWER)
+        greedy = bearer(token)
+        answers = await asyncio.gather(*(call(site, "GetStatus", greedy) for _ in range(30)), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, aio.AioRpcError)]
+        assert len(answers) - len(refused) in (10, 11, 12)
+        trailers = dict(refused[0].trailing_metadata() or ())
+        assert trailers["fedplat-code"] == "TOO_MANY_REQUESTS"
+        earliest, latest = map(float, str(trailers[wire.METADATA_RETRY]).split())
+        assert latest > earliest >= 1.0
+        with (
+            AdminClient(Profile(server=site.address, token=token, insecure=True)) as client,
+            pytest.raises(ServerRefusedError, match=r"at most 10 a minute; try again in [0-9.]+ s to [0-9.]+ s$"),
+        ):
+            await asyncio.to_thread(client.list_jobs)
+        await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+
+
+async def test_an_operators_calls_under_way_are_counted_until_they_end(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(refusal_delay_s=0.0, operator_calls=3)) as site:
+        job = await site.operator.create(job_file())
+        viewer = Operator(site.channel, await token_of(site, Role.VIEWER))
+        watches = [viewer.watch(job.job_id) for _ in range(3)]
+        for watch in watches:
+            await anext(aiter(watch))
+        code, text = await refusal(viewer.show(job.job_id))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert text.endswith("at most 3 of one operator")
+        await site.operator.show(job.job_id)
+        watches[0].cancel()
+
+        async def free() -> bool:
+            try:
+                await viewer.show(job.job_id)
+            except aio.AioRpcError:
+                return False
+            return True
+
+        await harness.until(free, "a call that has ended")
+        for watch in watches:
+            watch.cancel()
 
 
 async def test_nothing_works_while_operators_cannot_be_looked_up(site: Site) -> None:

@@ -98,13 +98,16 @@ def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
     keys.make(tmp_path)
     assert keys.read(tmp_path) == key, "a second host finds it"
     assert len(key) == 32
-    message = keys.signed(key, "group 7", b"begin")
-    assert keys.checked(key, "group 7", message) == b"begin"
-    for name, forged in (("group 8", message), ("group 7", message + b"!"), ("group 7", b"begin"), ("group 7", b"")):
+    group = keys.Sealed(key, b"group 7")
+    message = group.sealed(b"begin", 0, 7)
+    assert b"begin" not in message
+    assert keys.Sealed(key, b"group 7").opened(message, 0, 7) == b"begin"
+    for sender, number, forged in ((0, 8, message), (1, 7, message), (0, 7, message + b"!"), (0, 7, b"")):
         with pytest.raises(PermissionError, match="not of this pool"):
-            keys.checked(key, name, forged)
-    with pytest.raises(PermissionError):
-        keys.checked(bytes(32), "group 7", message)
+            group.opened(forged, sender, number)
+    for other in (keys.Sealed(key, b"group 8"), keys.Sealed(bytes(32), b"group 7")):
+        with pytest.raises(PermissionError):
+            other.opened(message, 0, 7)
 
 
 async def test_a_work_that_fails_says_why(running: PoolProcess) -> None:

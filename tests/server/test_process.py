@@ -250,6 +250,7 @@ SHARED = ["--share-port", "--database", "postgresql://x/y", "--listen", "localho
         (["--listen", "0.0.0.0:7443"], "--insecure on 0.0.0.0: without TLS a server listens on loopback only"),
         (["--tls-certificate", "x.pem"], "--insecure and --tls-certificate exclude each other"),
         (["--log-level", "LOUD"], "expected DEBUG, INFO"),
+        (["--trusted-proxy", "10.0.0.1/8"], "expected an address or a network"),
         (["--share-port"], "--share-port is for daemons of one PostgreSQL"),
         (["--share-port", "--database", "postgresql://x/y"], "--share-port needs --advertise"),
         ([*SHARED, "--advertise", "localhost:7443"], "a port that is this daemon's own"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +19,7 @@ from fedplat import wire
 from fedplat.rounds import AttemptKey
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
+from fedplat_server.identity import book
 from fedplat_server.rpc import quotas
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Bucket, Buckets, Progress, Quotas
@@ -95,18 +98,6 @@ def test_bytes_are_counted_for_each_attempt() -> None:
     spent.upload("c", KEY._replace(number=2), 1000, most)
 
 
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:10.0.0.7:4242", "ipv4:10.0.0.7"),
-        ("ipv6:%5B::1%5D:4242", "ipv6:%5B::1%5D"),
-        ("unix:/tmp/socket", "unix:/tmp/socket"),
-    ],
-)
-def test_an_address_is_the_same_from_every_port(peer: str, host: str) -> None:
-    assert quotas.host_of(peer) == host
-
-
 # --- what a client hears ---
 
 
@@ -129,7 +120,7 @@ async def test_too_many_requests_of_one_client_harm_no_other(folder: Path) -> No
 
 @pytest.mark.calm("counts requests, and what failed counts too")
 async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
-    async with harness.running(folder, limits=Limits(anonymous_per_minute=6.0)) as site:
+    async with harness.running(folder, limits=Limits(anonymous_per_minute=6.0, challenges_per_minute=1.0)) as site:
         # Whoever proves to be a client pays nothing in the end: any number of them may share an address.
         client, *_ = await site.fleet(5)
         thief = RawClient(site.channel, private_key("a thief"))
@@ -141,6 +132,45 @@ async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window[1] > window[0] > 0.0
         await client.refusal()  # a client at the same address goes on
+
+
+@pytest.mark.calm("counts requests, and what failed counts too")
+async def test_sessions_that_one_client_opens_are_counted(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(writes_per_minute=5.0)) as site:
+        greedy, other = await site.fleet(2)  # each has opened one
+        answers = await asyncio.gather(*(greedy.open_session() for _ in range(20)), return_exceptions=True)
+        assert sum(answer is None for answer in answers) in (4, 5)
+        status, code, _ = await refusal_of(greedy.open_session())
+        assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        await other.open_session()
+        assert site.store.calls["begin_sessions"] <= 8
+
+
+@pytest.mark.calm("counts the calls of the store")
+async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(book, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    async with harness.running(folder) as site:
+        restless, other = await site.fleet(2)
+
+        async def stored() -> str:
+            found = await site.store.inner.find_clients([restless.client_id])
+            return found[restless.client_id].labels.get("n", "")
+
+        for number in range(50):
+            await restless.refusal(labels={"n": str(number)})
+        await other.refusal(labels={"n": "7"})
+        assert site.store.calls["update_client"] == 2
+        assert await stored() == "0"
+        job = await site.operator.start(job_file(goal=1, where="n == '51'"))
+        await site.operator.until(job, "attempt", "SELECTING")
+        assert (await restless.assignment(labels={"n": "51"})).job_id == job  # what is put off is selected by
+        assert await stored() == "0"
+        now += 60.0
+        await restless.check_in(0.0, labels={"n": "52"})
+        assert (site.store.calls["update_client"], await stored()) == (3, "52")
 
 
 @pytest.mark.calm("streams by hand, and does not ask again")

@@ -23,7 +23,7 @@ from fedplat import wire
 from fedplat.rounds.states import REASON_TEXTS, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server import logs
-from fedplat_server.rpc import convert
+from fedplat_server.rpc import boundary, convert
 from fedplat_server.rpc.errors import CATALOGUE, Code, RefusedError
 from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, running, update_of
@@ -63,11 +63,17 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
     await alive(site)
 
 
-@pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Admin/CreateJob"])
+@pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Admin/StartJob"])
 @pytest.mark.fault("F27")
 async def test_messages_that_are_too_large_are_refused(site: Site, method: str) -> None:
-    content = bytes(wire.MAX_MESSAGE_BYTES + 1)
-    assert await code_of(raw(site.channel, method)(content)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    """By gRPC while they come, if they are larger than any; else by us, before they are decoded."""
+    client = await site.enrol()
+    for size, status in (
+        (wire.MAX_REQUEST_BYTES + 1, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (boundary.max_bytes(method) + 1, grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        metadata = client.signed(method.rpartition("/")[2], None) if "Fleet" in method else ADMIN_METADATA
+        assert await code_of(raw(site.channel, method)(bytes(size), metadata=metadata)) is status
     await alive(site)
 
 
@@ -76,7 +82,8 @@ async def test_a_compressed_bomb_is_not_inflated(site: Site) -> None:
     async with aio.insecure_channel(site.address, compression=grpc.Compression.Gzip) as channel:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         content = bytes(16 * wire.MAX_MESSAGE_BYTES)
-        call = raw(channel, "/fedplat.wire.v1.Fleet/Report")(content)
+        metadata = (await site.enrol()).signed("Report", None)
+        call = raw(channel, "/fedplat.wire.v1.Fleet/Report")(content, metadata=metadata)
         assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         # The caller's own copies are in this process, too; the server's inflated one would be one more.

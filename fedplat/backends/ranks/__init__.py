@@ -11,7 +11,7 @@ from fedplat.errors import MissingExtraError
 
 try:
     from fedplat.backends.ranks.exchange import Way, vectors
-    from fedplat.backends.ranks.group import COLLECTIVE_S, Backend, Ranks, joined
+    from fedplat.backends.ranks.group import COLLECTIVE_S, Backend, Ranks, joined, store_of_one_host
     from fedplat.backends.ranks.layout import Layout
     from fedplat.backends.ranks.vectors import Vectors
 except ImportError as exc:
@@ -20,4 +20,4 @@ except ImportError as exc:
         "pip install 'fedplat-server[pool]' (or 'fedplat[torch]')"
     ) from exc
 
-__all__ = ["COLLECTIVE_S", "Backend", "Layout", "Ranks", "Vectors", "Way", "joined", "vectors"]
+__all__ = ["COLLECTIVE_S", "Backend", "Layout", "Ranks", "Vectors", "Way", "joined", "store_of_one_host", "vectors"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import hmac
 import os
-import socket
+import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,6 +22,9 @@ Backend: TypeAlias = Literal["auto", "gloo", "nccl"]
 
 COLLECTIVE_S = 600.0
 """How long a rank waits for the others within one operation."""
+PROOF_S = 120.0
+"""How long a rank waits for the proof that another one is a rank."""
+_PROOF_BYTES = 32
 
 
 class Ranks:
@@ -28,9 +34,14 @@ class Ranks:
     """
 
     def __init__(
-        self, device: torch.device, group: distributed.ProcessGroup | None = None, timeout_s: float = COLLECTIVE_S
+        self,
+        device: torch.device,
+        group: distributed.ProcessGroup | None = None,
+        timeout_s: float = COLLECTIVE_S,
+        key: bytes = b"",
     ) -> None:
         """Within `joined`. Without a `group`: all ranks."""
+        self._key = key
         self.device = device
         self.group = group
         self.timeout_s = timeout_s
@@ -108,7 +119,10 @@ class Ranks:
         if count not in self._smaller:
             timeout = datetime.timedelta(seconds=self.timeout_s)  # else it is PyTorch's own
             group: Any = distributed.new_group(list(range(count)), timeout=timeout)
-            self._smaller[count] = Ranks(self.device, group, self.timeout_s) if self.rank < count else None
+            smaller = Ranks(self.device, group, self.timeout_s) if self.rank < count else None
+            if smaller is not None and self._key:
+                prove(smaller, self._key)
+            self._smaller[count] = smaller
         return self._smaller[count]
 
 
@@ -117,12 +131,14 @@ def joined(
     backend: Backend = "auto",
     timeout_s: float = COLLECTIVE_S,
     store: distributed.Store | None = None,  # pyright: ignore[reportPrivateImportUsage]
+    key: bytes = b"",
 ) -> Generator[Ranks]:
     """The ranks that torchrun started with this process, or this process alone, for as long as the context lasts.
 
     "auto" is NCCL where there is a GPU for each rank of this host. If all ranks are on one host, and GLOO_SOCKET_IFNAME
     is its loopback, no other host reaches what they tell each other. Processes that join several times, one after the
-    other, need a `store` of their own for each time. Raises `ValueError` for "nccl" where there is none.
+    other, need a `store` of their own for each time. With a `key`, which all of them have to have, each proves to the
+    others that it is a rank. Raises `ValueError` for "nccl" where there is none, and `PermissionError` for a stranger.
     """
     gpus = 0 if backend == "gloo" else torch.cuda.device_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -137,30 +153,62 @@ def joined(
     if "RANK" not in os.environ:
         store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         options |= {"store": store, "rank": 0, "world_size": 1}
-    elif (store := store or _loopback_store()) is not None:
+    elif store is not None:
         options |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     # Gloo as well on GPUs: small messages are in the memory of the host.
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
     try:
-        yield Ranks(device, timeout_s=timeout_s)
+        ranks = Ranks(device, timeout_s=timeout_s, key=key)
+        if key:
+            prove(ranks, key)
+        yield ranks
     finally:
         distributed.destroy_process_group()
 
 
-def _loopback_store() -> Any:
-    """The key-value store of the ranks of one host; None of several, and where torchrun has made one already.
+def store_of_one_host(folder: Path) -> distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """Return where ranks of one host meet: a file for each group in a folder that only their user opens.
 
-    PyTorch's own would listen on every network of the host, for whoever comes.
+    PyTorch's own store listens on every network of the host, and on its loopback for every user: there one may read
+    all that is in it, and put other addresses in place of the ranks'.
     """
-    if os.environ.get("GROUP_WORLD_SIZE") != "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    port = int(os.environ["MASTER_PORT"])
-    if os.environ["RANK"] != "0":
-        return distributed.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(128)
-        return distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+    path = folder / f"group-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return distributed.FileStore(str(path), int(os.environ["WORLD_SIZE"]))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def prove(ranks: Ranks, key: bytes) -> None:
+    """Have each pair of ranks prove that both have the key.
+
+    Gloo listens on a port that every user of the host can reach, and takes whatever connects first with a rank's
+    number for that rank. A stranger in its place cannot answer, nor ask it: the rank itself connects elsewhere.
+    Raises `PermissionError`.
+    """
+    mine = secrets.token_bytes(_PROOF_BYTES)
+    # With several network interfaces there is a connection for each.
+    for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):
+        theirs = _swapped(ranks, dict.fromkeys(_others(ranks), mine), tag)
+        proofs = {peer: _proof(key, (ranks.rank, peer), (mine, theirs[peer])) for peer in theirs}
+        for peer, proof in _swapped(ranks, proofs, tag).items():
+            if not hmac.compare_digest(proof, _proof(key, (peer, ranks.rank), (theirs[peer], mine))):
+                raise PermissionError(f"what connected as rank {peer} does not have the ranks' key")
+
+
+def _others(ranks: Ranks) -> list[int]:
+    return [rank for rank in range(ranks.size) if rank != ranks.rank]
+
+
+def _proof(key: bytes, places: tuple[int, int], nonces: tuple[bytes, bytes]) -> bytes:
+    return hmac.digest(key, b"fedplat rank %d to %d\0" % places + b"".join(nonces), hashlib.sha256)
+
+
+def _swapped(ranks: Ranks, contents: dict[int, bytes], tag: int) -> dict[int, bytes]:
+    """What every other rank has for this one, for what this one has for it: `_PROOF_BYTES` each."""
+    group: Any = ranks.group
+    sent = {peer: torch.frombuffer(bytearray(content), dtype=torch.uint8) for peer, content in contents.items()}
+    received = {peer: torch.empty(_PROOF_BYTES, dtype=torch.uint8) for peer in contents}
+    works = [distributed.isend(content, group=group, group_dst=peer, tag=tag) for peer, content in sent.items()]
+    works += [distributed.irecv(content, group=group, group_src=peer, tag=tag) for peer, content in received.items()]
+    for work in works:
+        assert work is not None
+        work.wait(datetime.timedelta(seconds=PROOF_S))
+    return {peer: content.numpy().tobytes() for peer, content in received.items()}

@@ -302,6 +302,54 @@ class JobRequest(_message.Message):
 Global___JobRequest: _TypeAlias = JobRequest  # noqa: Y015
 
 @_typing.final
+class RollbackJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackJobRequest: _TypeAlias = RollbackJobRequest  # noqa: Y015
+
+@_typing.final
+class RollbackJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RULE_STATE_FIELD_NUMBER: _builtins.int
+    rule_state: _builtins.str
+    """What the aggregation rule goes on with: "kept" (its state beside that version), "initial" (that state is not kept:
+    it begins anew), "latest" (a private job: what it remembers now), or "none" (it remembers nothing).
+    """
+    @_builtins.property
+    def job(self) -> Global___Job: ...
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+        rule_state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "rule_state", b"rule_state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackJobResponse: _TypeAlias = RollbackJobResponse  # noqa: Y015
+
+@_typing.final
 class Job(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,6 +364,7 @@ class Job(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     JOB_FILE_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     name: _builtins.str
     population: _builtins.str
@@ -327,6 +376,8 @@ class Job(_message.Message):
     num_rounds: _builtins.int
     created_unix_s: _builtins.float
     job_file: _builtins.str
+    restored_from: _builtins.int
+    """The version whose bytes a rollback made the latest again."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -347,12 +398,15 @@ class Job(_message.Message):
         created_unix_s: _builtins.float = ...,
         job_file: _builtins.str = ...,
         current: Global___Round | None = ...,
+        restored_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "current", b"current", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "population", b"population", "reason", b"reason", "round", b"round", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "current", b"current", "job_file", b"job_file", "job_id", b"job_id", "model", b"model", "name", b"name", "num_rounds", b"num_rounds", "population", b"population", "reason", b"reason", "restored_from", b"restored_from", "round", b"round", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
+    _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
 
@@ -360,12 +414,21 @@ Global___Job: _TypeAlias = Job  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,16 +439,22 @@ class ListJobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
+        """In the order of their creation, without their job files: ShowJob has that of one."""
+
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[Global___Job] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -459,6 +528,7 @@ class Round(_message.Message):
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     MEAN_STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    LARGEST_NORM_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -483,9 +553,11 @@ class Round(_message.Message):
     mean_staleness: _builtins.float
     """How many versions behind the accepted updates were: on average, and at most. 0 in synchronous rounds."""
     max_staleness: _builtins.int
+    largest_norm: _builtins.float
+    """The largest L2 norm of the updates that were reported, refused ones included. Unset in a private job."""
     @_builtins.property
     def client_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Weighted means of the metrics that clients reported."""
+        """Weighted means of the metrics that more than half of the reports have, 64 at most."""
 
     @_builtins.property
     def server_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -516,12 +588,15 @@ class Round(_message.Message):
         update_bytes: _builtins.int = ...,
         mean_staleness: _builtins.float = ...,
         max_staleness: _builtins.int = ...,
+        largest_norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
+    _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__largest_norm) -> _WhichOneofReturnType__largest_norm | None: ...
 
 Global___Round: _TypeAlias = Round  # noqa: Y015
 
@@ -584,6 +659,7 @@ class JobEvent(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
@@ -598,6 +674,8 @@ class JobEvent(_message.Message):
     """Of an attempt: training, federated evaluation, or a warm start."""
     update_bytes: _builtins.int
     """Of an assignment that was reported: bytes of its update, as it was received."""
+    norm: _builtins.float
+    """Of an assignment that was reported: L2 norm of its update. Unset in a private job."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -615,12 +693,15 @@ class JobEvent(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         kind: Global___AttemptKind.ValueType = ...,
         update_bytes: _builtins.int = ...,
+        norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__norm: _TypeAlias = _typing.Literal["norm"]  # noqa: Y015
+    _WhichOneofArgType__norm: _TypeAlias = _typing.Literal["_norm", b"_norm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__norm) -> _WhichOneofReturnType__norm | None: ...
 
 Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 
@@ -630,18 +711,26 @@ class ListRoundsRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     ALL_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     all_attempts: _builtins.bool
     """Abandoned attempts too, not only committed and open ones."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         all_attempts: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_attempts", b"all_attempts", "job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,16 +741,22 @@ class ListRoundsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUNDS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]: ...
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]:
+        """By round and attempt."""
+
     def __init__(
         self,
         *,
         rounds: _abc.Iterable[Global___Round] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -677,9 +772,9 @@ class ListClientsRequest(_message.Message):
     population: _builtins.str
     """Empty for all."""
     page_size: _builtins.int
-    """How many at most; 0, or too many: as many as the server wants."""
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
     page_token: _builtins.str
-    """What the page before said; empty for the first."""
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
@@ -727,6 +822,7 @@ class Client(_message.Message):
     LAST_SEEN_UNIX_S_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     population: _builtins.str
     state: _builtins.str
@@ -737,6 +833,8 @@ class Client(_message.Message):
     software_version: _builtins.str
     job_id: _builtins.str
     """Job that the client works for; empty when it is not busy."""
+    enrolment_id: _builtins.str
+    """The token that it has enrolled by; empty if it did before servers noted that."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -750,10 +848,11 @@ class Client(_message.Message):
         last_seen_unix_s: _builtins.float = ...,
         software_version: _builtins.str = ...,
         job_id: _builtins.str = ...,
+        enrolment_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrolment_id", b"enrolment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -870,6 +969,8 @@ class Enrolment(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    NUM_REVOKED_CLIENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     enrolment_id: _builtins.str
     population: _builtins.str
     num_uses: _builtins.int
@@ -878,6 +979,10 @@ class Enrolment(_message.Message):
     expires_unix_s: _builtins.float
     state: _builtins.str
     """"open", "used up", "expired" or "revoked"."""
+    num_revoked_clients: _builtins.int
+    """In the answer to RevokeEnrolment with_clients: how many clients of it this call found, which are all revoked now."""
+    next_page_token: _builtins.str
+    """There too: what the next call says for the clients after these; empty with the last."""
     def __init__(
         self,
         *,
@@ -888,10 +993,12 @@ class Enrolment(_message.Message):
         created_unix_s: _builtins.float = ...,
         expires_unix_s: _builtins.float = ...,
         state: _builtins.str = ...,
+        num_revoked_clients: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "num_left", b"num_left", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "next_page_token", b"next_page_token", "num_left", b"num_left", "num_revoked_clients", b"num_revoked_clients", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -901,12 +1008,21 @@ Global___Enrolment: _TypeAlias = Enrolment  # noqa: Y015
 class ListEnrolmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -917,16 +1033,22 @@ class ListEnrolmentsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENROLMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]: ...
+    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]:
+        """In the order of their making."""
+
     def __init__(
         self,
         *,
         enrolments: _abc.Iterable[Global___Enrolment] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -937,15 +1059,23 @@ class RevokeEnrolmentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    WITH_CLIENTS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     enrolment_id: _builtins.str
+    with_clients: _builtins.bool
+    """Also revokes the clients that have enrolled by the token, a page of them with each call."""
+    page_token: _builtins.str
+    """What the answer before said; empty for the first."""
     def __init__(
         self,
         *,
         enrolment_id: _builtins.str = ...,
+        with_clients: _builtins.bool = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id", "page_token", b"page_token", "with_clients", b"with_clients"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -956,15 +1086,23 @@ class ListModelVersionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,6 +1139,10 @@ class ModelVersion(_message.Message):
     TOTAL_WEIGHT_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     DELTA_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    RESTORED_FROM_FIELD_NUMBER: _builtins.int
+    MODEL_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    STATE_REMOVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    HAS_STATE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     created_unix_s: _builtins.float
     num_updates: _builtins.int
@@ -1008,6 +1150,13 @@ class ModelVersion(_message.Message):
     """0 in a private job: it would tell of the clients' examples."""
     delta_size_bytes: _builtins.int
     """Of the encoded step from the version before; 0 if there is none."""
+    restored_from: _builtins.int
+    """The version whose bytes it has, if a rollback made it."""
+    model_removed_unix_s: _builtins.float
+    """When the files of the model, or of the rule's state, were removed; 0: they are kept, or there never was a state."""
+    state_removed_unix_s: _builtins.float
+    has_state: _builtins.bool
+    """Whether a state of the rule is kept beside it."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelRef: ...
     @_builtins.property
@@ -1022,12 +1171,18 @@ class ModelVersion(_message.Message):
         total_weight: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         delta_size_bytes: _builtins.int = ...,
+        restored_from: _builtins.int | None = ...,
+        model_removed_unix_s: _builtins.float = ...,
+        state_removed_unix_s: _builtins.float = ...,
+        has_state: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "model", b"model", "restored_from", b"restored_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "metrics", b"metrics", "model", b"model", "num_updates", b"num_updates", "round", b"round", "total_weight", b"total_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from", "created_unix_s", b"created_unix_s", "delta_size_bytes", b"delta_size_bytes", "has_state", b"has_state", "metrics", b"metrics", "model", b"model", "model_removed_unix_s", b"model_removed_unix_s", "num_updates", b"num_updates", "restored_from", b"restored_from", "round", b"round", "state_removed_unix_s", b"state_removed_unix_s", "total_weight", b"total_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restored_from: _TypeAlias = _typing.Literal["restored_from"]  # noqa: Y015
+    _WhichOneofArgType__restored_from: _TypeAlias = _typing.Literal["_restored_from", b"_restored_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restored_from) -> _WhichOneofReturnType__restored_from | None: ...
 
 Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 
@@ -1036,16 +1191,22 @@ class ListModelVersionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]: ...
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
+        """Oldest first."""
+
     def __init__(
         self,
         *,
         versions: _abc.Iterable[Global___ModelVersion] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1184,12 +1345,21 @@ Global___AddOperatorResponse: _TypeAlias = AddOperatorResponse  # noqa: Y015
 class ListOperatorsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1200,16 +1370,22 @@ class ListOperatorsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPERATORS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
-    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operator]: ...
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operator]:
+        """By name."""
+
     def __init__(
         self,
         *,
         operators: _abc.Iterable[Global___Operator] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operators", b"operators"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "operators", b"operators"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1254,16 +1430,24 @@ class ListAuditRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Start after this sequence number; 0 for all."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         after_sequence: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1316,16 +1500,20 @@ class ListAuditResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]: ...
     def __init__(
         self,
         *,
         events: _abc.Iterable[Global___AuditEvent] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1336,16 +1524,24 @@ class ShowPrivacyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """A job id, or a name that only one job has; empty for all private jobs."""
+    page_size: _builtins.int
+    """How many at most; 0, or too many: as many as the server wants. A page may also end earlier, at 1 MiB."""
+    page_token: _builtins.str
+    """What the page before had as its next_page_token; empty for the first."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1357,9 +1553,14 @@ class ShowPrivacyResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     POPULATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty with the last page."""
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobPrivacy]:
-        """The job that was asked for, private or not; else all that are private, in the order of creation."""
+        """The job that was asked for, private or not; else all that are private, in the order of creation. Populations
+        follow when all jobs have come.
+        """
 
     @_builtins.property
     def populations(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationPrivacy]:
@@ -1370,10 +1571,11 @@ class ShowPrivacyResponse(_message.Message):
         *,
         jobs: _abc.Iterable[Global___JobPrivacy] | None = ...,
         populations: _abc.Iterable[Global___PopulationPrivacy] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "populations", b"populations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token", "populations", b"populations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

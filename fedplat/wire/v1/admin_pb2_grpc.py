@@ -79,6 +79,11 @@ class AdminStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
+        self.RollbackJob = channel.unary_unary(
+                '/fedplat.wire.v1.Admin/RollbackJob',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobResponse.FromString,
+                _registered_method=True)
         self.WatchJob = channel.unary_stream(
                 '/fedplat.wire.v1.Admin/WatchJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.WatchJobRequest.SerializeToString,
@@ -220,6 +225,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RollbackJob(self, request, context):
+        """Lets a running or paused job go on from an older version: it becomes a new one, the latest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchJob(self, request, context):
         """All events of a job after a sequence number, then new ones as they happen, until the job has ended.
         """
@@ -240,7 +252,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeClient(self, request, context):
-        """Ends a client's membership for good, from its next request on; its open assignment fails.
+        """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+        to an attempt that still collects is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,7 +273,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeEnrolment(self, request, context):
-        """Nobody enrols by the token any more; clients that have enrolled stay.
+        """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,7 +313,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more.
+        """Rows of the audit log, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -374,6 +387,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.SerializeToString,
+            ),
+            'RollbackJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackJob,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobResponse.SerializeToString,
             ),
             'WatchJob': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchJob,
@@ -699,6 +717,33 @@ class Admin:
             '/fedplat.wire.v1.Admin/CancelJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Admin/RollbackJob',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

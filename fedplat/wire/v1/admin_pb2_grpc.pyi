@@ -42,17 +42,21 @@ class AdminStub:
     PauseJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
     CancelJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]
+    RollbackJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]
+    """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
     WatchJob: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
     ListClients: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]
     RevokeClient: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]
-    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+    to an attempt that still collects is dropped.
+    """
     CreateEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]
     """Makes a token by which clients enrol."""
     ListEnrolments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]
     RevokeEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]
-    """Nobody enrols by the token any more; clients that have enrolled stay."""
+    """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
     ListModelVersions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]
     ExportModel: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]
     """Sends the safetensors file of a version."""
@@ -62,7 +66,7 @@ class AdminStub:
     RemoveOperator: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]
     """The operator's token is refused from the next call on."""
     ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
-    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    """Rows of the audit log, oldest first."""
     ShowPrivacy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]
     """What private jobs have released and may release, what that costs, and the budgets of populations."""
     SetPrivacyBudget: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]
@@ -84,17 +88,21 @@ class AdminAsyncStub(AdminStub):
     PauseJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     ResumeJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
     CancelJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.JobRequest, _admin_pb2.Job]  # type: ignore[assignment]
+    RollbackJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.RollbackJobRequest, _admin_pb2.RollbackJobResponse]  # type: ignore[assignment]
+    """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
     WatchJob: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchJobRequest, _admin_pb2.JobEvent]  # type: ignore[assignment]
     """All events of a job after a sequence number, then new ones as they happen, until the job has ended."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
     RevokeClient: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeClientRequest, _admin_pb2.Client]  # type: ignore[assignment]
-    """Ends a client's membership for good, from its next request on; its open assignment fails."""
+    """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+    to an attempt that still collects is dropped.
+    """
     CreateEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]  # type: ignore[assignment]
     """Makes a token by which clients enrol."""
     ListEnrolments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]  # type: ignore[assignment]
     RevokeEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]  # type: ignore[assignment]
-    """Nobody enrols by the token any more; clients that have enrolled stay."""
+    """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
     ListModelVersions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelVersionsRequest, _admin_pb2.ListModelVersionsResponse]  # type: ignore[assignment]
     ExportModel: _aio.UnaryStreamMultiCallable[_admin_pb2.ExportModelRequest, _admin_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Sends the safetensors file of a version."""
@@ -104,7 +112,7 @@ class AdminAsyncStub(AdminStub):
     RemoveOperator: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveOperatorRequest, _admin_pb2.RemoveOperatorResponse]  # type: ignore[assignment]
     """The operator's token is refused from the next call on."""
     ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
-    """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+    """Rows of the audit log, oldest first."""
     ShowPrivacy: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowPrivacyRequest, _admin_pb2.ShowPrivacyResponse]  # type: ignore[assignment]
     """What private jobs have released and may release, what that costs, and the budgets of populations."""
     SetPrivacyBudget: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPrivacyBudgetRequest, _admin_pb2.PopulationPrivacy]  # type: ignore[assignment]
@@ -179,6 +187,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.Job, _abc.Awaitable[_admin_pb2.Job]]: ...
 
     @_abc_1.abstractmethod
+    def RollbackJob(
+        self,
+        request: _admin_pb2.RollbackJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RollbackJobResponse, _abc.Awaitable[_admin_pb2.RollbackJobResponse]]:
+        """Lets a running or paused job go on from an older version: it becomes a new one, the latest."""
+
+    @_abc_1.abstractmethod
     def WatchJob(
         self,
         request: _admin_pb2.WatchJobRequest,
@@ -206,7 +222,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RevokeClientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Client, _abc.Awaitable[_admin_pb2.Client]]:
-        """Ends a client's membership for good, from its next request on; its open assignment fails."""
+        """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
+        to an attempt that still collects is dropped.
+        """
 
     @_abc_1.abstractmethod
     def CreateEnrolment(
@@ -229,7 +247,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RevokeEnrolmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.Enrolment, _abc.Awaitable[_admin_pb2.Enrolment]]:
-        """Nobody enrols by the token any more; clients that have enrolled stay."""
+        """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it."""
 
     @_abc_1.abstractmethod
     def ListModelVersions(
@@ -275,7 +293,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAuditRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
-        """Rows of the audit log, oldest first, 1,000 at most; ask again after the last one for more."""
+        """Rows of the audit log, oldest first."""
 
     @_abc_1.abstractmethod
     def ShowPrivacy(

@@ -71,13 +71,17 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_REJECTED_NONFINITE: _Reason.ValueType  # 31
     """The update holds NaN or infinite values."""
     REASON_REJECTED_WEIGHT: _Reason.ValueType  # 32
-    """The number of examples is not a positive finite number."""
+    """The number of examples is not from 1e-6 to 1e15."""
     REASON_REJECTED_DIGEST: _Reason.ValueType  # 33
     """The bytes do not have the digest or the size that the report states."""
     REASON_REJECTED_CONFLICT: _Reason.ValueType  # 34
     """The assignment was reported already, with other content; the first one stands."""
     REASON_REJECTED_METRICS: _Reason.ValueType  # 35
     """A metric is not a finite number, or there are too many of them."""
+    REASON_REJECTED_NORM: _Reason.ValueType  # 36
+    """The norm of the update is above what the job allows, or above what a sum of updates can hold."""
+    REASON_REJECTED_OUTLIER: _Reason.ValueType  # 37
+    """The norm of the update is far above those of the other clients."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why a request was refused or an assignment ended. Programs read this; people read the text beside it."""
@@ -130,13 +134,17 @@ REASON_REJECTED_SCHEMA: Reason.ValueType  # 30
 REASON_REJECTED_NONFINITE: Reason.ValueType  # 31
 """The update holds NaN or infinite values."""
 REASON_REJECTED_WEIGHT: Reason.ValueType  # 32
-"""The number of examples is not a positive finite number."""
+"""The number of examples is not from 1e-6 to 1e15."""
 REASON_REJECTED_DIGEST: Reason.ValueType  # 33
 """The bytes do not have the digest or the size that the report states."""
 REASON_REJECTED_CONFLICT: Reason.ValueType  # 34
 """The assignment was reported already, with other content; the first one stands."""
 REASON_REJECTED_METRICS: Reason.ValueType  # 35
 """A metric is not a finite number, or there are too many of them."""
+REASON_REJECTED_NORM: Reason.ValueType  # 36
+"""The norm of the update is above what the job allows, or above what a sum of updates can hold."""
+REASON_REJECTED_OUTLIER: Reason.ValueType  # 37
+"""The norm of the update is far above those of the other clients."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 @_typing.final

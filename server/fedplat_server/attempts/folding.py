@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fedplat_server import crash
 from fedplat_server.attempts.recipe import Update
 from fedplat_server.blobs import Blob
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Folding(Protocol):
     async def close(self) -> None:
         """Gives back what it holds."""
         ...
+
+
+async def to_the_end(work: Callable[..., _T], *arguments: object) -> _T:
+    """Does work in a thread. When the task is cancelled, it ends after the work: then all of its files are known."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class Here:
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
         """Ends the attempt."""
-        return await asyncio.to_thread(self._commit, draft)
+        return await folding.to_the_end(self._commit, draft)
 
     async def close(self) -> None:
         """Holds nothing that has to be given back."""

@@ -90,7 +90,7 @@ class OnPool:
             await self._session.send(drafts)
             said = await self._session.result(Aggregated)
             _raise_problem(said)
-            aggregate = await asyncio.to_thread(self._stored, drafts, said, draft)
+            aggregate = await folding.to_the_end(self._stored, drafts, said, draft)
         return aggregate
 
     async def close(self) -> None:

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from fedplat_server import logs
-from fedplat_server.cluster.gateway import Gateway
+from fedplat_server.cluster.gateway import Entrance, Gateway
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.cluster.switch import Nowhere, Switch
-from fedplat_server.tls import TlsFiles
 
 
 class Follower:
-    """Turns the switch to whoever leads. `tell` hears whether callers can be served; `client_of`: see `Gateway`."""
+    """Turns the switch to whoever leads. `tell` hears whether callers can be served."""
 
     def __init__(
         self,
         name: str,
         switch: Switch,
         tell: Callable[[bool], Awaitable[None]],
-        tls: TlsFiles | None,
-        client_of: Callable[[Any], str],
+        entrance: Entrance,
     ) -> None:
         self._name = name
-        self._client_of = client_of
-        self._tls = tls
+        self._entrance = entrance
         self._switch = switch
         self._tell = tell
         self._gateway: Gateway | None = None
@@ -38,7 +34,7 @@ class Follower:
         if earlier is not None and earlier.lease.term == lease.term:
             return
         logs.get().info("another daemon leads; this one is a gateway to it", term=lease.term, leader=lease.address)
-        gateway = Gateway(lease, self._name, self._tls, self._client_of)
+        gateway = Gateway(lease, self._name, self._entrance)
         self._switch.turn(gateway)
         await self._leave()
         self._gateway = gateway

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from typing import Any, NamedTuple, cast
 
 import grpc
 from grpc import aio
@@ -19,7 +19,9 @@ from fedplat_server.cluster import hop
 from fedplat_server.cluster.hop import Hop
 from fedplat_server.cluster.lease import Lease
 from fedplat_server.cluster.switch import Calls, Handler
+from fedplat_server.rpc import boundary, memory
 from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.tls import TlsFiles
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
@@ -49,15 +51,60 @@ def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
     return aio.secure_channel(address, grpc.ssl_channel_credentials(trusted), options=_OPTIONS, compression=none)
 
 
-class Gateway:
-    """The route to a leader. `client_of` tells which client the connection of a call is known to be of ("": none)."""
+CALLS_OF_CONNECTION = 90
+"""Calls of one connection to the leader, which takes `serving.MAX_STREAMS`; beyond them another one is made."""
 
-    def __init__(self, lease: Lease, name: str, tls: TlsFiles | None, client_of: Callable[[Context], str]) -> None:
+
+class Entrance(NamedTuple):
+    """What the daemon knows of callers of its own port.
+
+    `client_of` tells which client the connection of a call is known to be of ("": none), `tls` how to speak to other
+    daemons, and `memory` what updates may take here.
+    """
+
+    tls: TlsFiles | None
+    client_of: Callable[[Context], str]
+    memory: UploadMemory
+
+
+class Channels:
+    """Connections to the leader: the first that has room takes a call, so that a few callers need one."""
+
+    def __init__(self, make: Callable[[], aio.Channel]) -> None:
+        self._make = make
+        self.first = make()
+        self._num_calls: dict[aio.Channel, int] = {self.first: 0}
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[aio.Channel]:
+        """A connection for a call."""
+        for channel, num_calls in self._num_calls.items():  # noqa: B007 -- the first with room
+            if num_calls < CALLS_OF_CONNECTION:
+                break
+        else:
+            channel = self._make()
+        self._num_calls[channel] = self._num_calls.get(channel, 0) + 1
+        try:
+            yield channel
+        finally:
+            self._num_calls[channel] -= 1
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for channel in self._num_calls:
+            await channel.close()
+
+
+class Gateway:
+    """The route to a leader."""
+
+    def __init__(self, lease: Lease, name: str, entrance: Entrance) -> None:
         self.calls = Calls()
         self.lease = lease
         self._name = name
-        self._client_of = client_of
-        self._channel = connect(lease.address, tls)
+        self._client_of = entrance.client_of
+        self._memory = entrance.memory
+        self._channels = Channels(lambda: connect(lease.address, entrance.tls))
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """Passes a call on."""
@@ -69,13 +116,16 @@ class Gateway:
                 raise RefusedError(Code.NO_LEADER)
             origin = Hop(self._name, self._client_of(context), context.peer())
             marked = hop.marked(metadata, self.lease.secret, origin)
-            start = cast(Any, self._channel.stream_stream)(method)
-            async with (
-                _translated(context),
-                _cancelled_at_the_end(start(requests, timeout=context.time_remaining(), metadata=marked)) as outgoing,
-            ):
+            admitted = asyncio.Event()
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(_translated(context))
+                start = cast(Any, stack.enter_context(self._channels.one()).stream_stream)(method)
+                started = start(_after(admitted, requests), timeout=context.time_remaining(), metadata=marked)
+                outgoing = await stack.enter_async_context(_cancelled_at_the_end(started))
                 with self.calls.one():
                     initial = await outgoing.initial_metadata()
+                    await stack.enter_async_context(self._share(method))
+                admitted.set()
                 if initial:
                     await context.send_initial_metadata(tuple(initial))
                 while True:
@@ -88,19 +138,36 @@ class Gateway:
 
         return grpc.stream_stream_rpc_method_handler(call)
 
+    def _share(self, method: str) -> contextlib.AbstractAsyncContextManager[object]:
+        """The memory that a call may hold here while its messages go through."""
+        match method.rpartition("/")[2]:
+            case "Upload":
+                return self._memory.uploads.share(memory.UPLOAD_BYTES)
+            case "Report":
+                return self._memory.reports.share(boundary.max_bytes(method))
+            case _:
+                return contextlib.nullcontext()
+
     async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
         """Tells whether the leader can be reached, now and whenever that changes."""
         ready = grpc.ChannelConnectivity.READY
         while True:
-            state = self._channel.get_state(try_to_connect=True)
+            state = self._channels.first.get_state(try_to_connect=True)
             await tell(state is ready)
-            await self._channel.wait_for_state_change(state)
+            await self._channels.first.wait_for_state_change(state)
 
     async def close(self) -> None:
         """Ends the calls under way and the connection."""
         self.calls.end()
         await self.calls.ended()
-        await self._channel.close()
+        await self._channels.close()
+
+
+async def _after(admitted: asyncio.Event, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """The messages of a call, none of which is received before the leader has let it in."""
+    await admitted.wait()
+    async for request in requests:
+        yield request
 
 
 @contextlib.asynccontextmanager

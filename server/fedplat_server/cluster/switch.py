@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc
@@ -13,8 +15,19 @@ from grpc import aio
 
 from fedplat_server.rpc.errors import Code, RefusedError
 
-Admit = Callable[[str, Any], Awaitable[None]]
 Handler = Any  # grpc.RpcMethodHandler, generic for the type checker only
+
+
+class Turn(Protocol):
+    """The leave of a call to send its first message."""
+
+    async def first(self, requests: AsyncIterator[Any]) -> Any:
+        """Receive the first message."""
+        ...
+
+
+Admit = Callable[[str, Any], AbstractAsyncContextManager[Turn]]
+"""Lets a call in, given its method and its context, or raises `RefusedError`; before any message is received."""
 
 
 class Calls:
@@ -89,7 +102,7 @@ async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerato
 
 
 class Here:
-    """This daemon leads: its own services take the calls that `admit` lets pass (a method, and the call's context)."""
+    """This daemon takes the calls that `admit` lets pass: by its own services."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler], admit: Admit) -> None:
         self.calls = Calls()
@@ -143,36 +156,72 @@ class Collector:
         """The same handlers once more, for servers that know methods in advance."""
 
 
-def _counted(handler: Handler, calls: Calls, admit: Callable[[Any], Awaitable[None]]) -> Handler:
+def _counted(handler: Handler, calls: Calls, admit: Callable[[Any], AbstractAsyncContextManager[Turn]]) -> Handler:
+    """The handler, as one that takes a stream of messages, none of which is received before the call is let in."""
     codec = {
         "request_deserializer": handler.request_deserializer,
         "response_serializer": handler.response_serializer,
     }
-    if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, calls, admit), **codec)
-    if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, calls, admit), **codec)
-    if handler.unary_stream:
-        return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, calls, admit), **codec)
-    return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, calls, admit), **codec)
+    if handler.unary_unary or handler.stream_unary:
+        inner = handler.stream_unary or _of_one(handler.unary_unary)
+        return grpc.stream_unary_rpc_method_handler(_unary(inner, calls, admit), **codec)
+    inner = handler.stream_stream or _of_one(handler.unary_stream)
+    # The health service writes its responses; all others yield them.
+    wrap = _stream if inspect.isasyncgenfunction(handler.stream_stream or handler.unary_stream) else _unary
+    return grpc.stream_stream_rpc_method_handler(wrap(inner, calls, admit), **codec)
 
 
-def _unary(inner: Callable[[Any, Any], Awaitable[Any]], calls: Calls, admit: Callable[[Any], Awaitable[None]]) -> Any:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+def _of_one(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A handler that takes one message, for a stream that was begun by `_begun`."""
+
+    def begun(requests: _Begun, context: Any) -> Any:
+        return inner(requests.message, context)
+
+    return begun
+
+
+class _Begun:
+    """The messages of a call, the first of which is there."""
+
+    def __init__(self, message: Any, rest: AsyncIterator[Any]) -> None:
+        self.message = message
+        self._rest = rest
+        self._is_first = True
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._is_first:
+            self._is_first = False
+            return self.message
+        return await anext(self._rest)
+
+
+def _unary(
+    inner: Callable[[Any, Any], Awaitable[Any]],
+    calls: Calls,
+    admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
+) -> Any:
+    async def call(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> Any:
         with calls.one():
-            await admit(context)
-            return await inner(request, context)
+            async with admit(context) as turn:
+                return await inner(_Begun(await turn.first(requests), requests), context)
 
     return call
 
 
 def _stream(
-    inner: Callable[[Any, Any], AsyncGenerator[Any]], calls: Calls, admit: Callable[[Any], Awaitable[None]]
+    inner: Callable[[Any, Any], AsyncGenerator[Any]],
+    calls: Calls,
+    admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
 ) -> Any:
-    async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-        with calls.one():
-            await admit(context)
-        async with contextlib.aclosing(inner(request, context)) as responses:
+    async def call(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+        async with contextlib.AsyncExitStack() as stack:
+            with calls.one():
+                turn = await stack.enter_async_context(admit(context))
+                begun = _Begun(await turn.first(requests), requests)
+            responses = await stack.enter_async_context(contextlib.aclosing(inner(begun, context)))
             while True:
                 with calls.one():  # not while gRPC sends a response: it must not be cancelled there
                     try:

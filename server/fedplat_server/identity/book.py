@@ -7,12 +7,15 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
+from fedplat_server.bounded_audit import Recent
 from fedplat_server.gathered import Gathered
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
 
 CACHE_SIZE = 50_000
+UPDATE_EVERY_S = 60.0
+"""How often what a client says of itself is stored, if it changes."""
 
 
 class ClientBook:
@@ -25,7 +28,9 @@ class ClientBook:
         self._known: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
+        self._updated = Recent(UPDATE_EVERY_S, CACHE_SIZE)
         self.last_seen_unix_s: dict[str, float] = {}
+        self._seen_lately: dict[str, float] = {}
 
     async def find(self, client_id: str) -> ClientRecord:
         """The client as it is now. Raises `RefusedError` if it is unknown or revoked."""
@@ -61,7 +66,12 @@ class ClientBook:
 
     def seen(self, client_id: str) -> None:
         """Notes that a client has called."""
-        self.last_seen_unix_s[client_id] = time.time()
+        self.last_seen_unix_s[client_id] = self._seen_lately[client_id] = time.time()
+
+    def take_seen(self) -> Mapping[str, float]:
+        """Gives away when clients were seen since this was called last."""
+        seen, self._seen_lately = self._seen_lately, {}
+        return seen
 
     def begin_call(self, client_id: str, limit: int) -> Callable[[], None]:
         """Counts a call that begins; returns what is to be called at its end. Raises `RefusedError`."""
@@ -77,9 +87,15 @@ class ClientBook:
         return end
 
     async def update(self, record: ClientRecord, labels: Mapping[str, str], software_version: str) -> ClientRecord:
-        """Notes what a client says of itself, if that is new."""
+        """Return the client with what it says of itself now, and store that if it is new.
+
+        At most once a minute: what it says in between is put off to its first check-in afterwards. So a client that
+        says something else each time costs one transaction a minute, and is still selected by its latest labels.
+        """
         if dict(labels) == dict(record.labels) and software_version == record.software_version:
             return record
+        if not self._updated.add(record.client_id, time.monotonic()):
+            return dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         before = self._num_changes
         await self._store.update_client(record.client_id, labels, software_version)
         changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)

@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedplat import identity
 from fedplat_server.audit import SERVER, Action, AuditEntry
+from fedplat_server.bounded_audit import BoundedAudit, Recent
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
-from fedplat_server.identity.sessions import Sessions
+from fedplat_server.identity.sessions import Session, Sessions
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
-from fedplat_server.store.port import Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Call:
 class Callers:
     """Tells who calls, and opens sessions. Raises `RefusedError` for everybody else."""
 
-    def __init__(self, store: Store, book: ClientBook) -> None:
-        self._store = store
+    def __init__(self, audit: BoundedAudit, book: ClientBook) -> None:
+        self._audit = audit
         self._book = book
         self._sessions = Sessions()
-        self._told: dict[str, int] = {}  # the highest number of a client that was noted as fenced
+        self._fenced = Recent()
         self._challenges = Challenges(secrets.token_bytes(32))
 
     def challenge(self) -> bytes:
@@ -83,6 +83,10 @@ class Callers:
         self._book.seen(client_id)
         return session_id
 
+    def claimed(self, call: Call) -> str:
+        """Return the client that a call names, before its message is there; `authenticate` proves it afterwards."""
+        return call.certified.rpartition("/")[0] or self._session(call)[0].client_id
+
     async def authenticate(self, call: Call) -> ClientRecord:
         """The client that makes a call; what else one says that shows a certificate does not matter."""
         if not call.certified:
@@ -100,12 +104,7 @@ class Callers:
         return client
 
     async def _by_session(self, call: Call) -> ClientRecord:
-        session_id, counter = call.text(identity.METADATA_SESSION), _counter(call)
-        if not session_id or counter is None:
-            raise RefusedError(Code.UNAUTHENTICATED)
-        session = self._sessions.find(session_id)
-        if session is None:
-            raise RefusedError(Code.SESSION_UNKNOWN)
+        session, session_id, counter = self._session(call)
         client = await self._book.find(session.client_id)
         _verify(client.public_key, call, identity.call_payload(call.method, session_id, counter, call.request))
         await self._refuse_fenced(client, session.number)
@@ -115,17 +114,30 @@ class Callers:
         session.window = window
         return client
 
+    def _session(self, call: Call) -> tuple[Session, str, int]:
+        session_id, counter = call.text(identity.METADATA_SESSION), _counter(call)
+        if not session_id or counter is None:
+            raise RefusedError(Code.UNAUTHENTICATED)
+        session = self._sessions.find(session_id)
+        if session is None:
+            raise RefusedError(Code.SESSION_UNKNOWN)
+        return session, session_id, counter
+
     async def _refuse_fenced(self, client: ClientRecord, number: int) -> None:
-        """Lets nobody speak under an older session than the latest, and notes the first call of each that does.
+        """Refuse calls under an older session than the latest, and note that once an hour for each client.
 
         Then two places use one key: a restarted client does not speak under its old session again.
         """
         if number >= client.session_number:
             return
-        if self._told.get(client.client_id, 0) < number:
-            self._told[client.client_id] = number
-            told = AuditEntry(SERVER, Action.CLIENT_FENCED, client.client_id, {"session": number})
-            await self._store.append_audit([told])
+        if self._fenced.add(client.client_id, _now()):
+            try:
+                await self._audit.append(
+                    AuditEntry(SERVER, Action.CLIENT_FENCED, client.client_id, {"session": number})
+                )
+            except BaseException:
+                self._fenced.forget(client.client_id)
+                raise
         raise RefusedError(Code.FENCED)
 
 

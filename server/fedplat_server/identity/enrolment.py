@@ -92,10 +92,8 @@ class Enrolments:
             token_hash=hash_secret(newcomer.token),
             idempotency_key=newcomer.idempotency_key,
         )
-        name = enrolment.client_id
-        noted = AuditEntry(name, Action.CLIENT_ENROLLED, name, {"population": newcomer.population})
         try:
-            record = await self._store.enroll(enrolment, [noted])
+            record = await self._store.enroll(enrolment, _enrolled)
         except TokenRefusedError as exc:
             if not exc.is_known:
                 raise RefusedError(Code.TOKEN_UNKNOWN) from exc
@@ -106,3 +104,8 @@ class Enrolments:
             raise RefusedError(Code.REVOKED)
         self._book.changed(record)
         return record
+
+
+def _enrolled(client: ClientRecord) -> list[AuditEntry]:
+    details = {"population": client.population, "enrolment": client.token_id}
+    return [AuditEntry(client.client_id, Action.CLIENT_ENROLLED, client.client_id, details)]

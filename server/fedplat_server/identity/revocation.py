@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fedplat.rounds.events import AssignmentFailed, ClientLeft
-from fedplat.rounds.states import REASON_TEXTS, Reason
+from typing import NamedTuple
+
+from fedplat.rounds.events import ClientRevoked
 from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.desk import Desk
 from fedplat_server.identity.book import ClientBook
@@ -11,6 +12,25 @@ from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import Runner
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
+
+BATCH = 100
+"""Clients that one transaction revokes: other writers wait no longer for it than for a save."""
+MAX_REVOKED = 1000
+"""Clients that one call revokes, well within the time that an operator's command waits for an answer."""
+
+
+class Enrolled(NamedTuple):
+    """The clients that have enrolled by a token, after the client `after` ("": all)."""
+
+    token_id: str
+    after: str = ""
+
+
+class Revoked(NamedTuple):
+    """How many clients were found, and after which the next call goes on ("": there are no more)."""
+
+    num_clients: int
+    next_after: str = ""
 
 
 class Revocation:
@@ -21,19 +41,42 @@ class Revocation:
         self._book = book
 
     async def revoke(self, client_id: str, actor: str, runner: Runner, desk: Desk) -> ClientRecord:
-        """Revokes a client: its long polls end, and its open assignment fails, as if it had given up itself.
+        """Revokes a client: its long polls end, its work fails, and open attempts drop what it has reported.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
         """
         record = await self._store.revoke_client(client_id, [AuditEntry(actor, Action.CLIENT_REVOKED, client_id)])
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
-        self._book.changed(record)
-        # First out of the waiting room, for else it could get work after we have looked.
-        await runner.submit(ClientLeft(client_id))
-        key = runner.coordinator.assignment_of(client_id)
-        if key is not None:
-            text = REASON_TEXTS[Reason.REVOKED]
-            await runner.submit(AssignmentFailed(key, client_id, Reason.REVOKED, text))
-        desk.dismiss(client_id)
+        await self._end(record, runner, desk)
         return record
+
+    async def revoke_clients_of(self, enrolled: Enrolled, actor: str, runner: Runner, desk: Desk) -> Revoked:
+        """Revoke clients that have enrolled by a token, as `revoke` does, in transactions of `BATCH` clients each.
+
+        At most `MAX_REVOKED` of them: the answer tells where the next call goes on. Safe to repeat.
+        """
+
+        def noted(client: ClientRecord) -> list[AuditEntry]:
+            return [AuditEntry(actor, Action.CLIENT_REVOKED, client.client_id, {"enrolment": enrolled.token_id})]
+
+        after, num_revoked = enrolled.after, 0
+        while num_revoked < MAX_REVOKED:
+            page = await self._store.revoke_clients_of(enrolled.token_id, after, BATCH, noted)
+            for record in page:
+                self._book.changed(record)
+            for record in page:
+                await self._end(record, runner, desk)
+            num_revoked += len(page)
+            if len(page) < BATCH:
+                return Revoked(num_revoked)
+            after = page[-1].client_id
+        return Revoked(num_revoked, after)
+
+    async def _end(self, record: ClientRecord, runner: Runner, desk: Desk) -> None:
+        """Ends what a client that is revoked now does."""
+        client_id = record.client_id
+        self._book.changed(record)
+        # One event: between two, it could get work, or its report could come.
+        await runner.submit(ClientRevoked(client_id))
+        desk.dismiss(client_id)

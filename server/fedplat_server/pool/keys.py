@@ -1,7 +1,7 @@
-"""The key by which ranks know that an event is rank 0's: a secret in the data folder, which all of them read.
+"""The secret that the ranks of a pool have in common: a file in the data folder, which only their own user reads.
 
-What they do follows from events, up to importing an operator's code, and the store that carries them asks nobody who
-they are.
+What they do follows from events, up to importing an operator's code, and events hold the noise of private jobs. So
+ranks encrypt them, and prove to each other that they have the secret.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import hashlib
 import hmac
 import os
 import secrets
+import struct
 from pathlib import Path
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 _NAME = "pool.key"
-_MAC_BYTES = 32
+_KEY_BYTES = 32
+_NONCE = struct.Struct("<IQ")
 
 
 def make(data_dir: Path) -> None:
@@ -25,7 +30,7 @@ def make(data_dir: Path) -> None:
     draft = data_dir / f".{_NAME}.{secrets.token_hex(8)}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, secrets.token_bytes(_MAC_BYTES))
+        os.write(descriptor, secrets.token_bytes(_KEY_BYTES))
         os.fsync(descriptor)
         with contextlib.suppress(FileExistsError):  # another host was faster
             os.link(draft, path)
@@ -39,18 +44,23 @@ def read(data_dir: Path) -> bytes:
     return (data_dir / _NAME).read_bytes()
 
 
-def signed(key: bytes, name: str, content: bytes) -> bytes:
-    """Content with a proof that whoever has the key has put it there, under this name."""
-    return _mac(key, name, content) + content
+class Sealed:
+    """Encrypts what the ranks of one group tell each other: AES-256-GCM under a key that the group has for itself.
 
+    Each message has its sender and its number as the nonce, so none can stand for another. A group has a new `group`
+    of random bytes, so no nonce is used twice under one key.
+    """
 
-def checked(key: bytes, name: str, message: bytes) -> bytes:
-    """The content of a signed message. Raises `PermissionError` if it is none, or has another name."""
-    mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(key, name, content)):
-        raise PermissionError(f"what was found under {name!r} is not of this pool")
-    return content
+    def __init__(self, key: bytes, group: bytes) -> None:
+        self._cipher = AESGCM(hmac.digest(key, b"fedplat events\0" + group, hashlib.sha256))
 
+    def sealed(self, content: bytes, sender: int, number: int) -> bytes:
+        """The content, encrypted; each (sender, number) is for one message only."""
+        return self._cipher.encrypt(_NONCE.pack(sender, number), content, None)
 
-def _mac(key: bytes, name: str, content: bytes) -> bytes:
-    return hmac.digest(key, name.encode() + b"\0" + content, hashlib.sha256)
+    def opened(self, message: bytes, sender: int, number: int) -> bytes:
+        """The content of a message. Raises `PermissionError` if it is not of this group, sender and number."""
+        try:
+            return self._cipher.decrypt(_NONCE.pack(sender, number), message, None)
+        except InvalidTag as exc:
+            raise PermissionError(f"message {number} of rank {sender} is not of this pool") from exc

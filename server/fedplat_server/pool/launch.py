@@ -64,9 +64,11 @@ def run(options: Options) -> None:
         raise ConfigError("--backend nccl: this machine has no GPU that PyTorch can use; expected auto or gloo")
     with _held(options), tempfile.TemporaryDirectory(prefix="fedplat-pool-") as folder:
         keys.make(options.data_dir)
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        os.environ |= {"OMP_NUM_THREADS": str(options.threads), "PYTHONSAFEPATH": "1"}
         socket = address.of_folder(options.data_dir)
-        arguments = ("-m", "fedplat_server.pool.rank", str(socket), options.backend, options.log_level)
+        arguments = ["-P", "-m", "fedplat_server.pool.rank", str(socket), options.backend, options.log_level]
+        if options.hosts == (1, 1):
+            arguments.append(folder)
         try:
             elastic_launch(_config(options, Path(folder)), sys.executable)(*arguments)
         except SignalException as exc:

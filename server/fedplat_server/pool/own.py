@@ -107,8 +107,8 @@ async def _start(socket: Path, backend: str) -> Process:
         raise MissingExtraError(
             "training on the server's own data needs PyTorch; install it with: pip install 'fedplat-server[pool]'"
         )
-    command = (sys.executable, "-m", "fedplat_server.pool.rank", str(socket), backend, "INFO")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    command = (sys.executable, "-P", "-m", "fedplat_server.pool.rank", str(socket), backend, "INFO")
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONSAFEPATH": "1"}
     # Not in our process group: Ctrl-C is the daemon's business.
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment, process_group=0)
     logs.get().info("a rank for the server's own data was started", process=process.pid)

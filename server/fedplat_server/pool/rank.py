@@ -1,4 +1,4 @@
-"""One rank of the pool: `python -m fedplat_server.pool.rank SOCKET BACKEND`, started by torchrun, or alone.
+"""One rank of the pool: `python -P -m fedplat_server.pool.rank SOCKET BACKEND LEVEL [FOLDER]`, of torchrun, or alone.
 
 All ranks do the same works in the same order. One that fails says why, and its process ends; torchrun then ends the
 others, and forms the group anew. Whoever wanted something of the ranks hears that, and sees to it that it is done.
@@ -18,10 +18,10 @@ from typing import cast
 import torch
 from torch import distributed
 
-from fedplat.backends.ranks import Backend, Ranks, joined
+from fedplat.backends.ranks import Backend, Ranks, joined, store_of_one_host
 from fedplat_server import logs
 from fedplat_server.pool import frames, keys
-from fedplat_server.pool.events import Event, Events
+from fedplat_server.pool.events import Event, Events, LostRankError
 from fedplat_server.pool.front import Front
 from fedplat_server.pool.order import Order
 from fedplat_server.pool.tasks import Pause, Task
@@ -108,11 +108,14 @@ class _Rank:
             self._front.finish(work, frame)
 
 
-def run(socket: Path, backend: Backend) -> None:
-    """Joins the other ranks and serves; does not return."""
+def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
+    """Joins the other ranks and serves; does not return. `folder` is where ranks of one host meet."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
-    with joined(backend) as ranks:
-        events = Events(ranks, keys.read(socket.parent) if ranks.size > 1 else b"")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    key = keys.read(socket.parent) if several else b""
+    store = store_of_one_host(folder) if several and folder is not None else None
+    with joined(backend, store=store, key=key) as ranks:
+        events = Events(ranks, key, folder)
         front = Front(socket, frames.Hello(ranks.size, str(ranks.device))) if ranks.is_first else None
         log = logs.get().bind(rank=ranks.rank)
         log.info("the rank is ready", ranks=ranks.size, device=str(ranks.device))
@@ -138,12 +141,16 @@ def run(socket: Path, backend: Backend) -> None:
 
 def _is_of_another(exc: BaseException) -> bool:
     """Whether an operation of the group failed because another rank is gone, which is not this one's failure."""
-    return isinstance(exc, distributed.DistError) or (isinstance(exc, RuntimeError) and "gloo" in str(exc))
+    return isinstance(exc, distributed.DistError | LostRankError) or (
+        isinstance(exc, RuntimeError) and "gloo" in str(exc)
+    )
 
 
 def _hear_failures(events: Events, front: Front) -> None:
-    front.refuse_all(events.wait_for_failure())
-    os._exit(1)
+    failure = events.wait_for_failure()
+    if failure is not None:
+        front.refuse_all(failure)
+        os._exit(1)
 
 
 def _end_with(parent: int) -> None:
@@ -157,11 +164,11 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """The process of a rank."""
-    socket, backend, level = sys.argv[1:]
+    socket, backend, level, *folder = sys.argv[1:]
     sink = logs.configure(level)
     status = 1
     try:
-        run(Path(socket), cast(Backend, backend))
+        run(Path(socket), cast(Backend, backend), Path(folder[0]) if folder else None)
     except BaseException:  # told already
         status = 1
     sink.finish(timeout_s=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import resource
 import time
@@ -19,15 +20,17 @@ from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat.wire.v1 import admin_pb2, model_pb2
+from fedplat.wire.v1 import admin_pb2
 from fedplat_server import __version__, audit, files, upload_files
 from fedplat_server.audit import AuditEntry
+from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
-from fedplat_server.rpc import convert, gate, requests, streams
+from fedplat_server.rpc import convert, gate, pages, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.rpc.privacy import PrivacyMethods
+from fedplat_server.rpc.versions import VersionMethods
 from fedplat_server.services import Services
 from fedplat_server.store.port import JobRecord
 
@@ -41,11 +44,12 @@ _NOTED = {
 }
 
 
-class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
+class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMethods):
     """Every method: find the job, ask or tell, encode."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._exported = Recent()
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
         """How the daemon is."""
@@ -81,6 +85,9 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         limits = self._services.config.limits
         parts = (part.data async for part in streams.steadily(request_iterator, limits))
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
+        details = {"size_bytes": blob.size_bytes}
+        noted = AuditEntry(gate.caller(), audit.Action.MODEL_UPLOADED, blob.digest, details)
+        await self._services.store.append_audit([noted])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
@@ -91,6 +98,13 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         self._check_trainers(spec)
         self._check_durability(spec)
         digest = requests.digest(request.initial_digest)
+        with services.blobs.held(digest):
+            record = await self._create(request, spec, digest)
+        services.jobs.add(record)
+        return await self._job(services.jobs.find(record.state.job_id))
+
+    async def _create(self, request: admin_pb2.CreateJobRequest, spec: JobSpec, digest: str) -> JobRecord:
+        services = self._services
         size_bytes = await asyncio.to_thread(self._check_model, digest, spec)
         state = JobState(
             job_id=services.new_id("j"),
@@ -99,14 +113,15 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         )
         entry = AuditEntry(gate.caller(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
         key = requests.key(request.idempotency_key)
-        record = await services.budgets.create_job(state, request.job_file, key, [entry])
-        services.jobs.add(record)
-        return await self._job(services.jobs.find(record.state.job_id))
+        return await services.budgets.create_job(state, request.job_file, key, [entry])
 
     async def ListJobs(self, request: admin_pb2.ListJobsRequest, context: Context) -> admin_pb2.ListJobsResponse:
-        """Every job."""
-        jobs = [await self._job(record) for record in self._services.jobs.all()]
-        return admin_pb2.ListJobsResponse(jobs=jobs)
+        """A page of the jobs, without their files."""
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        records = self._services.jobs.all(after)[: size + 1]
+        jobs = [await self._job(dataclasses.replace(record, job_file="")) for record in records]
+        page, token = pages.cut(jobs, size, lambda job: job, lambda job: job.job_id)
+        return admin_pb2.ListJobsResponse(jobs=page, next_page_token=token)
 
     async def ShowJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
         """One job."""
@@ -132,7 +147,7 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
         """The job's history, then every new row, until the job has ended and its last version is scored."""
         services = self._services
         job_id = services.jobs.find(request.job).state.job_id
-        sequence = request.after_sequence
+        sequence = min(request.after_sequence, 2**62)  # more than any database counts to
         while True:
             changed = services.jobs.next_change(job_id)
             over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)
@@ -149,37 +164,22 @@ class AdminService(MembersMethods, OperatorMethods, PrivacyMethods):
             await changed.wait()
 
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
-        """The attempts of a job."""
-        job_id = self._services.jobs.find(request.job).state.job_id
-        attempts = await self._services.store.list_attempts(job_id, all_attempts=request.all_attempts)
-        scores = {
-            (record.version.round, record.version.attempt): record.metrics
-            for record in await self._services.store.list_versions(job_id)
-        }
-        rounds = [convert.round_(attempt, scores.get(attempt.key[1:], {})) for attempt in attempts]
-        return admin_pb2.ListRoundsResponse(rounds=rounds)
-
-    async def ListModelVersions(
-        self, request: admin_pb2.ListModelVersionsRequest, context: Context
-    ) -> admin_pb2.ListModelVersionsResponse:
-        """The committed versions of a job."""
-        state = self._services.jobs.find(request.job).state
-        records, spec = await self._services.store.list_versions(state.job_id), state.spec
-        return admin_pb2.ListModelVersionsResponse(versions=[convert.version(record, spec) for record in records])
-
-    async def ExportModel(
-        self, request: admin_pb2.ExportModelRequest, context: Context
-    ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
-        """Sends the file of a version."""
-        job = self._services.jobs.find(request.job).state
-        wanted = request.version if request.HasField("version") else job.latest.version
-        versions = await self._services.store.list_versions(job.job_id)
-        found = next((record.version for record in versions if record.version.version == wanted), None)
-        if found is None:
-            raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
-        yield admin_pb2.ExportModelResponse(model=convert.model_ref(found))
-        async for message in streams.send(self._services.chunks, self._services.blobs.path(found.digest), 0):
-            yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
+        """A page of the attempts of a job."""
+        store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
+        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
+        after = (given[0], given[1]) if given is not None else None
+        attempts = await store.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
+        if not attempts:
+            return admin_pb2.ListRoundsResponse()
+        versions = await store.versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
+        scores = {(record.version.round, record.version.attempt): record.metrics for record in versions}
+        rounds, token = pages.cut(
+            attempts,
+            size,
+            lambda attempt: convert.round_(attempt, scores.get(attempt.key[1:], {})),
+            lambda attempt: f"{attempt.key.round}.{attempt.key.number}",
+        )
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
 
     async def _act(self, name: str, action: Action) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote, unquote
@@ -46,20 +46,36 @@ class Boundary(aio.ServerInterceptor):
 
 
 def _translating(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """The handler of a method; all of them take a stream: see `admission`."""
     codec: dict[str, Any] = {
-        "request_deserializer": _decoder(handler.request_deserializer),
+        "request_deserializer": _decoder(handler.request_deserializer, max_bytes(method)),
         "response_serializer": handler.response_serializer,
     }
-    if handler.unary_unary:
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), **codec)
     if handler.stream_unary:
-        inner = handler.stream_unary
-        return grpc.stream_unary_rpc_method_handler(_stream_unary(inner, method), **codec)
-    if handler.unary_stream:
-        # A handler either yields its responses or writes them (that of the health service does).
-        wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
-        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method), **codec)
-    return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream, method), **codec)
+        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), **codec)
+    assert handler.stream_stream, f"{method} would receive a message before anybody could refuse it"
+    # A handler either yields its responses or writes them (that of the health service does).
+    wrap = _stream if inspect.isasyncgenfunction(handler.stream_stream) else _unary
+    return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream, method), **codec)
+
+
+SMALL_BYTES = 128 * 2**10
+"""The most that a message may have where the table below has no other number."""
+_NEWCOMER_BYTES = 64 * 2**10
+_MAX_BYTES = {
+    "GetChallenge": _NEWCOMER_BYTES,
+    "Enroll": _NEWCOMER_BYTES,
+    "OpenSession": _NEWCOMER_BYTES,
+    "Report": wire.INLINE_BYTES + SMALL_BYTES,
+    "Upload": wire.MAX_REQUEST_BYTES,
+    "UploadModel": wire.MAX_REQUEST_BYTES,
+    "CreateJob": wire.MAX_REQUEST_BYTES,
+}
+
+
+def max_bytes(method: str) -> int:
+    """The most bytes that a message of a method (`/service/name`) may have."""
+    return _MAX_BYTES.get(method.rpartition("/")[2], SMALL_BYTES)
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,77 +91,74 @@ INCOMING: ContextVar[Incoming] = ContextVar("incoming")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Received:
-    """A message and its bytes; None if they could not be decoded. gRPC itself would log a traceback for each."""
+    """A message and its bytes; None if they were not decoded. gRPC itself would log a traceback for each."""
 
     message: Any
     data: bytes
+    refused: RefusedError | None = None
 
     def well_formed(self) -> Any:
-        if self.message is None:
-            raise RefusedError(Code.INVALID_REQUEST, "its bytes are not a message of this protocol")
+        if self.refused is not None:
+            raise self.refused
         return self.message
 
 
-def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], _Received]:
-    if decode is None:  # a gateway passes bytes on
-        return lambda data: _Received(data, b"")
-
+def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callable[[bytes], _Received]:
     def decode_or_mark(data: bytes) -> _Received:
+        if len(data) > limit_bytes:
+            text = f"the message has {len(data)} bytes; expected at most {limit_bytes} for this method"
+            return _Received(None, b"", RefusedError(Code.TOO_LARGE, text))
+        if decode is None:  # a gateway passes bytes on
+            return _Received(data, b"")
         try:
             return _Received(decode(data), data)
         except DecodeError:
-            return _Received(None, b"")
+            text = "its bytes are not a message of this protocol"
+            return _Received(None, b"", RefusedError(Code.INVALID_REQUEST, text))
 
     return decode_or_mark
 
 
-async def _well_formed(requests: AsyncIterator[_Received], incoming: Incoming) -> AsyncGenerator[Any]:
-    is_first = True
-    async for request in requests:
-        if is_first:
-            incoming.request, is_first = request.data, False
-        yield request.well_formed()
+class _Messages:
+    """The messages of a call, well-formed, each received when it is asked for.
 
+    No generator: one that is left before its end, as that of a call with one message is, costs asyncio a task.
+    """
 
-def _stream_unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
-    async def call(requests: AsyncIterator[_Received], context: aio.ServicerContext[Any, Any]) -> Any:
-        incoming = Incoming(method)
-        INCOMING.set(incoming)
-        async with _translated(context, method):
-            return await inner(_well_formed(requests, incoming), context)
+    def __init__(self, context: aio.ServicerContext[Any, Any], incoming: Incoming) -> None:
+        self._read: Callable[[], Awaitable[Any]] = context.read
+        self._incoming = incoming
+        self._is_first = True
 
-    return call
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Any:
+        received = await self._read()
+        if received is aio.EOF:
+            raise StopAsyncIteration
+        if self._is_first:
+            self._incoming.request, self._is_first = received.data, False
+        return received.well_formed()
 
 
 def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
-    async def call(request: _Received, context: aio.ServicerContext[Any, Any]) -> Any:
-        INCOMING.set(Incoming(method, request.data))
+    async def call(_: object, context: aio.ServicerContext[Any, Any]) -> Any:
+        incoming = Incoming(method)
+        INCOMING.set(incoming)
         async with _translated(context, method):
-            return await inner(request.well_formed(), context)
+            return await inner(_Messages(context, incoming), context)
 
     return call
 
 
 def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
-    async def call(request: _Received, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-        INCOMING.set(Incoming(method, request.data))
-        async with (
-            _translated(context, method),
-            contextlib.aclosing(inner(request.well_formed(), context)) as responses,
-        ):
-            async for response in responses:
-                yield response
-
-    return call
-
-
-def _stream_stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
-    async def call(requests: AsyncIterator[_Received], context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+    async def call(_: object, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
         incoming = Incoming(method)
         INCOMING.set(incoming)
         async with (
             _translated(context, method),
-            contextlib.aclosing(inner(_well_formed(requests, incoming), context)) as responses,
+            contextlib.aclosing(inner(_Messages(context, incoming), context)) as responses,
         ):
             async for response in responses:
                 yield response

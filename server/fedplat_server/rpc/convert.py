@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from fedplat import updates
@@ -9,6 +10,7 @@ from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat.texts import shortened
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
@@ -87,13 +89,14 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
-        reason=state.reason,
+        reason=shortened(state.reason),
         round=state.round,
         num_rounds=state.spec.rounds,
         model=model_ref(state.latest),
         created_unix_s=record.created_unix_s,
         job_file=record.job_file,
         current=current,
+        restored_from=state.latest.restored_from,
     )
 
 
@@ -106,7 +109,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         attempt=attempt.key.number,
         kind=_KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
-        reason=attempt.reason,
+        reason=shortened(attempt.reason),
         base_version=attempt.base_version,
         goal=attempt.goal,
         minimum=attempt.minimum,
@@ -124,6 +127,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         update_bytes=attempt.update_bytes,
         mean_staleness=attempt.staleness.mean,
         max_staleness=attempt.staleness.most,
+        largest_norm=attempt.largest_norm,
     )
 
 
@@ -137,7 +141,16 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
         total_weight=record.version.total_weight if spec.privacy is None else 0.0,
         delta_size_bytes=record.version.delta_size_bytes,
         metrics=dict(record.metrics),
+        restored_from=record.version.restored_from,
+        model_removed_unix_s=record.model_removed_unix_s or 0.0,
+        state_removed_unix_s=record.state_removed_unix_s or 0.0,
+        has_state=bool(record.version.state_digest) and record.state_removed_unix_s is None,
     )
+
+
+def without_state(version: ModelVersion) -> ModelVersion:
+    """A version whose rule's state is not kept any more."""
+    return dataclasses.replace(version, state_digest="")
 
 
 def event(record: HistoryRecord) -> admin_pb2.JobEvent:
@@ -152,8 +165,9 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         client_id=row.client_id,
         from_state=row.from_state,
         to_state=row.to_state,
-        reason=row.reason,
+        reason=shortened(row.reason),
         metrics=dict(row.metrics),
         kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,
+        norm=row.norm,
     )

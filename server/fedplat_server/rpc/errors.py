@@ -42,6 +42,7 @@ class Code(StrEnum):
     NO_SUCH_JOB = "NO_SUCH_JOB"
     AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
+    VERSION_REMOVED = "VERSION_REMOVED"
     NO_SUCH_MODEL = "NO_SUCH_MODEL"
     NO_SUCH_EVALUATOR = "NO_SUCH_EVALUATOR"
     NO_SUCH_TRAINER = "NO_SUCH_TRAINER"
@@ -56,6 +57,7 @@ class Code(StrEnum):
     TOO_MANY_STREAMS = "TOO_MANY_STREAMS"
     TOO_MANY_REQUESTS = "TOO_MANY_REQUESTS"
     TOO_MANY_BYTES = "TOO_MANY_BYTES"
+    TOO_MANY_UPLOADS = "TOO_MANY_UPLOADS"
     DRAINING = "DRAINING"
     NO_LEADER = "NO_LEADER"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
@@ -71,7 +73,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
         "NAME --out FILE; on the server's machine: fedplat-server operator add NAME --out FILE)",
     ),
     Code.ROLE_TOO_LOW: (_S.PERMISSION_DENIED, "the operator may not do this"),
-    Code.TOO_MANY_LOGINS: (_S.RESOURCE_EXHAUSTED, "too many calls from this address were refused; wait a moment"),
+    Code.TOO_MANY_LOGINS: (_S.RESOURCE_EXHAUSTED, "too many calls of this caller were refused; wait a moment"),
     Code.NAME_TAKEN: (_S.ALREADY_EXISTS, "the name is taken"),
     Code.NO_SUCH_OPERATOR: (_S.NOT_FOUND, "there is no such operator"),
     Code.LAST_ADMIN: (
@@ -103,6 +105,7 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.NO_SUCH_JOB: (_S.NOT_FOUND, "there is no such job"),
     Code.AMBIGUOUS_JOB: (_S.INVALID_ARGUMENT, "several jobs have this name; use the job id"),
     Code.NO_SUCH_VERSION: (_S.NOT_FOUND, "there is no such model version"),
+    Code.VERSION_REMOVED: (_S.NOT_FOUND, "the model file of this version is not kept any more"),
     Code.NO_SUCH_MODEL: (_S.NOT_FOUND, "there is no such model for this client"),
     Code.NO_SUCH_EVALUATOR: (_S.FAILED_PRECONDITION, "the server has no such evaluator"),
     Code.NO_SUCH_TRAINER: (_S.FAILED_PRECONDITION, "the server has no such trainer of its own"),
@@ -113,10 +116,14 @@ CATALOGUE: Mapping[Code, tuple[grpc.StatusCode, str]] = {
     Code.TOO_LARGE: (_S.INVALID_ARGUMENT, "more bytes than are accepted here"),
     Code.UPLOAD_INCOMPLETE: (_S.ABORTED, "the update has not arrived completely"),
     Code.TOO_SLOW: (_S.DEADLINE_EXCEEDED, "the stream has made no progress"),
-    Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "this client has too many calls open"),
+    Code.TOO_MANY_CALLS: (_S.RESOURCE_EXHAUSTED, "the caller has too many calls open"),
     Code.TOO_MANY_STREAMS: (_S.RESOURCE_EXHAUSTED, "this client has too many transfers open"),
     Code.TOO_MANY_REQUESTS: (_S.RESOURCE_EXHAUSTED, "too many requests; try again later"),
     Code.TOO_MANY_BYTES: (_S.RESOURCE_EXHAUSTED, "too many bytes were sent for this attempt, which is over now"),
+    Code.TOO_MANY_UPLOADS: (
+        _S.RESOURCE_EXHAUSTED,
+        "the server receives as many updates at this moment as its memory allows; try again",
+    ),
     Code.DRAINING: (_S.UNAVAILABLE, "the server is stopping; try again"),
     Code.NO_LEADER: (_S.UNAVAILABLE, "no server leads the jobs at this moment; try again in some seconds"),
     Code.STORE_UNAVAILABLE: (_S.UNAVAILABLE, "the server's database does not answer; try again"),
@@ -132,6 +139,7 @@ RETRY: Mapping[Code, RetryWindow] = {
     Code.TOO_MANY_STREAMS: RetryWindow(1.0, 5.0),
     Code.TOO_MANY_REQUESTS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_BYTES: RetryWindow(10.0, 60.0),
+    Code.TOO_MANY_UPLOADS: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_LOGINS: RetryWindow(1.0, 10.0),
     Code.DRAINING: RetryWindow(1.0, 5.0),
     Code.NO_LEADER: RetryWindow(0.5, 3.0),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 from grpc import aio
 
 from fedplat import rounds, wire
 from fedplat.aggregate import unusable
-from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict
+from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
     AggregationFailed,
@@ -29,10 +29,11 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, files, intake
 from fedplat_server.check_in import SOON, wait_for_work
 from fedplat_server.errors import SpoolError
-from fedplat_server.rpc import convert, reports, requests, streams
+from fedplat_server.rpc import convert, memory, reports, requests, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
+from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.uploads import UploadKey
 
@@ -42,6 +43,11 @@ DRAINING = RetryWindow(1.0, 5.0)
 
 class FleetService(MembershipService):
     """Every method: who is it, what does the coordinator say, tell them."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        # Of clients with a report under way.
+        self._reporting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         """Waits for work."""
@@ -111,6 +117,7 @@ class FleetService(MembershipService):
         if not started.accepted:
             raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
         upload_key = UploadKey(*key, client.client_id)
+        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
 
         def still_wanted() -> bool:
             found = self._services.runner.coordinator.find(key, client.client_id)
@@ -122,7 +129,8 @@ class FleetService(MembershipService):
                 yield part.data
 
         try:
-            received = await streams.receive(self._services.uploads, upload_key, header, parts(), still_wanted)
+            async with self._services.memory.uploads.share(size_bytes):
+                received = await streams.receive(self._services.uploads, upload_key, header, parts(), still_wanted)
         finally:
             await self._tidy_up(key, upload_key)
         return fleet_pb2.UploadResponse(received_bytes=received)
@@ -140,6 +148,11 @@ class FleetService(MembershipService):
     async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
         """Commits an update."""
         client = await self._client(context)
+        # One at a time: the same report that comes twice waits for the first, and has its receipt then.
+        async with self._reporting.setdefault(client.client_id, asyncio.Lock()):
+            return await self._report(client, request)
+
+    async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         found = await self._find(client, request.token)
         if found is None:
             return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, SOON))
@@ -277,44 +290,47 @@ class FleetService(MembershipService):
             raise
 
     async def _tidy_up(self, key: AttemptKey, upload_key: UploadKey) -> None:
-        """Throws away what arrived while the assignment was ending, after all other uploads for it had been."""
+        """Throws away what arrived while the assignment was ending, after all other uploads for it had been.
+
+        What an attempt has taken in goes with that attempt: it may be being folded this very moment.
+        """
         found = self._services.runner.coordinator.find(key, upload_key.client_id)
-        if found is None or not found[1].is_open:
+        if found is None or not (found[1].is_open or found[1].buffer is not None):
             await asyncio.to_thread(self._services.uploads.discard, upload_key)
 
     async def _take_report(self, key: AttemptKey, client: ClientRecord, request: fleet_pb2.ReportRequest) -> Verdict:
         """Checks a report and hands it to the coordinator."""
         services, client_id = self._services, client.client_id
-        if not (math.isfinite(request.num_examples) and request.num_examples > 0):
-            text = f"the number of examples is {request.num_examples}; expected a positive finite number"
-            return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, text)
+        if bad := influence.why_examples_are_bad(request.num_examples):
+            return await self._reject(key, client_id, Reason.REJECTED_WEIGHT, bad)
         if bad := requests.why_metrics_are_bad(request.metrics, self._limits):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
-        found, update_bytes = services.runner.coordinator.find(key, client_id), 0
+        found, update_bytes, norm = services.runner.coordinator.find(key, client_id), 0, None
         if found is not None and found[0] is AttemptKind.TRAIN:
             if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
-            if not isinstance(taken, int):
+            if not isinstance(taken, reports.TakenIn):
                 return await self._reject(key, client_id, *taken)
-            update_bytes = taken
+            update_bytes, norm = taken
         elif request.digest:
             return await self._reject(key, client_id, Reason.REJECTED_DIGEST, "an evaluation has no update")
-        metrics = dict(request.metrics)
-        return await services.runner.submit(
-            UpdateReported(key, client_id, request.digest, request.num_examples, metrics, update_bytes)
-        )
+        metrics, digest = dict(request.metrics), request.digest
+        reported = UpdateReported(key, client_id, digest, request.num_examples, metrics, update_bytes, norm)
+        verdict = await services.runner.submit(reported)
+        if not verdict.accepted:
+            await self._tidy_up(key, UploadKey(*key, client_id))
+        return verdict
 
     async def _take_in(
         self, key: AttemptKey, client_id: str, request: fleet_pb2.ReportRequest
-    ) -> int | tuple[Reason, str]:
-        """The size of the update that a report brings or names, which outlives this process; or why it is no good.
+    ) -> reports.TakenIn | tuple[Reason, str]:
+        """What is known of the update that a report brings or names, which outlives this process; or why it is no good.
 
         Raises `RefusedError`.
         """
         services, digest, upload_key = self._services, requests.digest(request.digest), UploadKey(*key, client_id)
         if request.update:
-            await self._check_size(key, client_id, len(request.update))
             await self._count_bytes(key, client_id, len(request.update))
         job = services.jobs.state(key.job_id)
         base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
@@ -336,5 +352,6 @@ class FleetService(MembershipService):
             await self._services.runner.submit(AssignmentFailed(key, client_id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, key: AttemptKey, client_id: str, reason: Reason, text: str) -> Verdict:
+        text = requests.text(text, self._limits.max_text)  # it may quote what the client sent
         verdict = await self._services.runner.submit(UpdateRejected(key, client_id, reason, text))
         return Verdict(reason, text) if verdict.accepted else verdict

@@ -12,17 +12,16 @@ import datetime
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from grpc import aio
 
 from fedplat import wire
 from fedplat_server import logs
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.cluster import hop
 from fedplat_server.operators import OperatorRecord, Role, hash_token, looks_like_token
 from fedplat_server.rpc.errors import Code, RefusedError
-from fedplat_server.store.port import Store
+from fedplat_server.services import Services
 
 ADMIN = "fedplat.wire.v1.Admin"
 OPEN_SERVICES = frozenset(
@@ -45,6 +44,7 @@ NEEDED_ROLES: Mapping[str, Role] = {
     "PauseJob": Role.OPERATOR,
     "ResumeJob": Role.OPERATOR,
     "CancelJob": Role.OPERATOR,
+    "RollbackJob": Role.OPERATOR,
     "RevokeClient": Role.OPERATOR,
     "CreateEnrolment": Role.OPERATOR,
     "ListEnrolments": Role.OPERATOR,
@@ -59,10 +59,10 @@ NEEDED_ROLES: Mapping[str, Role] = {
 """The least role for each method of the Admin service."""
 
 MAX_PENDING = 16
-"""How many refused calls of one address may wait for their answer."""
+"""How many refused calls of one network, or of one operator, may wait for their answer."""
 MAX_ADDRESSES = 10_000
 NOTE_EVERY_S = 60.0
-"""How often the refused calls of one address are noted, so that nobody can fill the audit log."""
+"""How often the refused calls of one network, or of one operator, are noted: no caller can fill the audit log."""
 
 Context = aio.ServicerContext
 _caller: contextvars.ContextVar[str] = contextvars.ContextVar("operator")
@@ -74,23 +74,32 @@ def caller() -> str:
 
 
 @dataclasses.dataclass
-class _Address:
-    """Refused calls of one address."""
+class _Refused:
+    """Refused calls of one network, or of one operator whose role is too low."""
 
     pending: int = 0
     since_noted: int = 0
     noted_at: float = -NOTE_EVERY_S
 
 
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """Why a call of a method is refused; `operator`: whose token it brings, if that is known."""
+
+    method: str
+    code: Code
+    why: str
+    operator: str = ""
+
+
 class Gate:
     """Lets calls pass, or raises `RefusedError`."""
 
-    def __init__(self, store: Store, delay_s: float, secret: str, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
-        self._delay_s = delay_s
-        self._secret = secret  # of the daemons that pass calls on
+    def __init__(self, services: Services, clock: Callable[[], float] = time.time) -> None:
+        self._services = services
+        self._delay_s = services.config.limits.refusal_delay_s
         self._clock = clock
-        self._addresses: OrderedDict[str, _Address] = OrderedDict()
+        self._refused: OrderedDict[str, _Refused] = OrderedDict()
 
     async def admit(self, method: str, context: Context[Any, Any]) -> None:
         """Returns when the caller may call the method (`/service/name`)."""
@@ -101,57 +110,65 @@ class Gate:
         if needed is None:
             raise RefusedError(Code.ROLE_TOO_LOW, f"nobody may call {method}")
         operator = await self._authenticate(method, context)
+        self._count(operator, context)
         if not operator.role.includes(needed):
-            raise RefusedError(
-                Code.ROLE_TOO_LOW,
-                f"{name} needs the role {needed}; operator {operator.name} has the role {operator.role}",
-            )
+            why = f"{name} needs the role {needed}; operator {operator.name} has the role {operator.role}"
+            await self._refuse(context, _Refusal(method, Code.ROLE_TOO_LOW, why, operator.name))
         _caller.set(operator.name)
+
+    def _count(self, operator: OperatorRecord, context: Context[Any, Any]) -> None:
+        """Counts a call, also one that is refused for its role, until it ends."""
+        end_call = self._services.quotas.operator_call(operator.name)
+
+        def done(_: object) -> None:
+            end_call()
+
+        context.add_done_callback(cast(Any, done))
 
     async def _authenticate(self, method: str, context: Context[Any, Any]) -> OperatorRecord:
         given = [str(value) for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION]
         if not given:
-            await self._refuse(method, context, "", "no token was sent")
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, "no token was sent"))
         scheme, _, token = given[0].partition(" ")
         if len(given) > 1 or scheme != "Bearer" or not looks_like_token(token):
-            await self._refuse(method, context, "", "what was sent is not an operator's token")
-        operator = await self._store.operator_by_token(hash_token(token))
+            why = "what was sent is not an operator's token"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, why))
+        operator = await self._services.store.operator_by_token(hash_token(token))
         if operator is None:
-            await self._refuse(method, context, "", "the token is unknown, or its operator was removed")
+            why = "the token is unknown, or its operator was removed"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, why))
         if not operator.is_valid(self._clock()):
             assert operator.expires_unix_s is not None
             day = datetime.datetime.fromtimestamp(operator.expires_unix_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-            await self._refuse(method, context, operator.name, f"the token of operator {operator.name} expired {day}")
+            why = f"the token of operator {operator.name} expired {day}"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, why, operator.name))
         return operator
 
-    async def _refuse(self, method: str, context: Context[Any, Any], actor: str, why: str) -> NoReturn:
-        """Refuses slowly, and only so many at a time: who guesses tokens shall not get far."""
-        address = _host_of(hop.of(context, self._secret).peer)
-        seen = self._addresses.setdefault(address, _Address())
-        self._addresses.move_to_end(address)
-        while len(self._addresses) > MAX_ADDRESSES:
-            self._addresses.popitem(last=False)
+    async def _refuse(self, context: Context[Any, Any], refusal: _Refusal) -> NoReturn:
+        """Refuses slowly, and only so many at a time: who guesses tokens, or tries what it may not do, gets not far."""
+        origin = self._services.origins.of(context)
+        whose = f"operator {refusal.operator}" if refusal.code is Code.ROLE_TOO_LOW else origin.network
+        seen = self._refused.setdefault(whose, _Refused())
+        self._refused.move_to_end(whose)
+        while len(self._refused) > MAX_ADDRESSES:
+            self._refused.popitem(last=False)
         seen.since_noted += 1
         if seen.pending >= MAX_PENDING:
             raise RefusedError(Code.TOO_MANY_LOGINS)
         seen.pending += 1
         try:
             if self._clock() >= seen.noted_at + NOTE_EVERY_S:
-                await self._note(
-                    seen, AuditEntry(actor or address, Action.LOGIN_REFUSED, method, {"why": why}), address
-                )
+                await self._note(seen, refusal, origin.address)
             await asyncio.sleep(self._delay_s)
         finally:
             seen.pending -= 1
-        raise RefusedError(Code.NO_OPERATOR, why)
+        raise RefusedError(refusal.code, refusal.why)
 
-    async def _note(self, seen: _Address, entry: AuditEntry, address: str) -> None:
+    async def _note(self, seen: _Refused, refusal: _Refusal, address: str) -> None:
         seen.noted_at, count, seen.since_noted = self._clock(), seen.since_noted, 0
-        details = {**entry.details, "address": address, "num_refused": count}
-        logs.get().warning("an operator's call was refused", method=entry.subject, **details)
-        await self._store.append_audit([dataclasses.replace(entry, details=details)])
-
-
-def _host_of(peer: str) -> str:
-    """The address of a gRPC peer without its port: `ipv4:10.0.0.7`."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer[:100]
+        details = {"why": refusal.why, "address": address, "num_refused": count}
+        action = Action.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else Action.LOGIN_REFUSED
+        logs.get().warning("an operator's call was refused", method=refusal.method, **details)
+        await self._services.bounded_audit.append(
+            AuditEntry(refusal.operator or address, action, refusal.method, details)
+        )

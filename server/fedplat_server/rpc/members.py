@@ -9,15 +9,13 @@ from grpc import aio
 
 from fedplat.identity import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.rpc import gate, requests
+from fedplat_server.identity.revocation import Enrolled
+from fedplat_server.rpc import gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
-
-MAX_PAGE = 250
-"""Clients of a page: with as many and as long labels as they may have, they still fit into a message."""
 
 
 class MembersMethods(admin_pb2_grpc.AdminServicer):
@@ -29,22 +27,16 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
         """A page of the enrolled clients, and what each of them does."""
-        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
-        records = await self._services.store.list_clients(
-            request.population or None, after=request.page_token, limit=size + 1
-        )
-        page = records[:size]
-        return admin_pb2.ListClientsResponse(
-            clients=[self._client(record) for record in page],
-            next_page_token=page[-1].client_id if len(records) > size else "",
-        )
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        population = requests.name(request.population, "population") if request.population else None
+        records = await self._services.store.list_clients(population, after=after, limit=size + 1)
+        page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
+        return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         """Ends a client's membership."""
-        services = self._services
-        return self._client(
-            await services.revocation.revoke(request.client_id, gate.caller(), services.runner, services.desk)
-        )
+        services, client_id = self._services, requests.client_id(request.client_id, Code.NO_SUCH_CLIENT)
+        return self._client(await services.revocation.revoke(client_id, gate.caller(), services.runner, services.desk))
 
     async def CreateEnrolment(
         self, request: admin_pb2.CreateEnrolmentRequest, context: Context
@@ -64,13 +56,23 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
     async def ListEnrolments(
         self, request: admin_pb2.ListEnrolmentsRequest, context: Context
     ) -> admin_pb2.ListEnrolmentsResponse:
-        """Every token, good or not."""
-        tokens = await self._services.store.list_enrolment_tokens()
-        return admin_pb2.ListEnrolmentsResponse(enrolments=[_enrolment(token) for token in tokens])
+        """A page of the tokens, good or not."""
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
+        tokens = await self._services.store.list_enrolment_tokens(after=after, limit=size + 1)
+        page, token = pages.cut(tokens, size, _enrolment, lambda one: one.token_id)
+        return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        """Lets nobody enrol by a token any more."""
-        return _enrolment(await self._services.enrolments.revoke(request.enrolment_id, gate.caller()))
+        """Lets nobody enrol by a token any more, and revokes the clients that did, if they are to go with it."""
+        services, enrolment_id = self._services, requests.enrolment_id(request.enrolment_id)
+        answer = _enrolment(await services.enrolments.revoke(enrolment_id, gate.caller()))
+        if request.with_clients:  # no other one can enrol by it any more
+            after = requests.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
+            revoked = await services.revocation.revoke_clients_of(
+                Enrolled(enrolment_id, after), gate.caller(), services.runner, services.desk
+            )
+            answer.num_revoked_clients, answer.next_page_token = revoked
+        return answer
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
         services = self._services
@@ -84,6 +86,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
             last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
+            enrolment_id=record.token_id,
         )
 
     def _state(self, record: ClientRecord) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from grpc import aio
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
+from fedplat_server.gathered import Gathered
 from fedplat_server.identity.callers import Call
 from fedplat_server.identity.enrolment import Newcomer
 from fedplat_server.rpc import boundary, requests
@@ -21,6 +24,8 @@ from fedplat_server.store.fleet import ClientRecord
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
 _T = TypeVar("_T")
+_RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
+"""No certificate leads to the next one, so that one who asks for it is known by a signature only."""
 
 
 class MembershipService(fleet_pb2_grpc.FleetServicer):
@@ -29,13 +34,15 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
     def __init__(self, services: Services) -> None:
         self._services = services
         self._limits = services.config.limits
+        self._certified = Recent()
+        self._certificates = Gathered(self._note_certificates)
 
     async def GetChallenge(
         self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
         """Gives a nonce."""
-        self._services.quotas.stranger(self._peer(context))
         requests.protocol_version(request.protocol_version)
+        self._services.quotas.challenge(self.network_of(context))
         nonce = self._services.callers.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
@@ -54,6 +61,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             public_key=request.public_key,
         )
         self._services.callers.require_proof(_call(context), newcomer.public_key)
+        self._services.quotas.require_stranger(self.network_of(context))
         record = await self._services.enrolments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
@@ -67,9 +75,10 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         requests.protocol_version(request.protocol_version)
-        await self._services.callers.prove(_call(context), request.client_id)
-        self._services.quotas.request(request.client_id)
-        session_id = await self._services.callers.open_session(request.client_id)
+        client_id = requests.client_id(request.client_id, Code.CLIENT_UNKNOWN)
+        await self._services.callers.prove(_call(context), client_id)
+        self._services.quotas.session(client_id)
+        session_id = await self._services.callers.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     async def RenewCertificate(
@@ -80,21 +89,49 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
+        await self._note_certificate(client)
         return fleet_pb2.RenewCertificateResponse(
             certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
         )
 
-    def _peer(self, context: Context) -> str:
-        return hop.of(context, self._services.lease.secret).peer
+    async def _note_certificate(self, client: ClientRecord) -> None:
+        """Note that a client gets a certificate, once an hour at most; before it gets it."""
+        if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
+            return
+        try:
+            await self._certificates.one(client.client_id)
+        except BaseException:
+            self._certified.forget(client.client_id)
+            raise
+
+    async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
+        """Notes those of a whole fleet, which asks for them at once, in few transactions."""
+        entries = [AuditEntry(name, Action.CERTIFICATE_ISSUED, name) for name in client_ids]
+        await self._services.store.append_audit(entries)
+        return {}
+
+    async def claimed(self, method: str, context: Context) -> str:
+        """Return the client that a call names: who names none is refused before the message is received."""
+        return await self._counted(self._claimed(method, context), context)
+
+    async def _claimed(self, method: str, context: Context) -> str:
+        certified = "" if method == _RENEWAL else self._by_certificate(context)
+        return self._services.callers.claimed(_call(context, certified))
+
+    def network_of(self, context: Context) -> str:
+        """Return the network that a caller is counted in."""
+        return self._services.origins.of(context).network
 
     async def _known(self, context: Context) -> ClientRecord:
         """The client that calls."""
         return await self._counted(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
+        return await self._services.callers.authenticate(_call(context, self._by_certificate(context)))
+
+    def _by_certificate(self, context: Context) -> str:
         passed_on = hop.read(context.invocation_metadata() or (), self._services.lease.secret)
-        certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
-        return await self._services.callers.authenticate(_call(context, certified))
+        return passed_on.client if passed_on is not None else self._services.peers.client_of(context)
 
     async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
         """Whoever is no client is counted with the strangers."""
@@ -104,13 +141,13 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             # One whose session is from before a restart only has to open another, and that is counted. A whole
             # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._services.quotas.stranger(self._peer(context))
+                self._services.quotas.stranger(self.network_of(context))
             raise
 
     async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
         answer = await self._counted(work, context)
-        self._services.quotas.no_stranger(self._peer(context))
+        self._services.quotas.no_stranger(self.network_of(context))
         return answer
 
 

@@ -10,15 +10,14 @@ from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import operators
-from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.errors import ConfigError, OperatorError
-from fedplat_server.operators import OperatorRecord, Role
-from fedplat_server.rpc import gate
+from fedplat_server.audit import Action, AuditEntry, AuditRow
+from fedplat_server.errors import ConfigError, LastAdminError, OperatorError
+from fedplat_server.operators import OperatorRecord
+from fedplat_server.rpc import gate, pages
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 
 Context = aio.ServicerContext
-MAX_ROWS = 1000
 
 
 class OperatorMethods(admin_pb2_grpc.AdminServicer):
@@ -49,21 +48,23 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
     async def ListOperators(
         self, request: admin_pb2.ListOperatorsRequest, context: Context[Any, Any]
     ) -> admin_pb2.ListOperatorsResponse:
-        """All operators."""
-        found = await self._services.store.list_operators()
-        return admin_pb2.ListOperatorsResponse(operators=[_operator(record) for record in found])
+        """A page of the operators."""
+        size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
+        found = await self._services.store.list_operators(after=after, limit=size + 1)
+        page, token = pages.cut(found, size, _operator, lambda record: record.name)
+        return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
     async def RemoveOperator(
         self, request: admin_pb2.RemoveOperatorRequest, context: Context[Any, Any]
     ) -> admin_pb2.RemoveOperatorResponse:
         """Removes an operator, unless nobody would be left who can make one."""
-        found = await self._services.store.list_operators()
-        admins = {one.name for one in found if one.role is Role.ADMIN and one.is_valid(time.time())}
-        if admins == {request.name}:
-            raise RefusedError(Code.LAST_ADMIN)
+        if not operators.is_name(request.name):
+            raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
+        entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
         try:
-            entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
-            await self._services.store.remove_operator(request.name, [entry])
+            await self._services.store.remove_operator(request.name, [entry], keep_an_admin=True)
+        except LastAdminError as exc:
+            raise RefusedError(Code.LAST_ADMIN) from exc
         except OperatorError as exc:
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80])) from exc
         return admin_pb2.RemoveOperatorResponse()
@@ -71,22 +72,25 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
     async def ListAudit(
         self, request: admin_pb2.ListAuditRequest, context: Context[Any, Any]
     ) -> admin_pb2.ListAuditResponse:
-        """Rows of the audit log."""
-        rows = await self._services.store.list_audit(min(request.after_sequence, 2**62), MAX_ROWS)
-        events = [
-            admin_pb2.AuditEvent(
-                sequence=row.sequence,
-                unix_s=row.unix_s,
-                actor=row.actor,
-                action=row.action,
-                subject=row.subject,
-                details=row.details,
-                previous_hash=row.previous_hash,
-                hash=row.hash,
-            )
-            for row in rows
-        ]
-        return admin_pb2.ListAuditResponse(events=events)
+        """A page of the rows of the audit log."""
+        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
+        after = given[0] if given is not None else min(request.after_sequence, 2**62)
+        rows = await self._services.store.list_audit(after, size + 1)
+        events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
+        return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
+
+
+def _audit_event(row: AuditRow) -> admin_pb2.AuditEvent:
+    return admin_pb2.AuditEvent(
+        sequence=row.sequence,
+        unix_s=row.unix_s,
+        actor=row.actor,
+        action=row.action,
+        subject=row.subject,
+        details=row.details,
+        previous_hash=row.previous_hash,
+        hash=row.hash,
+    )
 
 
 def _operator(record: OperatorRecord) -> admin_pb2.Operator:

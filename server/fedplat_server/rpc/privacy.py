@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from grpc import aio
 
 from fedplat.job import JobSpec
-from fedplat.privacy import Charge, accounting, words
+from fedplat.privacy import Charge, words
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import budgets
+from fedplat_server import accountant
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.rpc import convert, gate, requests
+from fedplat_server.rpc import convert, gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.store.ledger import Account, Budget, Population
@@ -22,6 +22,7 @@ from fedplat_server.store.port import JobRecord
 
 Context = aio.ServicerContext
 MAX_EPSILON = 1e6
+_TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
 
 
 class PrivacyMethods(admin_pb2_grpc.AdminServicer):
@@ -32,7 +33,7 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
     async def ShowPrivacy(
         self, request: admin_pb2.ShowPrivacyRequest, context: Context[Any, Any]
     ) -> admin_pb2.ShowPrivacyResponse:
-        """One job, or all that are private; what each costs is computed anew from the ledger."""
+        """One job, or a page of all that are private; what each costs follows from the ledger."""
         services = self._services
         if request.job:
             record = services.jobs.find(request.job)
@@ -40,7 +41,9 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
         else:
             records, found = services.jobs.all(), await services.store.populations()
             records = [record for record in records if record.state.spec.privacy is not None]
-        return await asyncio.to_thread(_response, records, found)
+        token = pages.token(request.page_token, _TOKEN)
+        size = pages.size(request.page_size)
+        return await services.budgets.accountant.run(_response, records, found, token, size)
 
     async def SetPrivacyBudget(
         self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context[Any, Any]
@@ -55,8 +58,9 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
         entry = AuditEntry(gate.caller(), Action.BUDGET_SET, name, terms)
-        population = await self._services.budgets.set(name, Budget(**terms), [entry])
-        return await asyncio.to_thread(_population, population)
+        held = self._services.budgets
+        population = await held.set(name, Budget(**terms), [entry])
+        return await held.accountant.run(_population, population)
 
     async def RemovePrivacyBudget(
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context[Any, Any]
@@ -67,11 +71,24 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
         return admin_pb2.RemovePrivacyBudgetResponse()
 
 
-def _response(records: Iterable[JobRecord], found: Iterable[Population]) -> admin_pb2.ShowPrivacyResponse:
+def _response(
+    records: Sequence[JobRecord], found: Sequence[Population], after: str, size: int
+) -> admin_pb2.ShowPrivacyResponse:
+    """A page of the jobs, and then of the populations; only what is on it is computed."""
     accounts = {account.job_id: account for population in found for account in population.accounts}
+    jobs = {f"job:{record.state.job_id}": record for record in records}
+    others = {f"population:{one.name}": one for one in found if one.budget is not None or _num_private(one)}
+    keys = [*jobs, *others]
+    rest = keys if not after else keys[keys.index(after) + 1 :] if after in keys else []
+
+    def encode(key: str) -> admin_pb2.JobPrivacy | admin_pb2.PopulationPrivacy:
+        return _job(jobs[key], accounts[jobs[key].state.job_id]) if key in jobs else _population(others[key])
+
+    page, token = pages.cut(rest, size, encode, str)
     return admin_pb2.ShowPrivacyResponse(
-        jobs=[_job(record, accounts[record.state.job_id]) for record in records],
-        populations=[_population(one) for one in found if one.budget is not None or _num_private(one)],
+        jobs=[one for one in page if isinstance(one, admin_pb2.JobPrivacy)],
+        populations=[one for one in page if isinstance(one, admin_pb2.PopulationPrivacy)],
+        next_page_token=token,
     )
 
 
@@ -125,8 +142,8 @@ def _num_private(population: Population) -> int:
 
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
-    epsilon = budgets.epsilon(charges, delta)
+    epsilon = accountant.epsilon(charges, delta)
     # Where the one is infinite, the other is of no use as a check, and may not be computable at all.
-    checked = accounting.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    checked = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
     return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)

@@ -84,6 +84,13 @@ class Buckets:
         if wait_s:
             raise self._refusal(wait_s)
 
+    def require(self, name: str, now: float) -> None:
+        """Refuse as `take` does where there is no token, but take none."""
+        full = Bucket(self._per_minute, now)
+        _, wait_s = take(self._buckets.get(name, full), now, self._per_minute)
+        if wait_s:
+            raise self._refusal(wait_s)
+
     def give_back(self, name: str) -> None:
         """Gives back a token that was taken, if the bucket is not full again."""
         bucket = self._buckets.get(name)
@@ -111,6 +118,10 @@ class Quotas:
         self._clock = clock
         self._requests = Buckets(limits.requests_per_minute)
         self._strangers = Buckets(limits.anonymous_per_minute)
+        self._shared = Buckets(limits.challenges_per_minute)
+        self._writes = Buckets(limits.writes_per_minute)
+        self._of_operators = Buckets(limits.operator_requests_per_minute)
+        self._calls_of_operators: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
         self._spent: OrderedDict[str, _Spent] = OrderedDict()
 
@@ -118,20 +129,54 @@ class Quotas:
         """Counts a request of a client."""
         self._requests.take(client_id, self._clock())
 
-    def stranger(self, peer: str) -> None:
-        """Counts a request of somebody who is not, or not yet, a client; `peer` is what gRPC calls an address.
+    def session(self, client_id: str) -> None:
+        """Count a session that a client opens: a request, and one that writes."""
+        self.request(client_id)
+        self._writes.take(client_id, self._clock())
 
-        Clients at the same address go on: they do not pay for a neighbour who is nobody.
+    def operator_call(self, name: str) -> Callable[[], None]:
+        """Count a call of an operator; return what is to be called at its end."""
+        self._of_operators.take(name, self._clock())
+        limit, calls = self._limits.operator_calls, self._calls_of_operators
+        if calls[name] >= limit:
+            raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limit} of one operator")
+        calls[name] += 1
+
+        def end() -> None:
+            calls[name] -= 1
+            if not calls[name]:
+                del calls[name]
+
+        return end
+
+    def challenge(self, network: str) -> None:
+        """Count a nonce that is given to somebody in a network, as `addresses.Origin` names it.
+
+        Each costs at most one look-up and one check of a signature afterwards. A network has tokens of its own, and
+        beyond them takes those that all share: so a neighbour who uses them up locks out no client of the network,
+        and costs clients elsewhere nothing.
         """
-        self._strangers.take(host_of(peer), self._clock())
+        now = self._clock()
+        try:
+            self._strangers.take(network, now)
+        except RefusedError:
+            self._shared.take("", now)
 
-    def no_stranger(self, peer: str) -> None:
-        """Takes a request of a stranger back: it has proven to be a client since.
+    def stranger(self, network: str) -> None:
+        """Count a request that has proven nothing, or a proof that failed."""
+        self._strangers.take(network, self._clock())
+
+    def require_stranger(self, network: str) -> None:
+        """Refuse what would cost a transaction to somebody who is no client yet, from a network without tokens."""
+        self._strangers.require(network, self._clock())
+
+    def no_stranger(self, network: str) -> None:
+        """Give a network back what a challenge cost: its owner has proven to be a client since.
 
         So thousands of clients behind one address, which all open a session after a restart of the server, only pay
         for those challenges that are not answered yet.
         """
-        self._strangers.give_back(host_of(peer))
+        self._strangers.give_back(network)
 
     @contextlib.contextmanager
     def stream(self, client_id: str) -> Generator[None]:
@@ -162,8 +207,3 @@ class Quotas:
         limit = self._limits.max_upload_factor * limit_bytes
         if spent.num_bytes > limit:
             raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; at most {limit} are taken")
-
-
-def host_of(peer: str) -> str:
-    """The host of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`: ports change with each connection."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer[:100]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from fedplat.rounds.states import Reason
 from fedplat_server import logs
@@ -15,14 +16,23 @@ from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadEr
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.uploads import UploadKey, UploadStore
 
-Check = Callable[[Path], tuple[Reason, str] | None]
+Check = Callable[[Path], float | tuple[Reason, str]]
 
 
-def take_in(uploads: UploadStore, key: UploadKey, digest: str, update: bytes, check: Check) -> int | tuple[Reason, str]:
-    """The size of an update that is on the disk for good now; or why it is not acceptable.
+class TakenIn(NamedTuple):
+    """An update that was received and is good."""
 
-    `update` came with the report; it is empty if the update was uploaded before. `check` says what is wrong with a
-    file, if anything. Raises `RefusedError` if it is not
+    size_bytes: int
+    norm: float
+
+
+def take_in(
+    uploads: UploadStore, key: UploadKey, digest: str, update: bytes, check: Check
+) -> TakenIn | tuple[Reason, str]:
+    """The size and the norm of an update that is on the disk for good now; or why it is not acceptable.
+
+    `update` came with the report; it is empty if the update was uploaded before. `check` gives the norm of a
+    file, or what is wrong with it. Raises `RefusedError` if it is not
     there or could not be stored, `BlobFullError`, and `SpoolError` if the attempt cannot go on.
     """
     if update:
@@ -36,13 +46,13 @@ def take_in(uploads: UploadStore, key: UploadKey, digest: str, update: bytes, ch
     if path is None:
         raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
     try:
-        problem = check(path)
+        found = check(path)
     except FileNotFoundError as exc:  # thrown away this very moment, because the assignment has ended
         raise RefusedError(Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
-    if problem is not None:
-        return problem
+    if isinstance(found, tuple):
+        return found
     try:
-        return uploads.persist(key, digest)
+        return TakenIn(uploads.persist(key, digest), found)
     except (BlobFullError, SpoolError):
         raise
     except (BlobError, UploadError) as exc:

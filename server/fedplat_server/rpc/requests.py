@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
-from fedplat import wire
+from fedplat import texts, wire
 from fedplat_server import files
 from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import Code, RefusedError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
+_ENROLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
 
 
 def is_name(text: str) -> bool:
@@ -27,6 +29,23 @@ def name(text: str, what: str) -> str:
         raise RefusedError(
             Code.INVALID_REQUEST, f"{what} {shown!r}: expected 1 to 63 letters, digits or _.- (a letter or digit first)"
         )
+    return text
+
+
+def client_id(text: str, unknown: Code) -> str:
+    """Return an id that this server may have given to a client; refuse others with `unknown` before any look-up."""
+    return _id(_CLIENT_ID, text, unknown)
+
+
+def enrolment_id(text: str) -> str:
+    """Return an id that this server may have given to an enrolment token."""
+    return _id(_ENROLMENT_ID, text, Code.NO_SUCH_ENROLMENT)
+
+
+def _id(form: re.Pattern[str], text: str, unknown: Code) -> str:
+    # What no server has made is in no database, and some databases refuse to be asked for it (NUL in PostgreSQL).
+    if not form.fullmatch(text):
+        raise RefusedError(unknown, repr(text[:80]))
     return text
 
 
@@ -50,29 +69,32 @@ def _names(given: tuple[str, ...], what: str) -> frozenset[str]:
     return frozenset(name(one, what) for one in given)
 
 
-def text(given: str, max_length: int) -> str:
-    """Text for people: shortened, and without what could steer an operator's terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in given[:max_length])
+def text(given: str, max_bytes: int) -> str:
+    """Return text for people, shortened and without what could steer an operator's terminal."""
+    return texts.shortened(given, max_bytes)
 
 
 def key(text: str) -> str:
     """An idempotency key."""
-    if not 8 <= len(text) <= 200 or not text.isprintable():
-        raise RefusedError(Code.INVALID_REQUEST, "an idempotency key must have 8 to 200 printable characters")
+    if not 8 <= len(text.encode()) <= 200 or not text.isprintable():
+        raise RefusedError(Code.INVALID_REQUEST, "an idempotency key must have 8 to 200 bytes of printable UTF-8")
     return text
 
 
 def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """The labels of a client."""
+    """Return the labels of a client, bounded in bytes of UTF-8, singly and together. Raises `RefusedError`."""
     if len(given) > limits.max_labels:
         raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} labels; at most {limits.max_labels} are accepted")
     for label, text in given.items():
-        if not label.isidentifier() or len(label) > 63:
+        if not label.isidentifier() or len(label.encode()) > 63:
             raise RefusedError(Code.INVALID_REQUEST, f"label {label[:80]!r}: expected a name such as memory_mb")
-        if len(text) > 200:
-            raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} has {len(text)} characters; at most 200")
+        if (size := len(text.encode())) > 200:
+            raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} has {size} bytes; at most 200")
         if not text.isprintable():
             raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} is {text!r}; expected printable characters")
+    if (size := _num_bytes(*given, *given.values())) > limits.max_label_bytes:
+        text = f"the labels have {size} bytes in all; at most {limits.max_label_bytes} are accepted"
+        raise RefusedError(Code.INVALID_REQUEST, text)
     return dict(given)
 
 
@@ -91,12 +113,19 @@ def protocol_version(given: int) -> None:
 
 
 def why_metrics_are_bad(metrics: Mapping[str, float], limits: Limits) -> str:
-    """What is wrong with reported metrics; empty when nothing is."""
+    """Return what is wrong with reported metrics, bounded in bytes of UTF-8; empty when nothing is."""
     if len(metrics) > limits.max_metrics:
         return f"{len(metrics)} metrics; at most {limits.max_metrics} are accepted"
     for metric, number in metrics.items():
-        if not metric or len(metric) > 100 or not metric.isprintable():
-            return f"the metric {metric[:80]!r} has {len(metric)} characters; expected 1 to 100 printable ones"
+        size = len(metric.encode())
+        if not 1 <= size <= 100 or not metric.isprintable():
+            return f"the metric {metric[:80]!r} has {size} bytes; expected 1 to 100 bytes of printable UTF-8"
         if not math.isfinite(number):
             return f"the metric {metric!r} is {number}; expected a finite number"
+    if (size := _num_bytes(*metrics)) > limits.max_metric_bytes:
+        return f"the names of the metrics have {size} bytes in all; at most {limits.max_metric_bytes} are accepted"
     return ""
+
+
+def _num_bytes(*texts: str) -> int:
+    return sum(len(text.encode()) for text in texts)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
-from fedplat_server.cluster.switch import Collector, Here, Switch
+from fedplat_server.cluster.switch import Collector, Handler, Here, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.private_pki import PkiFolder
+from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.admin import AdminService
+from fedplat_server.rpc.admission import Admission, OpenAdmission, Reads
 from fedplat_server.rpc.boundary import Boundary
 from fedplat_server.rpc.fleet import FleetService
 from fedplat_server.rpc.gate import Gate
@@ -32,8 +35,11 @@ _SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
+MAX_STREAMS = 100
+"""Calls that a connection may have open at a time; each may hold a window of `WINDOW_BYTES` before it is read."""
+WINDOW_BYTES = 2**14
 OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     # Clients keep long polls open through NATs, and may ping to do so.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -44,21 +50,34 @@ OPTIONS = (
     # gRPC's core cancels pending calls beyond 1,000 otherwise; waiting clients are bounded by our own limit.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    # Else gRPC widens each connection's window up to 8 MB by what the network seems to carry: a hundred uploads of
-    # 100 MB at once took 1,426 MiB, now 578 MiB, in the same time. Half a MiB is 5 MB/s where a reply takes 100 ms.
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # What a call may send before it is let in. A message that is asked for widens the window to its own size. With the
+    # probe gRPC would widen each connection's window up to 8 MB by what the network seems to carry.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 2**19),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
 
 
-def route(services: Services) -> Here:
+def route(services: Services, reads: Reads) -> Here:
     """Where calls go in a daemon that leads: to its own services, past the gate."""
-    gate = Gate(services.store, services.config.limits.refusal_delay_s, services.lease.secret)
+    gate = Gate(services)
     collector = cast(Any, Collector())  # what the generated code takes for a server
     fleet = FleetService(services)
     fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
-    return Here([_streams(fleet), *collector.handlers], gate.admit)
+    admission = Admission(gate, fleet.claimed, fleet.network_of, reads, services.memory)
+    return Here([_streams(fleet), *collector.handlers], admission.admit)
+
+
+class _Open(grpc.GenericRpcHandler):
+    """The services that are open to everybody, which every daemon has itself."""
+
+    def __init__(self, collector: Collector, reads: Reads, origins: Origins) -> None:
+        self._here = Here(collector.handlers, OpenAdmission(reads, origins).admit)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Who takes a call."""
+        return self._here.handler(handler_call_details)
 
 
 def _streams(fleet: FleetService) -> grpc.GenericRpcHandler:
@@ -91,6 +110,18 @@ def _of_both(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCredentials:
     return Certificates(files).credentials(of_both=True)
 
 
+def _ageing(config: ServerConfig) -> tuple[tuple[str, int], ...]:
+    """Connections end after a while: gRPC spreads the moment by a tenth, and callers move to another one.
+
+    No poll is cut by that. A longer transfer is, and goes on where it was.
+    """
+    grace_s = 2.0 * config.limits.max_wait_s
+    return (
+        ("grpc.max_connection_age_ms", int(1000 * config.connection_age_s)),
+        ("grpc.max_connection_age_grace_ms", int(1000 * grace_s)),
+    )
+
+
 class Endpoint:
     """The ports of this daemon, from its start to its end; whoever leads, calls go where the switch lets them go.
 
@@ -101,18 +132,22 @@ class Endpoint:
     def __init__(self, config: ServerConfig, utc_now: Callable[[], datetime.datetime]) -> None:
         """Takes the ports. Callers wait until `start`. Raises `ConfigError` if they cannot be had."""
         self.switch = Switch(_SERVICES)
+        self.reads = Reads(config.limits)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         # Without --share-port a second daemon on the port must fail, not share it.
-        options = (*OPTIONS, ("grpc.so_reuseport", int(config.share_port)))
+        options = (*OPTIONS, *_ageing(config), ("grpc.so_reuseport", int(config.share_port)))
         self._server = aio.server(
             interceptors=(Boundary(),), options=options, compression=grpc.Compression.NoCompression
         )
-        self._server.add_generic_rpc_handlers((self.switch,))
         self.health = Health(_SERVICES)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
+        origins = Origins(config.trusted_proxies, secrets.token_hex())  # no hop of a gateway ends here
+        collector = cast(Any, Collector())
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, collector)
         if config.reflection:
             names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            servicer = cast(Any, reflection).aio.ReflectionServicer(names)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
+        self._server.add_generic_rpc_handlers((self.switch, _Open(collector, self.reads, origins)))
         self._join = lambda: None
         if config.share_port:
             self.port = self._share(config)

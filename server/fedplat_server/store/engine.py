@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import random
 import re
 import sqlite3
@@ -97,7 +98,7 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
 
     `timeout_s`: how long PostgreSQL may take to connect or to answer, if other than usual.
     """
-    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0}
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     if url.get_backend_name() == "postgresql":
         options = {
             "timeout": timeout_s or CONNECT_TIMEOUT_S,
@@ -117,10 +118,14 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
 
 def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
     """An engine for the URL of a SQLite database that `create_engine` has opened before, so that it has its log."""
-    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0}
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     engine = sqlalchemy.create_engine(url.set(drivername="sqlite"), **pool)
     _set_up_sqlite(engine, foreign_keys=True)
     return engine
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # escapes would make names of clients up to three times as long
 
 
 def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:

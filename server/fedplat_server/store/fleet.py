@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import TokenRefusedError
@@ -12,7 +12,10 @@ from fedplat_server.errors import TokenRefusedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientRecord:
-    """An enrolled client. `session_number` counts the sessions that it has opened; the last one counts."""
+    """An enrolled client. `session_number` counts the sessions that it has opened; the last one counts.
+
+    `token_id`: the enrolment token that let it in; empty if it enrolled before that was noted.
+    """
 
     client_id: str
     population: str
@@ -22,6 +25,16 @@ class ClientRecord:
     public_key: bytes
     session_number: int = 0
     revoked_unix_s: float | None = None
+    token_id: str = ""
+
+
+Notes: TypeAlias = Callable[[ClientRecord], Sequence[AuditEntry]]
+"""The audit entries for what is done to a client, which only the transaction knows."""
+
+
+def no_notes(client: ClientRecord) -> Sequence[AuditEntry]:
+    """Return no entries."""
+    return ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,12 +96,15 @@ class FleetStore(Protocol):
         """Revokes a token, for good; None if there is none. The first revocation stays."""
         ...
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making: the first `limit` of those after the token with the id `after`.
+
+        There are none after a token that is unknown.
+        """
         ...
 
-    async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
-        """Adds a client and uses its token once, in one transaction.
+    async def enroll(self, enrolment: Enrolment, audit: Notes = no_notes) -> ClientRecord:
+        """Adds a client, which remembers its token, and uses the token once, in one transaction.
 
         A known idempotency key with the same public key returns the client that has them, with new labels and
         version, whatever has become of the token, and notes nothing. Raises `TokenRefusedError` if the token is
@@ -107,6 +123,16 @@ class FleetStore(Protocol):
 
     async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
         """Revokes a client, for good; None if there is none. The first revocation stays."""
+        ...
+
+    async def revoke_clients_of(
+        self, token_id: str, after: str, limit: int, audit: Notes = no_notes
+    ) -> list[ClientRecord]:
+        """Revoke a page of the clients that have enrolled by a token, ordered and cut as by `list_clients`.
+
+        Returns all of the page as they are then, also those that were revoked before, so that a caller whose answer
+        was lost gets it again. Their first revocation stays, and `audit` is asked for the others only.
+        """
         ...
 
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:

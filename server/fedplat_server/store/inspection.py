@@ -114,7 +114,7 @@ def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
 
 
 async def _attempts(connection: AsyncConnection, job: Job, now_unix_s: float) -> AsyncIterator[Unit]:
-    made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
+    made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     history = _History(connection, job.row)
     async with contextlib.aclosing(history.groups()) as groups:
         key, rows = await anext(groups)

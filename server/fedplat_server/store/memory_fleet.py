@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import EnrolmentError, StoreError
-from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, token_refused
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, Notes, no_notes, token_refused
 from fedplat_server.store.memory_people import MemoryPeople
 
 
@@ -42,11 +42,14 @@ class MemoryFleet(MemoryPeople):
         await self.append_audit(audit)
         return token
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
-        return list(self._tokens_by_hash.values())
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making; see the port."""
+        tokens = list(self._tokens_by_hash.values())
+        ids = [token.token_id for token in tokens]
+        start = 0 if not after else ids.index(after) + 1 if after in ids else len(ids)
+        return tokens[start:][:limit]
 
-    async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
+    async def enroll(self, enrolment: Enrolment, audit: Notes = no_notes) -> ClientRecord:
         """Adds a client and uses its token once; see the port."""
         known = self._client_keys.get(enrolment.idempotency_key)
         record = self._clients[known] if known is not None else self._added(enrolment)
@@ -58,7 +61,7 @@ class MemoryFleet(MemoryPeople):
         self._client_keys[enrolment.idempotency_key] = record.client_id
         self._clients[record.client_id] = record
         if known is None:
-            await self.append_audit(audit)
+            await self.append_audit(audit(record))
         return record
 
     async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
@@ -79,6 +82,16 @@ class MemoryFleet(MemoryPeople):
         if record.revoked_unix_s is not None:
             return record
         return self._put(record, revoked_unix_s=self._clock())
+
+    async def revoke_clients_of(
+        self, token_id: str, after: str, limit: int, audit: Notes = no_notes
+    ) -> list[ClientRecord]:
+        """Revokes a page of a token's clients; see the port."""
+        found = [one for one in await self.list_clients(after=after) if one.token_id == token_id][:limit]
+        now = self._clock()
+        good = [self._put(one, revoked_unix_s=now) for one in found if one.revoked_unix_s is None]
+        await self.append_audit([entry for one in good for entry in audit(one)])
+        return [self._clients[one.client_id] for one in found]
 
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
         """Replaces what a client says of itself."""
@@ -118,6 +131,7 @@ class MemoryFleet(MemoryPeople):
             software_version=enrolment.software_version,
             enrolled_unix_s=now,
             public_key=enrolment.public_key,
+            token_id=token.token_id,
         )
 
     def _put(self, record: ClientRecord, **changes: object) -> ClientRecord:

@@ -8,6 +8,7 @@ from fedplat_server import audit as log
 from fedplat_server.audit import AuditEntry, AuditHead, AuditRow
 from fedplat_server.errors import OperatorError
 from fedplat_server.operators import OperatorRecord
+from fedplat_server.store.people import require_another_admin
 
 
 class MemoryPeople:
@@ -26,8 +27,12 @@ class MemoryPeople:
         self._operators[operator.name] = (operator, token_hash)
         await self.append_audit(audit)
 
-    async def remove_operator(self, name: str, audit: Sequence[AuditEntry] = ()) -> None:
+    async def remove_operator(
+        self, name: str, audit: Sequence[AuditEntry] = (), *, keep_an_admin: bool = False
+    ) -> None:
         """Removes an operator; see the port."""
+        if keep_an_admin:
+            require_another_admin([record for record, _ in self._operators.values()], name, self._clock())
         if self._operators.pop(name, None) is None:
             raise OperatorError(f"there is no operator {name}")
         await self.append_audit(audit)
@@ -36,9 +41,10 @@ class MemoryPeople:
         """The operator with this token; see the port."""
         return next((record for record, known in self._operators.values() if known == token_hash), None)
 
-    async def list_operators(self) -> list[OperatorRecord]:
-        """All operators by name."""
-        return sorted((record for record, _ in self._operators.values()), key=lambda one: one.name)
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """The first operators after a name; see the port."""
+        later = [record for record, _ in self._operators.values() if record.name > after]
+        return sorted(later, key=lambda one: one.name)[:limit]
 
     async def append_audit(self, entries: Sequence[AuditEntry]) -> None:
         """Appends entries; see the port."""

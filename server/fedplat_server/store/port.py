@@ -20,6 +20,7 @@ from fedplat_server.store.fleet import FleetStore
 from fedplat_server.store.ledger import LedgerStore
 from fedplat_server.store.participations import ParticipationStore
 from fedplat_server.store.people import AuditStore, OperatorStore
+from fedplat_server.store.retention import RetentionStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class AttemptRecord:
     """An attempt with its assignments counted; `ended_unix_s` is None while it is open.
 
     An assignment counts for the attempt that has taken its update in; until there is one, for that which it was made
-    in. `update_bytes` is the size of all updates that were reported.
+    in. `update_bytes` is the size of all updates that were reported, `largest_norm` the largest of their norms.
     """
 
     key: AttemptKey
@@ -61,15 +62,22 @@ class AttemptRecord:
     counts: Mapping[AssignmentState, int]
     update_bytes: int
     staleness: Staleness = Staleness()
+    largest_norm: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """A model version with what the server's evaluator said of it."""
+    """A model version with what the server's evaluator said of it.
+
+    `model_removed_unix_s` and `state_removed_unix_s` say when the files were given up: those of the model and of its
+    delta, and that of the rule's state. None: they are there, if there ever were any.
+    """
 
     version: ModelVersion
     created_unix_s: float
     metrics: Mapping[str, float]
+    model_removed_unix_s: float | None = None
+    state_removed_unix_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class HistoryRecord:
     row: HistoryRow
 
 
-class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerStore, Protocol):
+class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerStore, RetentionStore, Protocol):
     """The port. Where a method takes `audit`, its entries are noted in the same transaction."""
 
     async def close(self) -> None:
@@ -139,7 +147,8 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
     ) -> None:
         """Writes changes in order, all or none: job, attempt, assignments, version, ledger, history, audit log.
 
-        Each version of a private job has its row of the ledger: `StoreError` if it would have none.
+        Each version of a private job has its row of the ledger: `StoreError` if it would have none. So it is for a
+        version that a rollback makes of one whose files are not kept any more.
         `now` is this moment on the clock of the changes' moments. Raises `StaleRevisionError` when a job's revision
         is not the expected one, and `ParticipationError` when a client of a private job would take part too often, by
         the assignments that are stored. After `StoreUnavailableError` nobody knows; `last_save` tells.
@@ -154,8 +163,13 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """The assignment with this token, however old; its moments are zero."""
         ...
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first `limit` attempts after a round and number, in this order.
+
+        Without `all_attempts` those that were abandoned are left out.
+        """
         ...
 
     async def last_attempt(self, job_id: str) -> AttemptRecord | None:
@@ -166,8 +180,12 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """The version of a job that has this number."""
         ...
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first `limit` model versions after a number, oldest first."""
+        ...
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that the rounds from `first` to `last` have made, oldest first."""
         ...
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -178,14 +196,14 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
         """
         ...
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
-        """Rows of a job after a sequence number, oldest first."""
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
+        """Rows of a job after a sequence number, oldest first. Each is bounded (`tables.Words`, `tables.Metrics`)."""
         ...
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version, or a delta, with this digest."""
+        """The populations of the jobs that keep a version, or a delta, with this digest."""
         ...
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions, their deltas, and all server optimizer states."""
+        """Digests of all versions, their deltas, and all server optimizer states, but of those that were given up."""
         ...

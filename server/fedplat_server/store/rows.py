@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import sqlalchemy
@@ -13,7 +14,8 @@ import sqlalchemy
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
 from fedplat.privacy import Privacy
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
@@ -36,6 +38,7 @@ def client_record(row: Row) -> ClientRecord:
         public_key=row.public_key,
         session_number=row.session_number,
         revoked_unix_s=row.revoked_unix_s,
+        token_id=row.token_id,
     )
 
 
@@ -65,6 +68,7 @@ def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
         "delta_base": version.delta_base,
         "num_updates": version.num_updates,
         "total_weight": version.total_weight,
+        "restored_from": version.restored_from,
         "created_unix_s": unix_s,
         "metrics": {},
     }
@@ -84,12 +88,14 @@ def model_version(row: Row) -> ModelVersion:
         delta_base=row.delta_base,
         num_updates=row.num_updates,
         total_weight=row.total_weight,
+        restored_from=row.restored_from,
     )
 
 
 def version_record(row: Row) -> VersionRecord:
     """A row of `model_versions`, with what was said of it."""
-    return VersionRecord(model_version(row), row.created_unix_s, row.metrics)
+    removed = row.model_removed_unix_s, row.state_removed_unix_s
+    return VersionRecord(model_version(row), row.created_unix_s, row.metrics, *removed)
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
@@ -129,7 +135,10 @@ def attempt(row: Row) -> Attempt:
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
-    """A row of `attempts` with its assignments counted; `tally` has a row for each of their states."""
+    """A row of `attempts` with its assignments counted; `tally` has one row or more for each of their states."""
+    counts = Counter[AssignmentState]()
+    for one in tally:
+        counts[AssignmentState(one.state)] += one.total
     return AttemptRecord(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -142,9 +151,10 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
         opened_unix_s=row.opened_unix_s,
         ended_unix_s=row.ended_unix_s,
         metrics=row.metrics,
-        counts={AssignmentState(one.state): one.total for one in tally},
+        counts=counts,
         update_bytes=sum(int(one.update_bytes) for one in tally),
         staleness=_staleness(tally),
+        largest_norm=max((one.largest_norm for one in tally if one.largest_norm is not None), default=None),
     )
 
 
@@ -187,6 +197,7 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
         "staleness": assignment.staleness if buffer is not None else None,
         "into_round": into.round if into is not None else None,
         "into_number": into.number if into is not None else None,
+        "norm": assignment.norm,
     }
 
 
@@ -215,6 +226,7 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
         took_s=row.took_s,
         report_number=row.report_number,
         update_bytes=row.update_bytes,
+        norm=row.norm,
     )
 
 
@@ -230,13 +242,19 @@ def job_values(state: JobState) -> Values:
     }
 
 
-def job_record(
-    row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], durations: tuple[float, ...]
-) -> JobRecord:
+class Past(NamedTuple):
+    """What a job remembers of its assignments: how long they took, and what clients claimed last; oldest first."""
+
+    durations: tuple[float, ...]
+    claims: tuple[Claim, ...]
+
+
+def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], past: Past) -> JobRecord:
     """A row of `jobs` with what belongs to it."""
+    spec = job_spec(row)
     state = JobState(
         job_id=row.job_id,
-        spec=job_spec(row),
+        spec=spec,
         latest=latest,
         status=JobStatus(row.status),
         reason=row.reason,
@@ -244,7 +262,8 @@ def job_record(
         attempt=last[0],
         carried=last[1],
         failures=row.failures,
-        durations=durations,
+        durations=past.durations,
+        claims=past.claims if influence.looks_back(spec) else (),
         revision=row.revision,
     )
     return JobRecord(state, row.job_file, row.created_unix_s)
@@ -310,10 +329,13 @@ def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
         "metrics": row.metrics,
         "kind": row.kind,
         "update_bytes": row.update_bytes,
+        "norm": row.norm,
     }
 
 
 def history_record(row: Row) -> HistoryRecord:
     """A row of `history`."""
     columns = (row.entity, row.from_state, row.to_state, row.round, row.attempt, row.client_id, row.reason)
-    return HistoryRecord(row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind, row.update_bytes))
+    return HistoryRecord(
+        row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind, row.update_bytes, row.norm)
+    )

@@ -59,7 +59,7 @@ async def _upgrade(url: URL) -> None:
     path = sqlite_path(url)
     with translated(url):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite alters a table by copying it, which references to it must not notice.
         engine = create_engine(url, foreign_keys=False)
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, tuple_
 
 from fedplat.rounds import (
     Assignment,
@@ -20,12 +20,14 @@ from fedplat.rounds import (
     ModelVersion,
     restored,
 )
+from fedplat.rounds.influence import REMEMBERED_CLAIMS
+from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat.rounds.sync import REMEMBERED_DURATIONS
 from fedplat_server import crash
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import StoreError
-from fedplat_server.store import rows, schema, sql_ledger, sql_people, transactions, writes
+from fedplat_server.store import rows, schema, sql_ledger, sql_people, sql_retention, transactions, writes
 from fedplat_server.store.database import Database
 from fedplat_server.store.engine import async_url
 from fedplat_server.store.port import (
@@ -37,7 +39,7 @@ from fedplat_server.store.port import (
 from fedplat_server.store.sql_fleet import SqlFleet
 from fedplat_server.store.sql_leases import require_term
 from fedplat_server.store.sql_participations import SqlParticipations
-from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
+from fedplat_server.store.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
 
 # Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
 _LATER = (
@@ -59,7 +61,7 @@ async def open_store(database: str, clock: Callable[[], float] = time.time) -> S
     return SqlStore(transactions.to(url), clock)
 
 
-class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger):
+class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger, sql_retention.SqlRetention):
     """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
     def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:
@@ -170,21 +172,24 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
         found = await self._all(select(model_versions).where(mine))
         return rows.model_version(found[0]) if found else None
 
-    async def list_attempts(self, job_id: str, *, all_attempts: bool = False) -> list[AttemptRecord]:
-        """Attempts by round and number; without `all_attempts` those that were abandoned are left out."""
+    async def list_attempts(
+        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
+    ) -> list[AttemptRecord]:
+        """The first attempts after a round and number; see the port."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
+        query = query.limit(limit)
         if not all_attempts:
             query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
-        # An update counts for the attempt that took it in.
-        into = (("round", assignments.c.into_round), ("number", assignments.c.into_number))
-        place = [func.coalesce(column, assignments.c[name]).label(name) for name, column in into]
-        tally = _tally(*place, assignments.c.state).where(assignments.c.job_id == job_id)
+        if after is not None:
+            query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
+        page = query.with_only_columns(attempts.c.round, attempts.c.number).subquery("page")
 
         def work(connection: Connection) -> list[AttemptRecord]:
+            found = connection.execute(query).all()
             tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for row in connection.execute(tally):
-                tallies.setdefault((row.round, row.number), []).append(row)
-            found = connection.execute(query)
+            for tally in _tallies(job_id, page) if found else ():
+                for row in connection.execute(tally):
+                    tallies.setdefault((row.round, row.number), []).append(row)
             return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
 
         return await self._database.read(work)
@@ -204,10 +209,18 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
 
     # --- versions and history --------------------------------------------------------------------------------
 
-    async def list_versions(self, job_id: str) -> list[VersionRecord]:
-        """Model versions, oldest first."""
-        versions = model_versions
-        query = select(versions).where(versions.c.job_id == job_id).order_by(versions.c.version)
+    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
+        """The first model versions after a number; see the port."""
+        later = (model_versions.c.job_id == job_id) & (model_versions.c.version > after)
+        query = select(model_versions).where(later).order_by(model_versions.c.version).limit(limit)
+        return [rows.version_record(row) for row in await self._all(query)]
+
+    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
+        """The model versions that some rounds have made; see the port."""
+        mine = (model_versions.c.job_id == job_id) & model_versions.c.round.between(first, last)
+        if first > 0:
+            mine &= OF_ROUNDS  # else the index over them is not found
+        query = select(model_versions).where(mine).order_by(model_versions.c.version)
         return [rows.version_record(row) for row in await self._all(query)]
 
     async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
@@ -232,24 +245,21 @@ class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.Sql
         with crash.step("metrics"):
             await self._database.write(work)
 
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 1000) -> list[HistoryRecord]:
+    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
         """Rows of a job after a sequence number, oldest first."""
         values = {"this_job": job_id, "after": after_sequence, "most": limit}
         found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
         return [rows.history_record(row) for row in found]
 
     async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that have a version, or a delta, with this digest."""
+        """The populations of the jobs that keep a version, or a delta, with this digest."""
         named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
-        mine = (model_versions.c.job_id == jobs.c.job_id) & named
+        mine = (model_versions.c.job_id == jobs.c.job_id) & named & model_versions.c.model_removed_unix_s.is_(None)
         return frozenset(row.population for row in await self._all(select(jobs.c.population).where(mine).distinct()))
 
     async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all versions, their deltas, and all server optimizer states."""
-        models = select(model_versions.c.digest.label("digest"))
-        beside = (model_versions.c.state_digest, model_versions.c.delta_digest)
-        others = (select(column).where(column != "") for column in beside)
-        return frozenset(row.digest for row in await self._all(models.union(*others)))
+        """Digests of all files that are needed; see the port."""
+        return frozenset(row.digest for row in await self._all(sql_retention.references()))
 
     async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
         def work(connection: Connection) -> Sequence[rows.Row]:
@@ -273,7 +283,8 @@ def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> Job
     )
     version = rows.model_version(connection.execute(latest).one())
     last = _last_attempt(connection, row.job_id, epoch_unix_s)
-    return rows.job_record(row, version, last, _durations(connection, row.job_id))
+    past = rows.Past(_durations(connection, row.job_id), _claims(connection, row.job_id))
+    return rows.job_record(row, version, last, past)
 
 
 def _newest(connection: Connection, job_id: str) -> rows.Row | None:
@@ -290,7 +301,18 @@ def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
         func.count(assignments.c.staleness).label("num_stale"),
         func.max(assignments.c.staleness).label("max_staleness"),
     ]
-    return select(*group, func.count().label("total"), update_bytes, *staleness).group_by(*group)
+    largest_norm = func.max(assignments.c.norm).label("largest_norm")
+    return select(*group, func.count().label("total"), update_bytes, largest_norm, *staleness).group_by(*group)
+
+
+def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Select[Any]]:
+    """What counts for the attempts of a page: their own assignments, and the updates of others that they took in."""
+    own, into = (assignments.c.round, assignments.c.number), (assignments.c.into_round, assignments.c.into_number)
+    for place, which in ((own, into[0].is_(None)), (into, into[0].is_not(None))):
+        group = [column.label(name) for column, name in zip(place, ("round", "number"), strict=True)]
+        theirs = (place[0] == page.c.round) & (place[1] == page.c.number)
+        tally = _tally(*group, assignments.c.state).select_from(assignments.join(page, theirs))
+        yield tally.where(assignments.c.job_id == job_id, which)
 
 
 def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
@@ -329,3 +351,26 @@ def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
     )
     newest_first = [row.took_s for row in connection.execute(query)]
     return tuple(reversed(newest_first))
+
+
+def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
+    """The latest report to train of each client, oldest first; of those that reported last."""
+    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
+    last = (
+        select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
+        .join(attempts, sqlalchemy.and_(*same))
+        .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
+        .where(attempts.c.kind == AttemptKind.TRAIN)
+        .group_by(assignments.c.client_id)
+        .order_by(func.max(assignments.c.reported_revision).desc())
+        .limit(REMEMBERED_CLAIMS)
+        .subquery()
+    )
+    is_last = (assignments.c.client_id == last.c.client_id) & (assignments.c.reported_revision == last.c.revision)
+    query = (
+        select(assignments.c.client_id, assignments.c.norm, assignments.c.num_examples)
+        .join(last, is_last)
+        .where(assignments.c.job_id == job_id)
+        .order_by(assignments.c.reported_revision)
+    )
+    return tuple(Claim(*row) for row in connection.execute(query))

@@ -13,7 +13,7 @@ from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import EnrolmentError, StoreError
 from fedplat_server.store import rows, sql_people, writes
 from fedplat_server.store.database import Database
-from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, token_refused
+from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken, Notes, no_notes, token_refused
 from fedplat_server.store.tables import clients, enrolment_tokens
 
 
@@ -41,12 +41,16 @@ class SqlFleet:
         row = await self._changed(enrolment_tokens, mine, _revocation(enrolment_tokens, self._clock()), audit)
         return rows.enrolment_token(row) if row is not None else None
 
-    async def list_enrolment_tokens(self) -> list[EnrolmentToken]:
-        """All tokens in the order of their making."""
-        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence)
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Tokens in the order of their making; see the port."""
+        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence).limit(limit)
+        if after:
+            tokens = enrolment_tokens.alias()
+            last = select(tokens.c.sequence).where(tokens.c.token_id == after).scalar_subquery()
+            query = query.where(enrolment_tokens.c.sequence > last)
         return [rows.enrolment_token(row) for row in await self._database.read(_all(query))]
 
-    async def enroll(self, enrolment: Enrolment, audit: Sequence[AuditEntry] = ()) -> ClientRecord:
+    async def enroll(self, enrolment: Enrolment, audit: Notes = no_notes) -> ClientRecord:
         """Adds a client and uses its token once; see the port."""
         now = self._clock()
         said = {"labels": dict(enrolment.labels), "software_version": enrolment.software_version}
@@ -57,7 +61,15 @@ class SqlFleet:
             "public_key": enrolment.public_key,
             "idempotency_key": enrolment.idempotency_key,
             "enrolled_unix_s": now,
+            "seen_unix_s": now,
             "session_number": 0,
+            # If there is no such token, the transaction ends without the client.
+            "token_id": sqlalchemy.func.coalesce(
+                select(enrolment_tokens.c.token_id)
+                .where(enrolment_tokens.c.token_hash == enrolment.token_hash)
+                .scalar_subquery(),
+                "",
+            ),
         }
         # Of two calls with one key, the second waits here for the first, and then finds its client.
         insert = writes.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
@@ -78,9 +90,10 @@ class SqlFleet:
                 )
             if row.public_key != enrolment.public_key:
                 raise EnrolmentError("this client is enrolled with another public key")
+            record = rows.client_record(row)
             if is_new:
-                sql_people.append(connection, audit, now)
-            return rows.client_record(row)
+                sql_people.append(connection, audit(record), now)
+            return record
 
         with crash.step("enroll"):
             return await self._database.write(work)
@@ -94,7 +107,7 @@ class SqlFleet:
         more = clients.update().where(clients.c.client_id.in_(client_ids))
 
         def work(connection: Connection) -> Sequence[rows.Row]:
-            connection.execute(more.values(session_number=clients.c.session_number + 1))
+            connection.execute(more.values(session_number=clients.c.session_number + 1, seen_unix_s=self._clock()))
             return connection.execute(_these(client_ids)).all()
 
         with crash.step("begin_sessions"):
@@ -105,6 +118,24 @@ class SqlFleet:
         mine = clients.c.client_id == client_id
         row = await self._changed(clients, mine, _revocation(clients, self._clock()), audit)
         return rows.client_record(row) if row is not None else None
+
+    async def revoke_clients_of(
+        self, token_id: str, after: str, limit: int, audit: Notes = no_notes
+    ) -> list[ClientRecord]:
+        """Revokes a page of a token's clients; see the port."""
+        page = _after(select(clients).where(clients.c.token_id == token_id), after).limit(limit)
+        now = self._clock()
+
+        def work(connection: Connection) -> list[ClientRecord]:
+            found = [rows.client_record(row) for row in connection.execute(page)]
+            good = [one.client_id for one in found if one.revoked_unix_s is None]
+            these = clients.c.client_id.in_(good)
+            connection.execute(clients.update().where(these).values(_revocation(clients, now)))
+            revoked = _by_id(connection.execute(select(clients).where(these)).all())
+            sql_people.append(connection, [entry for name in good for entry in audit(revoked[name])], now)
+            return [revoked.get(one.client_id, one) for one in found]
+
+        return await self._database.write(work)
 
     async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
         """Replaces what a client says of itself."""
@@ -117,12 +148,9 @@ class SqlFleet:
         self, population: str | None = None, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
         """Clients in the order of their enrolment; see the port."""
-        query = select(clients).order_by(clients.c.sequence).limit(limit)
+        query = _after(select(clients), after).limit(limit)
         if population is not None:
             query = query.where(clients.c.population == population)
-        if after:
-            last = select(clients.c.sequence).where(clients.c.client_id == after).scalar_subquery()
-            query = query.where(clients.c.sequence > last)
         return [rows.client_record(row) for row in await self._database.read(_all(query))]
 
     async def count_clients(self) -> int:
@@ -151,6 +179,14 @@ class SqlFleet:
 
 def _these(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
     return select(clients).where(clients.c.client_id.in_(client_ids))
+
+
+def _after(query: sqlalchemy.Select[Any], client_id: str) -> sqlalchemy.Select[Any]:
+    """The clients of a query, in the order of their enrolment, that enrolled after this one; "": all."""
+    if client_id:
+        last = select(clients.c.sequence).where(clients.c.client_id == client_id).scalar_subquery()
+        query = query.where(clients.c.sequence > last)
+    return query.order_by(clients.c.sequence)
 
 
 def _by_id(found: Sequence[rows.Row]) -> dict[str, ClientRecord]:

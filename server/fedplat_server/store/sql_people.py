@@ -14,6 +14,7 @@ from fedplat_server.errors import OperatorError
 from fedplat_server.operators import OperatorRecord, Role
 from fedplat_server.store import rows, writes
 from fedplat_server.store.database import Database
+from fedplat_server.store.people import require_another_admin
 from fedplat_server.store.tables import audit_head, audit_log, operators
 
 
@@ -50,10 +51,17 @@ class SqlPeople:
 
         await self._database.write(work)
 
-    async def remove_operator(self, name: str, audit: Sequence[AuditEntry] = ()) -> None:
+    async def remove_operator(
+        self, name: str, audit: Sequence[AuditEntry] = (), *, keep_an_admin: bool = False
+    ) -> None:
         """Removes an operator; see the port."""
+        # Locked, in one order: of two admins who remove each other, the second waits here, and finds one admin less.
+        admins = select(operators).where(operators.c.role == Role.ADMIN).order_by(operators.c.name).with_for_update()
 
         def work(connection: Connection) -> None:
+            if keep_an_admin:
+                found = [_operator(row) for row in connection.execute(admins)]
+                require_another_admin(found, name, self._clock())
             if connection.execute(operators.delete().where(operators.c.name == name)).rowcount != 1:
                 raise OperatorError(f"there is no operator {name}")
             append(connection, audit, self._clock())
@@ -65,9 +73,11 @@ class SqlPeople:
         found = await self._rows(select(operators).where(operators.c.token_hash == token_hash))
         return _operator(found[0]) if found else None
 
-    async def list_operators(self) -> list[OperatorRecord]:
-        """All operators by name."""
-        return sorted(map(_operator, await self._rows(select(operators))), key=lambda one: one.name)
+    async def list_operators(self, *, after: str = "", limit: int | None = None) -> list[OperatorRecord]:
+        """The first operators after a name; see the port."""
+        # In the order of the characters' numbers, as SQLite and Python have it, whatever the database's language is.
+        name = operators.c.name.collate("C") if self._database.dialect == "postgresql" else operators.c.name
+        return list(map(_operator, await self._rows(select(operators).where(name > after).order_by(name).limit(limit))))
 
     async def append_audit(self, entries: Sequence[AuditEntry]) -> None:
         """Appends entries; see the port."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import (
     JSON,
@@ -26,12 +27,25 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    case,
+    cast,
+    func,
+    literal_column,
     text,
 )
+from sqlalchemy.sql.elements import ColumnElement
+
+from fedplat.texts import MAX_TEXT_BYTES, shortened
+
+MAX_METRICS_BYTES = 64 * 2**10
+"""Length of the JSON of named numbers beyond which a query leaves it out; reports have a sixth of it at most."""
 
 
 class Metrics(TypeDecorator[Mapping[str, float]]):
-    """Named numbers as JSON. NaN and infinities, which JSON does not have, are stored as text."""
+    """Named numbers as JSON. NaN and infinities, which JSON does not have, are stored as text.
+
+    Beyond `MAX_METRICS_BYTES`, which earlier versions let clients write, they are read as none.
+    """
 
     impl = JSON
     cache_ok = True
@@ -44,16 +58,32 @@ class Metrics(TypeDecorator[Mapping[str, float]]):
         """Database to Python."""
         return {name: float(x) for name, x in (value or {}).items()}
 
+    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        """What a query selects: the database itself leaves out what is too long."""
+        size = func.length(cast(column, Text))
+        return case((size > MAX_METRICS_BYTES, literal_column("'{}'")), else_=column)
+
 
 class Words(TypeDecorator[str]):
-    """Text for people, part of which clients wrote: a NUL, which PostgreSQL refuses, is replaced."""
+    """Text for people, part of which clients wrote: stored and read with `MAX_TEXT_BYTES` bytes at most.
+
+    Control characters are replaced: they steer terminals, and PostgreSQL refuses a NUL.
+    """
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """Python to database."""
-        return value.replace("\x00", "\ufffd") if value is not None else None
+        return shortened(value) if value is not None else None
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """Database to Python."""
+        return shortened(value) if value is not None else None
+
+    def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        """What a query selects: the database itself cuts what an earlier version let clients write."""
+        return func.substr(column, 1, MAX_TEXT_BYTES + 1, type_=self)
 
 
 metadata = MetaData(
@@ -82,6 +112,10 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
+    # The enrolment token that let it in; "" for those that enrolled before this was noted.
+    Column("token_id", String, nullable=False, index=True, server_default=""),
+    # When it last opened a session, as far as that is known.
+    Column("seen_unix_s", Float),
 )
 
 enrolment_tokens = Table(
@@ -135,6 +169,8 @@ attempts = Table(
     Column("opened_unix_s", Float, nullable=False),
     Column("ended_unix_s", Float),
     Column("metrics", Metrics, nullable=False),
+    # When its rows of the history, and those of its assignments, were given up; NULL: they are kept.
+    Column("history_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
 _one_commit = text("kind IN ('TRAIN', 'WARM_START') AND phase = 'COMMITTED'")
@@ -175,6 +211,8 @@ assignments = Table(
     # The attempt that took it in, if that is a later one than its own.
     Column("into_round", Integer),
     Column("into_number", Integer),
+    # L2 norm of the reported update; private jobs do not keep it.
+    Column("norm", Float),
     PrimaryKeyConstraint("job_id", "round", "number", "client_id"),
     ForeignKeyConstraint(
         ["job_id", "round", "number"],
@@ -208,17 +246,23 @@ model_versions = Table(
     Column("delta_digest", String, nullable=False, index=True, server_default=""),
     Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
     Column("delta_base", String, nullable=False, server_default=""),
+    # The version whose bytes an operator's rollback made the latest again.
+    Column("restored_from", Integer),
+    # When the files were given up, the model's with its delta; NULL: they are kept.
+    Column("model_removed_unix_s", Float),
+    Column("state_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "version"),
 )
 # Round 0 may have two: the initial model, and what a warm start made of it.
-_of_rounds = text("round > 0")
+OF_ROUNDS = text("round > 0")
+"""Which versions rounds have made: in these words, for the index over them to be found."""
 Index(
     "uq_model_versions_round",
     model_versions.c.job_id,
     model_versions.c.round,
     unique=True,
-    sqlite_where=_of_rounds,
-    postgresql_where=_of_rounds,
+    sqlite_where=OF_ROUNDS,
+    postgresql_where=OF_ROUNDS,
 )
 
 # A row for each version that a round of a private job made, added in the transaction that commits the version.
@@ -261,6 +305,7 @@ history = Table(
     Column("metrics", Metrics, nullable=False),
     Column("kind", String, nullable=False),
     Column("update_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("norm", Float),
     Index(None, "job_id", "sequence"),
 )
 

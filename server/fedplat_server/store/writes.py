@@ -122,9 +122,28 @@ def _add_versions(connection: Connection, batch: Batch) -> None:
         is_release = version["job_id"] in private and version["round"] > 0
         if is_release != ((version["job_id"], version["version"]) in charged):
             raise uncharged(version["job_id"], version["version"])
+        if version["restored_from"] is not None:
+            _require_files(connection, version)
     _execute(connection, tables.model_versions.insert(), batch.versions)
     crash.point("save.uncharged")
     _execute(connection, tables.ledger.insert(), batch.ledger)
+
+
+def _require_files(connection: Connection, restored: Values) -> None:
+    """Refuses a rollback to what is not kept any more. The job's row is locked, so it stays as it is."""
+    known, columns = [], tables.model_versions.c
+    for digest, removed in (("digest", "model_removed_unix_s"), ("state_digest", "state_removed_unix_s")):
+        kept = (
+            (columns.job_id == restored["job_id"]) & (columns[digest] == restored[digest]) & columns[removed].is_(None)
+        )
+        known.append(connection.execute(sqlalchemy.select(columns.version).where(kept).limit(1)).first() is not None)
+    if not known[0] or (restored["state_digest"] and not known[1]):
+        raise not_kept(restored["job_id"], restored["restored_from"])
+
+
+def not_kept(job_id: str, version: int) -> StoreError:
+    """The error of a rollback to a version whose files were given up in this moment."""
+    return StoreError(f"job {job_id}: the files of version {version} are not kept any more; nothing was stored")
 
 
 def uncharged(job_id: str, version: int) -> StoreError:

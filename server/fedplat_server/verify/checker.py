@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedplat_server.store import inspection
@@ -38,8 +39,7 @@ async def verify(
                 _need(needed, unit)
             if isinstance(unit, Attempt) and not live:
                 num_overdue += len(list(invariants.overdue(unit)))
-    found = await asyncio.to_thread(lambda: list(files.blobs(blob_dir, needed, progress)))
-    report.findings.extend(found)
+    report.findings.extend(await _lost_blobs(database, blob_dir, needed, progress))
     report.findings.extend(await _lost_updates(database, upload_dir, spooled))
     report.checked |= {"updates": len(spooled.reported)} | {
         "blobs": len(needed),
@@ -53,6 +53,21 @@ async def verify(
     report.notes.extend(f"the file {path} in {blob_dir} is no blob" for path in folder.unknown)
     report.notes.extend(await asyncio.to_thread(lambda: list(spooled.notes(upload_dir, uploaded))))
     return report
+
+
+async def _lost_blobs(
+    database: str, folder: Path, needed: Mapping[str, files.Needed], progress: files.Progress
+) -> list[Finding]:
+    found = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
+    if not found:
+        return []
+    # A daemon that runs may have given them up meanwhile.
+    still = dict[str, files.Needed]()
+    async with inspection.snapshot(database) as connection:
+        async for unit in inspection.units(connection):
+            if isinstance(unit, Job):
+                _need(still, unit)
+    return [finding for digest, finding in found.items() if digest in still]
 
 
 async def _lost_updates(database: str, folder: Path, spooled: spool.Spool) -> list[Finding]:
@@ -81,9 +96,10 @@ def _need(needed: dict[str, files.Needed], job: Job) -> None:
     for version in job.versions:
         place = Place(job.row.job_id, version=version.version)
         # Jobs may share bytes. A size that the database knows is not forgotten.
-        needed[version.digest] = files.Needed(place, "its model", version.size_bytes)
-        if version.state_digest:
+        if version.model_removed_unix_s is None:
+            needed[version.digest] = files.Needed(place, "its model", version.size_bytes)
+        if version.state_digest and version.state_removed_unix_s is None:
             needed.setdefault(version.state_digest, files.Needed(place, "its optimizer's state", None))
-        if version.delta_digest:
+        if version.delta_digest and version.model_removed_unix_s is None:
             delta = files.Needed(place, "its delta", version.delta_size_bytes)
             needed.setdefault(version.delta_digest, delta)

@@ -61,14 +61,14 @@ def path_of(folder: Path, digest: str) -> Path:
     return folder / digest[:2] / digest[2:4] / digest
 
 
-def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[Finding]:
-    """I2: every blob that is named is there, whole, and has the digest that it is named by."""
+def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[tuple[str, Finding]]:
+    """I2: every blob that is named is there, whole, and has the digest that it is named by. Findings by digest."""
     total = sum(one.size_bytes or 0 for one in needed.values())
     done = 0
     for digest, one in needed.items():
         wrong = _wrong(path_of(folder, digest), digest, one)
         if wrong is not None:
-            yield Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], LOST_BLOB)
+            yield digest, Finding("I2", "blobs", one.place, f"{one.what} {wrong[0]}", wrong[1], LOST_BLOB)
         done += one.size_bytes or 0
         progress(done, total)
 

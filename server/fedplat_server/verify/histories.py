@@ -52,6 +52,8 @@ def of_versions(job: Job) -> Iterator[Wrong]:
 def of_attempt(attempt: Attempt) -> Iterator[Wrong]:
     """The attempt's own rows."""
     row = attempt.row
+    if row.history_removed_unix_s is not None:
+        return
     rows = [one for one in attempt.history if one.entity == "attempt"]
     steps = _ATTEMPT.get(row.kind, _ATTEMPT[AttemptKind.TRAIN])
     yield from _chain(rows, steps, row.phase, Place(row.job_id, row.round, row.number))
@@ -64,6 +66,8 @@ def of_assignments(attempt: Attempt) -> Iterator[Wrong]:
     for row in attempt.history:
         if row.entity == "assignment":
             by_client.setdefault(row.client_id, []).append(row)
+    if attempt.row.history_removed_unix_s is not None:
+        return
     for client_id, rows in by_client.items():
         place = Place(attempt.row.job_id, attempt.row.round, attempt.row.number, client_id)
         if client_id in states:

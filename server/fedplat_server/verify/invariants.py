@@ -14,8 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fedplat.job import JobSpec
+from fedplat.rounds import influence
 from fedplat.rounds.states import (
     BUSY_STATES,
+    ENDED_JOBS,
     MAKE_VERSIONS,
     OPEN_PHASES,
     OPEN_STATES,
@@ -143,10 +146,10 @@ def weights_add_up(attempt: Attempt) -> Iterator[Wrong]:
 
 
 def weights_are_right(attempt: Attempt) -> Iterator[Wrong]:
-    """I6: an update that was taken in counts for what the job says, by its examples and its staleness."""
+    """I6: an update that was taken in counts for what the job says, by its examples, its staleness and its cohort."""
     if attempt.spec is None:
         return
-    mode = attempt.spec.buffered
+    mode, (least, most) = attempt.spec.buffered, _bounds(attempt, attempt.spec)
     for one in attempt.assignments:
         if one.staleness is None or one.state not in (AssignmentState.REPORTED, AssignmentState.MERGED):
             continue
@@ -155,9 +158,29 @@ def weights_are_right(attempt: Attempt) -> Iterator[Wrong]:
         if one.staleness != behind or (mode is not None and mode.is_too_stale(behind)):
             bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
             yield Wrong(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
-        weight = attempt.spec.weight(one.num_examples, behind) if behind >= 0 else math.nan
-        if not math.isclose(one.weight, weight, rel_tol=1e-12):
-            yield Wrong(place, f"its weight is {one.weight!r}", f"{weight!r}, by its examples and its staleness")
+        weights = [attempt.spec.weight(one.num_examples, behind, bound) for bound in (least, most)]
+        low, high = (weights[0] * (1 - 1e-12), weights[1] * (1 + 1e-12)) if behind >= 0 else (math.nan, math.nan)
+        if not low <= one.weight <= high:
+            expected = f"{weights[1]!r}" if least == most else f"at most {weights[1]!r}"
+            yield Wrong(place, f"its weight is {one.weight!r}", f"{expected}, by its examples and its staleness")
+
+
+def _bounds(attempt: Attempt, spec: JobSpec) -> tuple[float, float]:
+    """For how many examples an update of the attempt may count at most: the least and the largest bound there may be.
+
+    The cohort's median decides once the attempt closes, if it decides alone; else the job's latest reports do, too.
+    """
+    if not spec.max_weight_factor:
+        return math.inf, math.inf
+    counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
+    claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
+    bound = influence.most_examples(spec, claims)
+    is_training = attempt.row.kind == AttemptKind.TRAIN
+    if attempt.row.phase == AttemptPhase.COLLECTING:
+        return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
+    if not is_training or all(one.norm is None for one in attempt.assignments):
+        return bound, math.inf  # it may be older than the bound
+    return (bound, bound) if influence.is_judged_alone(spec, len(claims)) else (0.0, math.inf)
 
 
 def still_open(attempt: Attempt) -> list[AssignmentRow]:
@@ -205,8 +228,8 @@ def versions_are_dense(job: Job) -> Iterator[Wrong]:
 
 
 def versions_have_one_attempt(job: Job) -> Iterator[Wrong]:
-    """I2: every version but the first has one committed attempt, which began with the version before it."""
-    made = {(version.round, version.attempt): version for version in job.versions if version.version > 0}
+    """I2: every version but the first, and a rollback's, has one committed attempt, which began with the one before."""
+    made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     committed: Counter[int] = Counter()
     for row in job.attempts:
         if row.kind not in MAKE_VERSIONS or row.phase != AttemptPhase.COMMITTED:
@@ -236,7 +259,7 @@ def warm_starts_come_first(job: Job) -> Iterator[Wrong]:
             expected = "a WARM_START in round 0 only, of a job that has one"
             yield Wrong(attempt_place(row), f"it is a {row.kind} in round {row.round}", expected)
     for version in job.versions:
-        if version.version > 0 and version.is_aggregate == (begins_warm and version.version == 1):
+        if version.is_made and version.is_aggregate == (begins_warm and version.version == 1):
             found = f"it is of round {version.round}"
             yield Wrong(version_place(job, version), found, "version 1 in round 0, after a warm start and only then")
 
@@ -245,9 +268,12 @@ def optimizer_state_is_kept(job: Job) -> Iterator[Wrong]:
     """I2: a rule that remembers something has its state beside each version that it made; no other version has one."""
     if job.spec is None:
         return
-    remembers = job.spec.compression.downlink is not None or bool(job.spec.rule().init(1))
+    rule = job.spec.rule()
+    remembers = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:
         wanted = remembers and version.is_aggregate
+        if version.restored_from is not None and remembers:
+            continue  # the state of the older version, or none: the rule begins anew
         if bool(version.state_digest) != wanted:
             found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
             yield Wrong(version_place(job, version), found, "one" if wanted else "none for this rule")
@@ -277,10 +303,34 @@ def counters_agree(job: Job) -> Iterator[Wrong]:
     if job.row.latest_version != last.version:
         found = f"the job's latest version is {job.row.latest_version}"
         yield Wrong(Place(job.row.job_id), found, f"{last.version}, the last that is there")
-    if job.row.round != last.round:
-        yield Wrong(
-            Place(job.row.job_id), f"the job's round is {job.row.round}", f"{last.round}, that of its last version"
-        )
+    committed = max(version.round for version in job.versions)
+    if job.row.round != committed:
+        found = f"the job's round is {job.row.round}"
+        yield Wrong(Place(job.row.job_id), found, f"{committed}, the last that made a version")
+
+
+def rollbacks_repeat_a_version(job: Job) -> Iterator[Wrong]:
+    """I2: a version that a rollback made has the bytes of an earlier one, and is no round's."""
+    known = {version.version: version for version in job.versions}
+    for version in job.versions:
+        if version.restored_from is None:
+            continue
+        source = known.get(version.restored_from)
+        if source is None or source.version >= version.version or source.digest != version.digest or version.round:
+            found = f"it is of round {version.round} and has the bytes {version.digest[:16]}"
+            yield Wrong(version_place(job, version), found, f"those of version {version.restored_from}, in round 0")
+
+
+def what_is_needed_is_kept(job: Job) -> Iterator[Wrong]:
+    """I2: the models of version 0 and of the latest are kept, and the latest state of a job that goes on."""
+    if not job.versions:
+        return
+    last = job.versions[-1]
+    for version in {job.versions[0], last}:
+        if version.model_removed_unix_s is not None:
+            yield Wrong(version_place(job, version), "its model was removed", "the first and the last to be kept")
+    if last.state_digest and last.state_removed_unix_s is not None and job.row.status not in ENDED_JOBS:
+        yield Wrong(version_place(job, last), "its optimizer's state was removed", "it to be kept until the job ends")
 
 
 def attempts_are_numbered(job: Job) -> Iterator[Wrong]:
@@ -360,6 +410,8 @@ CHECKS: Sequence[Check] = (
     Check("I2", Job, optimizer_state_is_kept),
     Check("I2", Job, deltas_are_kept),
     Check("I2", Job, counters_agree),
+    Check("I2", Job, rollbacks_repeat_a_version),
+    Check("I2", Job, what_is_needed_is_kept),
     Check("I2", Job, attempts_are_numbered),
     Check("I3", Attempt, acknowledged_has_an_end),
     Check("I3", Attempt, ended_for_a_reason),

@@ -39,6 +39,7 @@ class AttemptRow:
     base_version: int
     minimum: int
     ended_unix_s: float | None
+    history_removed_unix_s: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class AssignmentRow:
     staleness: int | None
     into_round: int | None
     into_number: int | None
+    norm: float | None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -86,11 +88,19 @@ class VersionRow:
     delta_base: str
     num_updates: int
     total_weight: float
+    restored_from: int | None
+    model_removed_unix_s: float | None
+    state_removed_unix_s: float | None
 
     @property
     def is_aggregate(self) -> bool:
         """Whether a round of clients made it."""
         return self.round > 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an attempt made it: it is neither the initial model nor a rollback's."""
+        return self.version > 0 and self.restored_from is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -19,6 +19,8 @@ S = admin_pb2.JobStatus
 Status = admin_pb2.JobStatus.ValueType
 ENDED = (admin_pb2.JOB_STATUS_COMPLETED, admin_pb2.JOB_STATUS_FAILED, admin_pb2.JOB_STATUS_CANCELLED)
 T0 = 1_700_000_000.0
+ROWS_OF_A_PAGE = 2
+Row = TypeVar("Row")
 
 
 @dataclass
@@ -32,6 +34,8 @@ class State:
     enrolments: list[admin_pb2.Enrolment] = field(default_factory=list[admin_pb2.Enrolment])
     asked: admin_pb2.CreateEnrolmentRequest | None = None
     """The last enrolment that was asked for."""
+    pages: list[str] = field(default_factory=list[str])
+    """Pages of a ticket's clients that were asked to be revoked."""
     versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
     models: dict[str, bytes] = field(default_factory=dict[str, bytes])
     by_key: dict[str, str] = field(default_factory=dict[str, str])
@@ -48,6 +52,8 @@ class State:
     """Sent along with a refusal, as the real server does."""
     damage: str = ""
     """Of an export: "bytes", "short", "long", "empty"; of an upload: "digest"."""
+    lost_answers: set[str] = field(default_factory=set[str])
+    """Methods that do their work once more, and whose answer is lost then: the connection broke."""
     refuses_start: bool = False
     insecure: bool = False
     ends_started_jobs: bool = False
@@ -143,11 +149,13 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         job.num_rounds = spec.rounds
         job.model.digest = request.initial_digest
         self.state.by_key[request.idempotency_key] = job.job_id
+        self._answer("CreateJob", context)
         return job
 
     def ListJobs(self, request: admin_pb2.ListJobsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListJobsResponse(jobs=self.state.jobs.values())
+        jobs, token = _page(self.state.jobs.values(), request)
+        return admin_pb2.ListJobsResponse(jobs=jobs, next_page_token=token)
 
     def ShowJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._find(request.job, context)
@@ -155,7 +163,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def StartJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         if self.state.refuses_start:
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "not today")
-        return self._change(request.job, S.JOB_STATUS_DRAFT, S.JOB_STATUS_RUNNING, context)
+        job = self._change(request.job, S.JOB_STATUS_DRAFT, S.JOB_STATUS_RUNNING, context)
+        self._answer("StartJob", context)
+        return job
 
     def PauseJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_PAUSED, context)
@@ -165,6 +175,12 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def CancelJob(self, request: admin_pb2.JobRequest, context: grpc.ServicerContext):
         return self._change(request.job, S.JOB_STATUS_RUNNING, S.JOB_STATUS_CANCELLED, context)
+
+    def RollbackJob(self, request: admin_pb2.RollbackJobRequest, context: grpc.ServicerContext):
+        job = self._find(request.job, context)
+        job.model.version += 1
+        job.restored_from = request.version
+        return admin_pb2.RollbackJobResponse(job=job, rule_state="initial")
 
     def WatchJob(self, request: admin_pb2.WatchJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
@@ -196,20 +212,19 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
         abandoned = admin_pb2.ATTEMPT_PHASE_ABANDONED
-        return admin_pb2.ListRoundsResponse(
-            rounds=[r for r in self.state.rounds if request.all_attempts or r.phase != abandoned]
-        )
+        found = (r for r in self.state.rounds if request.all_attempts or r.phase != abandoned)
+        rounds, token = _page(found, request)
+        return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
 
     def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
         self._check(context)
-        found = [c for c in self.state.clients if request.population in ("", c.population)]
-        start = int(request.page_token or 0)  # pages of one client
-        more = str(start + 1) if start + 1 < len(found) else ""
-        return admin_pb2.ListClientsResponse(clients=found[start : start + 1], next_page_token=more)
+        found = (c for c in self.state.clients if request.population in ("", c.population))
+        clients, token = _page(found, request)
+        return admin_pb2.ListClientsResponse(clients=clients, next_page_token=token)
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.Client(client_id=request.client_id, state="revoked")
+        return admin_pb2.Client(client_id=request.client_id, state="revoked", enrolment_id="e-1")
 
     def CreateEnrolment(self, request: admin_pb2.CreateEnrolmentRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -228,15 +243,22 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListEnrolments(self, request: admin_pb2.ListEnrolmentsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListEnrolmentsResponse(enrolments=self.state.enrolments)
+        enrolments, token = _page(self.state.enrolments, request)
+        return admin_pb2.ListEnrolmentsResponse(enrolments=enrolments, next_page_token=token)
 
     def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
+        answer = admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
+        if request.with_clients:  # pages of one client
+            self.state.pages.append(request.page_token)
+            answer.num_revoked_clients = 1
+            answer.next_page_token = str(len(self.state.pages)) if len(self.state.pages) < 3 else ""
+        return answer
 
     def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
-        return admin_pb2.ListModelVersionsResponse(versions=self.state.versions)
+        versions, token = _page(self.state.versions, request)
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
 
     def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
         self._find(request.job, context)
@@ -270,7 +292,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListOperators(self, request: admin_pb2.ListOperatorsRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.ListOperatorsResponse(operators=self.state.operators)
+        operators, token = _page(self.state.operators, request)
+        return admin_pb2.ListOperatorsResponse(operators=operators, next_page_token=token)
 
     def RemoveOperator(self, request: admin_pb2.RemoveOperatorRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -279,8 +302,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def ListAudit(self, request: admin_pb2.ListAuditRequest, context: grpc.ServicerContext):
         self._check(context)
-        later = [event for event in self.state.audit if event.sequence > request.after_sequence]
-        return admin_pb2.ListAuditResponse(events=later[:2])
+        later = (event for event in self.state.audit if event.sequence > request.after_sequence)
+        events, token = _page(later, request)
+        return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
 
     def ShowPrivacy(self, request: admin_pb2.ShowPrivacyRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -306,6 +330,11 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
                 context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
             _refuse(context, *self.state.refusal)
 
+    def _answer(self, method: str, context: grpc.ServicerContext) -> None:
+        if method in self.state.lost_answers:
+            self.state.lost_answers.remove(method)
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
     def _find(self, name: str, context: grpc.ServicerContext) -> admin_pb2.Job:
         self._check(context)
         for job in self.state.jobs.values():
@@ -322,6 +351,13 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         return job
 
 
+def _page(rows: Iterable[Row], request: Any) -> tuple[list[Row], str]:
+    """A page of few rows, whatever is asked for, and the token of the next."""
+    found, start = list(rows), int(request.page_token or 0)
+    end = start + min(request.page_size or ROWS_OF_A_PAGE, ROWS_OF_A_PAGE)
+    return found[start:end], str(end) if end < len(found) else ""
+
+
 def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
     context.abort(code, text)
     raise AssertionError("abort raises")
@@ -330,10 +366,10 @@ def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> 
 class FakeServer:
     """A server of a state; `restart` kills it and starts another on the same port. `tls`: its key and certificate."""
 
-    def __init__(self, state: State, tls: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, state: State, tls: tuple[bytes, bytes] | None = None, port: int = 0) -> None:
         self.state = state
         self._tls = tls
-        self.port = 0
+        self.port = port
         self._start()
 
     @property

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,8 @@ rounds = 3
 initial = "model.safetensors"
 [selection]
 goal = 8
+[updates]
+max_norm = 100.0
 """
 
 
@@ -132,8 +137,8 @@ def test_job_rounds(run: Run):
     header, *rows = run("job", "rounds", "digits").stdout.splitlines()
     assert header.split()[:4] == ["ROUND", "TRY", "KIND", "PHASE"]
     assert [" ".join(row.split()) for row in rows] == [
-        "1 2 train committed 11 8 2 1 0 12.0 KiB 1.2 (max 3) 3.2 s server: accuracy 0.912; clients: loss 0.3121",
-        "2 1 train collecting 11 0 0 0 0 - - -",
+        "1 2 train committed 11 8 2 1 0 12.0 KiB 1.2 (max 3) - 3.2 s server: accuracy 0.912; clients: loss 0.3121",
+        "2 1 train collecting 11 0 0 0 0 - - - -",
     ]
     assert "too few clients came" in run("job", "rounds", "digits", "--all").stdout
     assert [entry["attempt"] for entry in parsed(run("job", "rounds", "digits", "--json", "--all"))] == [1, 2, 1]
@@ -143,13 +148,15 @@ def test_client_list(run: Run, state: State):
     assert run("client", "list").stderr == "no clients are enrolled\n"
     assert run("client", "list", "--population", "p").stderr == "no clients are enrolled in p\n"
     state.clients = [
-        admin_pb2.Client(client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j"),
+        admin_pb2.Client(
+            client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j", enrolment_id="e"
+        ),
         admin_pb2.Client(client_id="c2", population="other", state="away", software_version="0.1.0"),
     ]
     rows = run("client", "list").stdout.splitlines()[1:]
     assert [" ".join(row.split()) for row in rows] == [
-        "c1 demo busy j - a=x y b=2",
-        "c2 other away - - 0.1.0",
+        "c1 demo busy j - e a=x y b=2",
+        "c2 other away - - - 0.1.0",
     ]
     only = parsed(run("client", "list", "--population", "other", "--json"))
     assert [client["client_id"] for client in only] == ["c2"]
@@ -176,6 +183,21 @@ def test_model_export(run: Run, state: State, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("job")
+def test_an_exported_model_is_for_its_owner_only(run: Run, tmp_path: Path):
+    """Also where a file that others may read was there before, and whatever the umask."""
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"an older one")
+    path.chmod(0o644)
+    before = os.umask(0o022)
+    try:
+        assert run("model", "export", "digits", "--output", str(path)).exit_code == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each for each in tmp_path.iterdir() if each.suffix == ".part"] == []
+
+
+@pytest.mark.usefixtures("job")
 def test_model_export_that_fails(run: Run, state: State, tmp_path: Path):
     path = tmp_path / "m.safetensors"
     for target in (tmp_path, tmp_path / "nowhere" / "m"):
@@ -199,6 +221,31 @@ def test_job_control(run: Run, job: admin_pb2.Job):
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr == "error: job 'digits' is RUNNING; expected DRAFT\n"
     assert parsed(run("job", "cancel", job.job_id, "--json"))["status"] == "CANCELLED"
+
+
+def test_job_rollback(run: Run, job: admin_pb2.Job):
+    result = run("job", "rollback", "digits", "0")
+    assert result.stdout == (
+        f"job digits ({job.job_id}) is RUNNING\n"
+        "version 2 has the bytes of version 0; the aggregation rule begins anew: its state of then is not kept "
+        "(retention.states)\n"
+    )
+    assert "(that of version 0, by a rollback)" in run("job", "show", "digits").stdout
+    again = parsed(run("job", "rollback", "digits", "1", "--json"))
+    assert (again["rule_state"], again["job"]["restored_from"]) == ("initial", 1)
+    wrong = run("job", "rollback", "digits", "last")
+    assert wrong.exit_code == 2
+
+
+@pytest.mark.usefixtures("job")
+def test_model_list_shows_which_files_are_kept(run: Run, state: State):
+    state.versions[0].model_removed_unix_s = 5.0
+    state.versions[1].has_state = True
+    state.versions[1].restored_from = 0
+    header, *rows = run("model", "list", "digits").stdout.splitlines()
+    assert "FILES" in header
+    assert "  removed  " in rows[0]
+    assert "  model, state (version 0 again)  " in rows[1]
 
 
 def test_job_submit(run: Run, state: State, job_file: str):
@@ -284,6 +331,33 @@ def test_job_check_needs_no_server(run: Run, job_file: str):
     record = parsed(run("job", "check", job_file, "--json"))
     assert record["valid"] is True
     assert record["num_tensors"] == 1
+    assert record["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ("", ["nothing bounds the norm of a single update, which may be 1000 times the median"]),
+        ("outlier_factor = 0", ["and updates.outlier_factor = 0 keeps outliers too"]),
+        (
+            "max_norm = 1\nmax_weight_factor = 0",
+            ["a client that claims updates.max_examples = 1e+06 examples may outweigh"],
+        ),
+        ("clip_norm = 1", []),
+        ("max_norm = 1", []),
+        ('weighting = "uniform"\n[robust]\nbyzantine = 1\nrule = {name = "median"}', []),
+    ],
+)
+def test_job_check_and_submit_warn_of_what_one_client_could_do(updates: str, words: list[str], run: Run, job_file: str):
+    path = Path(job_file)
+    path.write_text(JOB.replace("max_norm = 100.0", updates))
+    checked, submitted = run("job", "check", job_file), run("job", "submit", job_file)
+    found = parsed(run("job", "check", job_file, "--json"))["warnings"]
+    assert len(found) == len(words)
+    for warning, expected in zip(found, words, strict=True):
+        assert expected in warning
+        assert f"warning: {warning}\n" in checked.stderr
+        assert f"warning: {warning}\n" in submitted.stderr
 
 
 @pytest.mark.parametrize("command", ["check", "submit"])
@@ -333,6 +407,7 @@ COMMANDS = [
     ("job", "pause", "x"),
     ("job", "resume", "x"),
     ("job", "cancel", "x"),
+    ("job", "rollback", "x", "1"),
     ("client", "list"),
     ("model", "list", "x"),
     ("model", "export", "x", "--output", "never-written"),
@@ -341,7 +416,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...], run: Run, closed_port: str):
-    result = run(*command, "--server", closed_port)
+    result = run("--timeout", "0", *command, "--server", closed_port)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: no fedplat server answers at {closed_port} (Connection refused); "
@@ -350,9 +425,13 @@ def test_without_a_server_each_command_prints_one_line(command: tuple[str, ...],
 
 
 def test_submit_without_a_server(run: Run, job_file: str, closed_port: str):
-    result = run("--server", closed_port, "job", "submit", job_file)
+    result = run("--server", closed_port, "job", "submit", job_file, "--timeout", "0.5")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: no fedplat server answers at {closed_port}")
+    waits, error, note = result.stderr.splitlines()
+    assert waits == f"waiting for {closed_port}: Connection refused; trying for 0.5 s"
+    assert error.startswith(f"error: no fedplat server answers at {closed_port} (Connection refused); ")
+    assert error.endswith("; gave up after 0.5 s")
+    assert re.fullmatch(r"if the job was made all the same, .* --idempotency-key [0-9a-f]{32} finds it", note)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "x" in command], ids=" ".join)

@@ -41,5 +41,14 @@ def test_list_shows_what_is_left_and_no_secret(run: Run) -> None:
 def test_revoking(run: Run) -> None:
     assert run("enrolment", "revoke", "e-1").stdout == "e-1 is revoked\n"
     assert parsed(run("enrolment", "revoke", "e-1", "--json"))["state"] == "revoked"
-    assert run("client", "revoke", "c-1").stdout == "c-1 is revoked\n"
+    result = run("client", "revoke", "c-1")
+    assert result.stdout == "c-1 is revoked\n"
+    assert "fedplat enrolment revoke e-1" in result.stderr
     assert parsed(run("client", "revoke", "c-1", "--json"))["state"] == "revoked"
+
+
+def test_revoking_a_ticket_with_its_clients_goes_on_to_the_last_page(run: Run, state: State) -> None:
+    result = run("enrolment", "revoke", "e-1", "--with-clients")
+    assert result.stdout == "e-1 is revoked\n"
+    assert result.stderr == "clients that have enrolled by it, all revoked now: 3\n"
+    assert state.pages == ["", "1", "2"]

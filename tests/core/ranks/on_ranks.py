@@ -17,6 +17,7 @@ from fedplat.backends.ranks import Layout, Ranks, Way, vectors
 from fedplat.backends.ranks.bench.area import Area
 from fedplat.backends.ranks.bench.measuring import measure
 from fedplat.backends.ranks.bench.records import FACTORS, Plan, Progress
+from fedplat.backends.ranks.group import prove as prove_rank
 from fedplat.backends.ranks.sent import SentVectors
 
 
@@ -141,3 +142,12 @@ def what_is_correct_without_doing_it(ranks: Ranks) -> list[str]:
         if area.is_correct(collective):
             found.append(collective)
     return found
+
+
+def prove(ranks: Ranks, keys: list[str]) -> str:
+    """What a rank with its key of these makes of the others."""
+    try:
+        prove_rank(ranks, keys[ranks.rank].encode())
+    except PermissionError as exc:
+        return str(exc)
+    return "a rank"

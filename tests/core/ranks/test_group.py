@@ -40,6 +40,14 @@ def test_a_part_of_the_group_adds_up(three: Crew, way: str) -> None:
     assert three.call(f"{HERE}:add_up_in_a_part", way=way) == [[6.0] * 4, [6.0] * 4, None]
 
 
+@pytest.mark.parametrize(("last", "replies"), [("a", ["a rank"] * 3), ("b", [2, 2, 0])])
+def test_a_stranger_in_the_place_of_a_rank_is_found_out(three: Crew, last: str, replies: list[object]) -> None:
+    """Gloo takes what connects first for a rank; one that does not have the key cannot prove it."""
+    told = three.call(f"{HERE}:prove", keys=["a", "a", last])
+    strangers = [f"what connected as rank {reply} does not have the ranks' key" for reply in replies]
+    assert told == (replies if last == "a" else strangers)
+
+
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_ends_the_calls_of_the_others(zygote: Zygote, victim: int) -> None:

@@ -27,7 +27,7 @@ from fedplat.rounds import (
     participations_of,
 )
 from fedplat.rounds.buffered import restored
-from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse
+from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.records import NOBODY
 from fedplat.rounds.selection import Demand, demand_of
@@ -54,6 +54,7 @@ _TABLES: Mapping[str, Mapping[str, frozenset[str]]] = {
     "job": _table(JOB_TRANSITIONS, "DRAFT"),
 } | {f"attempt {kind}": _table(ATTEMPT_TRANSITIONS, first) for kind, first in FIRST_PHASES.items()}
 _Name = tuple[AttemptKey, str]
+_TAKEN_OUT = (Reason.REJECTED_OUTLIER, Reason.REVOKED)
 
 
 @dataclasses.dataclass
@@ -83,6 +84,7 @@ class Ledger:
         self.tokens: set[str] = set()
         self.given: set[_Name] = set()
         self.folded: dict[AttemptKey, list[str]] = {}
+        self.counted: dict[AttemptKey, dict[str, float]] = {}
         self.warm = WarmStarts()
         self.acknowledged: dict[_Name, str] = {}
         self._states: dict[tuple[str, ...], str] = {("job", job_id): job.status for job_id, job in self.jobs.items()}
@@ -167,7 +169,7 @@ class Ledger:
             cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
         for names in self.unended.values():
             names |= {(key, client_id): self.cohorts[key][client_id] for key, client_id in names}
-        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None}
+        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None, "closes_at": None}
         self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
             last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
@@ -267,7 +269,11 @@ class Ledger:
                 folded = self.folded.setdefault(command.key, [])
                 assert command.client_id not in folded
                 folded.append(command.client_id)
+                self.counted.setdefault(command.key, {})[command.client_id] = command.contribution.weight
                 self._check_fold(command)
+            elif isinstance(command, Restart):
+                self.folded[command.key] = []
+                assert self.jobs[command.key.job_id].spec.durability == "spool", "they cannot be folded again"
             elif isinstance(command, Commit):
                 num_folded = len(self.folded.get(command.key, ()))
                 assert command.num_updates == num_folded >= self.attempts[command.key].minimum
@@ -276,25 +282,45 @@ class Ledger:
             elif isinstance(command, Abandon):
                 assert self.attempts[command.key].phase is AttemptPhase.ABANDONED
         for change in proposal.changes:
-            if change.version is not None:
+            if change.version is not None and change.version.restored_from is None:
                 assert change.attempt is not None
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
                 assert self.folded.get(change.attempt.key, []) == [each.client_id for each in merged]
                 assert len(merged) >= change.attempt.minimum
                 assert all(each.buffer == change.attempt.key for each in merged)
+                self._check_influence(change.job, merged)
+
+    def _check_influence(self, job: JobState, merged: Sequence[Assignment]) -> None:
+        """What is in a version counted for what its rows say; no weight and no norm is far above the median."""
+        spec = job.spec
+        if merged and merged[0].buffer is not None:
+            counted = self.counted[merged[0].buffer]
+            assert {each.client_id: counted[each.client_id] for each in merged} == {
+                each.client_id: each.weight for each in merged
+            }
+        if spec.durability == "memory" or len(merged) < 3:
+            return
+        norms = sorted(each.norm for each in merged if each.norm is not None)
+        if spec.outlier_factor and len(norms) >= 3 and norms[(len(norms) - 1) // 2]:
+            assert norms[-1] <= spec.outlier_factor * norms[(len(norms) - 1) // 2]
+        if spec.max_weight_factor:
+            claims = sorted(min(each.num_examples, spec.updates.max_examples) for each in merged)
+            most = spec.max_weight_factor * claims[(len(claims) - 1) // 2]
+            assert all(each.weight == spec.weight(each.num_examples, each.staleness, most) for each in merged)
 
     def _check_fold(self, command: Fold) -> None:
         found, attempt = self.cohorts[command.origin][command.client_id], self.attempts[command.key]
         spec = self.jobs[command.key.job_id].spec
         assert found.digest == command.digest
-        assert found.state in (AssignmentState.REPORTED, AssignmentState.MERGED, AssignmentState.DROPPED)
+        assert found.state not in (AssignmentState.TRAINING, AssignmentState.UPLOADING)
         assert found.buffer == command.key, "it is folded into two versions"
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0
         factor = (1 + staleness) ** -0.5 if spec.buffered is not None else 1.0
-        assert command.contribution.weight == found.weight == factor * spec.weight(found.num_examples)
+        weight, most = command.contribution.weight, factor * spec.weight(found.num_examples)
+        assert weight == most if spec.max_weight_factor == 0.0 else weight <= most
         if spec.buffered is None:
             assert (staleness, command.origin) == (0, command.key)
         elif spec.buffered.max_staleness is not None:
@@ -310,12 +336,17 @@ class Ledger:
             assert row.digest == digest
             if row.state is AssignmentState.DROPPED:
                 self._check_dropped(row)
+            elif row.state is AssignmentState.REJECTED:
+                assert row.reason is Reason.REJECTED_OUTLIER
+                assert row.text
             else:
                 assert row.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
 
     def _check_dropped(self, row: Assignment) -> None:
         spec = self.jobs[row.key.job_id].spec
         assert row.reason is not None
+        if row.reason is Reason.REVOKED:
+            return
         if row.reason is Reason.TOO_STALE:
             assert spec.buffered is not None
             assert (spec.buffered.max_staleness is None, row.buffer) == (False, None)
@@ -404,18 +435,23 @@ class Ledger:
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
-            assert attempt.num_busy, "nobody is left to wait for"
+            assert attempt.num_busy or attempt.closes_at is not None, "nobody is left to wait for"
             assert attempt.phase is AttemptPhase.COLLECTING
         if not attempt.is_open:
             assert attempt.num_reported == 0, "an accepted report has no end"
         if attempt.is_open and attempt.kind is AttemptKind.TRAIN:
-            assert self.folded.get(attempt.key, []) == [each.client_id for each in attempt.reported]
+            dropped = {name for name, row in attempt.assignments.items() if row.reason in _TAKEN_OUT}
+            folded = [name for name in self.folded.get(attempt.key, []) if name not in dropped]
+            assert folded == [each.client_id for each in attempt.reported]
 
     def _check_deadlines(self, job: JobState, now: float) -> None:
         """Once the timer has fired nothing is open past its deadline."""
         attempt = job.open_attempt
         if attempt is not None and attempt.awaits_clients:
             assert attempt.selection_ends_at > now
+        if attempt is not None and attempt.phase is AttemptPhase.COLLECTING and attempt.closes_at is not None:
+            assert attempt.closes_at > now
+            assert all(each.deadline_at <= attempt.closes_at for each in attempt.busy)
         assert all(each.deadline_at > now for crew in job.crews for each in crew.busy)
 
 

@@ -69,7 +69,7 @@ def test_a_version_that_comes_too_late_or_too_early_is_refused() -> None:
 @pytest.mark.parametrize(
     ("updates", "examples", "weights"),
     [
-        ({}, (3.0, 2_000_000.0), (3.0, 1_000_000.0)),
+        ({"max_weight_factor": 0.0}, (3.0, 2_000_000.0), (3.0, 1_000_000.0)),
         ({"max_examples": 10.0}, (3.0, 11.0), (3.0, 10.0)),
         ({"weighting": "uniform", "max_examples": 10.0}, (3.0, 11.0), (1.0, 1.0)),
     ],
@@ -99,8 +99,32 @@ def test_metrics_are_weighted_means_over_those_who_have_them() -> None:
         assert driver.ledger.attempts[key].metrics[name] == pytest.approx(np.average(values, weights=weights))
 
 
+@pytest.mark.fault("F46")
+def test_an_attempt_has_the_metrics_that_most_reports_have() -> None:
+    driver = collecting(4, goal=4)
+    driver.report("c0", "c1", "c2", loss=1.0)
+    driver.report("c3", loss=1.0, **{f"mine-{n}": 1.0 for n in range(64)})
+    key = driver.key
+    driver.commit()
+    assert driver.ledger.attempts[key].metrics == {"loss": 1.0}
+
+
+@pytest.mark.fault("F46")
+def test_an_attempt_has_a_bounded_number_of_metrics() -> None:
+    driver = collecting(3, goal=3)
+    common = {f"common-{n}": 1.0 for n in range(40)}
+    driver.report("c0", **common)
+    driver.report("c1", **{f"x-{n}": 1.0 for n in range(40)}, **common)
+    driver.report("c2", **{f"x-{n}": 1.0 for n in range(40)}, **common)
+    key = driver.key
+    driver.commit()
+    found = driver.ledger.attempts[key].metrics
+    assert len(found) == 64
+    assert found.keys() > common.keys()
+
+
 def test_no_report_makes_a_mean_infinite() -> None:
-    driver = collecting(2)
+    driver = collecting(2, updates={"max_weight_factor": 0.0})
     driver.report("c0", num_examples=1e6, loss=sys.float_info.max)
     driver.report("c1", num_examples=3.0, loss=sys.float_info.max)
     key = driver.key

@@ -27,6 +27,7 @@ from fedplat.rounds.events import (
     AttemptAggregated,
     ClientCheckedIn,
     ClientLeft,
+    ClientRevoked,
     Event,
     OperatorCommand,
     TimerFired,
@@ -94,7 +95,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"sampling": sampling.Weighted(), "close": "deadline"},
 )
 Step = tuple[str, str, str, int]
-WORDS = "check_in check_in leave upload report report reject fail timer timer operate done undone"
+WORDS = "check_in check_in leave upload report report boast explode reject fail revoke timer timer operate done undone"
 STEPS = st.tuples(
     st.sampled_from(WORDS.split()),
     st.sampled_from(sorted(JOBS)),
@@ -115,6 +116,9 @@ def make_event(driver: Driver, step: Step) -> Event:
         "leave": ClientLeft(client_id),
         "upload": UploadStarted(key, client_id),
         "report": UpdateReported(key, client_id, f"digest-{variant % 2}", 1.0 + variant, {"loss": float(variant)}),
+        "boast": UpdateReported(key, client_id, "digest-0", 10.0 ** (3 * variant), norm=1.0),
+        "explode": UpdateReported(key, client_id, "digest-0", 1.0, norm=10.0 ** (8 * variant)),
+        "revoke": ClientRevoked(client_id),
         "reject": UpdateRejected(key, client_id, Reason.REJECTED_NONFINITE, "text"),
         "fail": AssignmentFailed(key, client_id, Reason.TRAINER_ERROR, "text"),
         "timer": TimerFired(job_id),
@@ -262,7 +266,7 @@ def finish(driver: Driver) -> None:
 def reports(driver: Driver, job_id: str) -> Sequence[UpdateReported]:
     """What the clients that work for a job would say."""
     working = [each for crew in driver.coordinator.jobs[job_id].crews for each in crew.busy]
-    return [UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 2.0) for each in working]
+    return [UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 2.0, norm=0.5) for each in working]
 
 
 def aggregations(driver: Driver, job_id: str) -> Sequence[AttemptAggregated]:

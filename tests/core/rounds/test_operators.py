@@ -16,6 +16,7 @@ from fedplat.rounds.events import (
     CandidatesDrawn,
     JobEvent,
     OperatorCommand,
+    RollbackOrdered,
     ServerRestarted,
     TimerFired,
     UpdateRejected,
@@ -248,6 +249,7 @@ def events(driver: Driver) -> list[JobEvent]:
             ]
     return [
         *(OperatorCommand("j", action) for action in Action),
+        *(RollbackOrdered("j", version) for version in driver.ledger.versions["j"]),
         ServerRestarted("j"),
         TimerFired("j"),
         *of_client,

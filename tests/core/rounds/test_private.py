@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from core.rounds.driver import Driver, commands_of, make_aggregated, make_client, make_job, make_spec
 from fedplat.rounds.commands import Commit, Fold
@@ -47,10 +50,85 @@ def test_an_attempt_of_which_nothing_came_is_a_release_all_the_same() -> None:
 def test_an_attempt_that_drew_nobody_is_a_release_all_the_same() -> None:
     driver = poisson(1e-9, 3)
     driver.start(3)
-    assert driver.attempt.phase is AttemptPhase.COMMITTING
+    assert driver.attempt.phase is AttemptPhase.COLLECTING
     assert not driver.attempt.assignments
+    (proposal,) = driver.wait(WHOLE_S)
+    assert [each.num_updates for each in commands_of(proposal, Commit)] == [0]
     driver.commit()
     assert driver.job.round == 1
+
+
+# What the clients of an attempt do, those that were drawn, and how long an attempt takes in any case.
+WHOLE_S = 130.0
+BEHAVIOURS: dict[str, Callable[[Driver, list[str]], None]] = {
+    "all report at once": lambda driver, drawn: note(driver.report(*drawn)),
+    "all fail": lambda driver, drawn: note(driver.give_up(*drawn)),
+    "all are lost": lambda driver, drawn: None,
+    "one is slow": lambda driver, drawn: slow(driver, drawn[-1], drawn[:-1], 50.0),
+    "an upload begins at the last moment": lambda driver, drawn: slow(driver, drawn[-1], drawn[:-1], 99.0, upload=29.0),
+    "the server dies at once": lambda driver, drawn: note(driver.crash()),
+}
+
+
+def note(_: object) -> None:
+    """What is proposed does not matter."""
+
+
+def slow(driver: Driver, last: str, others: list[str], after_s: float, upload: float = 0.0) -> None:
+    driver.report(*others)
+    driver.wait(after_s)
+    driver.upload(last)
+    driver.wait(upload)
+    driver.report(last)
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_a_version_comes_at_one_moment_whoever_was_drawn_and_whatever_they_do(behaviour: str) -> None:
+    driver = poisson(1.0, 4, rounds=4).start(4)
+    begun, drawn = driver.now, sorted(driver.attempt.assignments)
+    assert drawn == ["c0", "c1", "c2", "c3"]
+    BEHAVIOURS[behaviour](driver, drawn)
+    if behaviour == "the server dies at once":
+        begun = driver.now  # its clock is another one
+    assert driver.attempt.phase is AttemptPhase.COLLECTING
+    driver.wait(begun + WHOLE_S - driver.now - 1e-6)
+    assert driver.attempt.phase is AttemptPhase.COLLECTING
+    driver.wait(1e-6)
+    assert driver.attempt.phase is AttemptPhase.COMMITTING
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0])
+def test_after_a_crash_an_attempt_has_its_whole_time_whoever_was_drawn(rate: float) -> None:
+    """How much was left is known only of an attempt that drew clients, so it must not decide."""
+    driver = poisson(rate, 4).start(4)
+    assert bool(driver.attempt.assignments) == (rate == 1.0)
+    driver.wait(70.0)
+    driver.crash(down_s=3.0)
+    back = driver.now
+    driver.wait(WHOLE_S - 1e-6)
+    assert driver.attempt.phase is AttemptPhase.COLLECTING
+    driver.wait(1e-6)
+    assert (driver.attempt.phase, driver.now) == (AttemptPhase.COMMITTING, back + WHOLE_S)
+
+
+def test_gaps_between_versions_do_not_tell_who_was_drawn() -> None:
+    """One client takes longer than the others: whoever sees versions come cannot guess the rounds that have it."""
+    driver = poisson(0.5, 6, rounds=40, deadlines={"training_s": 60.0, "upload_s": 30.0}).start(6)
+    gaps, has_slow = list[float](), list[bool]()
+    for _ in range(40):
+        begun, drawn = driver.now, sorted(driver.attempt.assignments)
+        driver.report(*(client for client in drawn if client != "c0"))
+        if "c0" in drawn:
+            driver.wait(1.0)
+            driver.report("c0")
+        driver.check_in(*drawn)
+        while driver.attempt.phase is AttemptPhase.COLLECTING:
+            driver.wait(1.0)
+        gaps.append(driver.now - begun)
+        has_slow.append("c0" in drawn)
+        driver.commit()
+    assert 10 < sum(has_slow) < 30
+    assert len(set(gaps)) == 1, f"{sum(has_slow)} of 40 rounds have the slow client, gaps: {sorted(set(gaps))}"
 
 
 def test_nobody_is_drawn_before_enough_wait() -> None:

@@ -23,6 +23,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
+from fedplat.texts import MAX_TEXT_BYTES
 
 SIX_OF_TEN = {"goal": 10, "min_fraction": 0.55}  # ceil(5.5) reports are enough
 
@@ -247,6 +248,16 @@ def test_an_attempt_that_cannot_succeed_any_more_closes_early() -> None:
     assert names(proposal)[-2:] == ["Abandon", "SetTimer"]
     rejected = driver.attempt.assignments["c3"]
     assert (rejected.reason, rejected.text) == (Reason.REJECTED_NONFINITE, "NaN in layer1")
+
+
+@pytest.mark.fault("F46")
+def test_the_text_of_an_end_is_bounded() -> None:
+    driver = collecting(10, selection=SIX_OF_TEN)
+    proposal = driver.do(UpdateRejected(driver.key, "c3", Reason.REJECTED_SCHEMA, "\x1b" * 10**6))
+    text = driver.attempt.assignments["c3"].text
+    assert len(text.encode()) <= MAX_TEXT_BYTES
+    assert "\x1b" not in text
+    assert proposal.changes[0].history[0].reason == text
 
 
 def test_an_attempt_closes_when_nobody_is_left_to_wait_for() -> None:

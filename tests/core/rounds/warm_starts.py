@@ -28,7 +28,7 @@ class WarmStarts:
             elif isinstance(command, Abandon) and self.at_work.get(command.key.job_id) == command.key:
                 del self.at_work[command.key.job_id]
         for change in proposal.changes:
-            if change.version is not None and change.version.round == 0:
+            if change.version is not None and change.version.round == 0 and change.version.restored_from is None:
                 assert self.at_work.pop(change.job.job_id)[1:] == (0, change.version.attempt)
 
     def check(self, job: JobState, versions: Sequence[ModelVersion]) -> None:
@@ -36,10 +36,10 @@ class WarmStarts:
         attempt, is_wanted = job.open_attempt, job.spec.warm_start is not None
         is_one = attempt is not None and attempt.kind is AttemptKind.WARM_START
         assert self.at_work.get(job.job_id) == (attempt.key if attempt is not None and is_one else None)
-        made = versions[1:]
+        made = [version for version in versions[1:] if version.restored_from is None]
         assert [version.round for version in made[:2]] == ([0, 1] if is_wanted else [1, 2])[: len(made)]
         assert len(made) == job.round + (is_wanted and len(made) > 0)
-        assert job.round == versions[-1].round <= job.spec.rounds
+        assert job.round == (made[-1].round if made else 0) <= job.spec.rounds
         if attempt is not None and (is_one or (is_wanted and not made)):
             assert (is_wanted, is_one, made, attempt.phase) == (True, True, [], AttemptPhase.COMMITTING)
             assert not attempt.assignments

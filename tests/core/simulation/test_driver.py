@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,14 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
+from fedplat.simulation import learning
+from fedplat.simulation.kept import Keeper
 from fedplat.simulation.play import Hooks, Simulation, run
 from fedplat.simulation.ports import Trained, Work
 from fedplat.simulation.result import AttemptRecord, Result
+
+EXACT = {"outlier_factor": 0.0, "max_weight_factor": 0.0}
+"""Nothing but the rule bounds what one client does."""
 
 
 class Alike(LeastSquares):
@@ -127,8 +133,42 @@ def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
     result = learn(engine, retry={"max_attempts": 2})
     assert (result.status, len(result.rounds)) == ("FAILED", 0)
     assert [record.phase for record in result.attempts] == ["ABANDONED"] * 2
-    assert "not finite" in result.attempts[0].reason
+    assert "rejected" in result.attempts[0].reason
     assert engine.memories() == {}  # nothing was merged, so nobody remembers anything
+
+
+class Attacked(LeastSquares):
+    """Client 5 sends updates that are far too large, and client 27 claims far too many examples."""
+
+    def result(self, work: Work) -> Trained:
+        trained = super().result(work)
+        if work.client == 5:
+            huge = Parameters.from_arrays({"weight": trained.update["weight"] * np.float32(1e6)})
+            return dataclasses.replace(trained, update=huge)
+        return dataclasses.replace(trained, num_examples=1e12) if work.client == 27 else trained
+
+
+@pytest.mark.fault("F43")
+@pytest.mark.fault("F44")
+@pytest.mark.parametrize("mode", [{"kind": "sync"}, {"kind": "buffered", "concurrency": 15}])
+def test_one_client_neither_stops_nor_owns_a_simulated_job(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play() -> tuple[Attacked, Result]:
+        engine = Attacked(40)
+        return engine, learn(engine, mode=mode)
+
+    engine, result = play()
+    assert result.status == "COMPLETED"
+    assert result.totals.counts["REJECTED"] > 0
+    assert result.participation.merged[5] == 0
+    assert result.participation.merged[27] > 0
+    assert all(record.total_weight < 1e4 for record in result.rounds)
+    assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
+    assert 5 not in engine.memories(), "what was dropped is not remembered"
+    monkeypatch.setattr(learning, "Keeper", functools.partial(Keeper, budget=0))
+    _, from_files = play()
+    assert from_files.model == result.model
 
 
 @pytest.mark.parametrize("rule", [{"name": "median"}, {"name": "krum"}])
@@ -185,7 +225,11 @@ class Poisoned(LeastSquares):
 
 def test_a_robust_rule_holds_out_against_garbage() -> None:
     robust = {"byzantine": 1, "rule": {"name": "centered-clipping", "radius": 1.0}}
-    models = [learn(LeastSquares(40)).model, learn(Poisoned(40), robust=robust).model, learn(Poisoned(40)).model]
+    models = [
+        learn(LeastSquares(40)).model,
+        learn(Poisoned(40), robust=robust).model,
+        learn(Poisoned(40), updates=EXACT).model,
+    ]
     honest, robustly, mean = (np.linalg.norm(model["weight"]) for model in models if model is not None)
     assert mean > 1e3
     assert robustly < 2 * honest
@@ -226,7 +270,7 @@ def test_a_buffered_job_holds_out_against_garbage_with_a_robust_rule() -> None:
     settings: dict[str, Any] = {"goal": 5, "rounds": 20, "mode": mode}
     honest = learn(LeastSquares(40), **settings)
     robustly = learn(Poisoned(40), robust=robust, **settings)
-    mean = learn(Poisoned(40), **settings)
+    mean = learn(Poisoned(40), updates=EXACT, **settings)
     assert honest.model is not None
     assert robustly.model is not None
     assert mean.model is not None

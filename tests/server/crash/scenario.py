@@ -310,6 +310,10 @@ async def kill_beside_a_half_full_buffer(world: World) -> None:
     await world.stop(signal.SIGKILL)
 
 
-def job_text(rounds: int = ROUNDS, goal: int = NUM_CLIENTS, more: str = "") -> str:
+EVERY_STATE = "[retention]\nstates = 100\n"
+"""What is recomputed needs the state of every version."""
+
+
+def job_text(rounds: int = ROUNDS, goal: int = NUM_CLIENTS, more: str = "", retention: str = EVERY_STATE) -> str:
     rule = '[updates.adaptive_clip]\n[aggregation]\nrule = "fedavgm"\nmomentum = 0.5\n'
-    return job_file("matrix", rounds=rounds, goal=goal, more=rule + more)
+    return job_file("matrix", rounds=rounds, goal=goal, more=rule + more + retention)

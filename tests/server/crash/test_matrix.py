@@ -105,7 +105,11 @@ ELSEWHERE: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
 BEFORE_THERE_IS_A_SERVER = ["schema.upgrade.before", "schema.upgrade.uncommitted", "schema.upgrade.after"]
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS if point not in BEFORE_THERE_IS_A_SERVER])
+RETENTION = [point for point in POINTS if point.startswith("retention.")]
+"""These are in test_retention.py: what is not kept cannot be recomputed."""
+
+
+@pytest.mark.parametrize("point", [one for one in POINTS if one not in BEFORE_THERE_IS_A_SERVER + RETENTION])
 async def test_killed_at_every_point(world: World, point: str) -> None:
     play = ELSEWHERE.get(point, training)
     await play(world, point)
@@ -233,6 +237,30 @@ async def test_killed_in_the_middle_of_a_round_with_a_robust_rule(zygote: Nurser
     await scenario.train(world, text, [""], scenario.kill_in_the_second_round)
     assert world.statuses == [KILLED, 0]
     await check(world)
+
+
+AFTER_THE_CLOSE = ["commit.model.before", "commit.model.after", "commit.state.after", "save.before:9", "save.after:9"]
+
+
+@pytest.mark.fault("F43")
+@pytest.mark.parametrize("point", AFTER_THE_CLOSE)
+async def test_killed_between_the_close_and_the_commit_of_what_an_outlier_has_left(
+    zygote: Nursery, folder: Path, point: str
+) -> None:
+    """The update with the largest norm is dropped in every round; the others count for the median at most."""
+    world = in_sqlite(zygote, folder)
+    bounds = "[updates]\noutlier_factor = 1.0\nmax_weight_factor = 1.0\n"
+    text = scenario.job_text(more=bounds).replace("min_fraction = 1.0", "min_fraction = 0.5")
+    await scenario.train(world, text, [point])
+    assert world.statuses == [KILLED, 0]
+    await check(world, kept=False)
+    _, attempts = await recompute.read(world.order.database)
+    for attempt in attempts.values():
+        merged = recompute.merged(attempt)
+        (dropped,) = [one for one in attempt.assignments if one.reason == "REJECTED_OUTLIER"]
+        assert len(merged) == 2
+        assert dropped.norm is not None
+        assert all(one.norm is not None and one.norm < dropped.norm for one in merged)
 
 
 # --- with a buffer -------------------------------------------------------------------------------------------

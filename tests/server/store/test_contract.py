@@ -12,7 +12,7 @@ from fedplat.rounds import AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
-from fedplat_server.store.port import Store
+from fedplat_server.store.port import AttemptRecord, Store
 from fedplat_server.testing import as_stored
 from server.store.driver import (
     JOB_FILE,
@@ -132,6 +132,24 @@ async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     assert await store.last_attempt("nobody") is None
 
 
+@pytest.mark.fault("F47")
+async def test_attempts_are_listed_page_by_page(store: Store) -> None:
+    driver = Driver(store)
+    await eventful(driver)
+    for all_attempts in (True, False):
+        whole = await store.list_attempts("eventful", all_attempts=all_attempts)
+        for limit in (1, 2, 100):
+            found, after = list[AttemptRecord](), None
+            while page := await store.list_attempts("eventful", all_attempts=all_attempts, after=after, limit=limit):
+                assert len(page) <= limit
+                found += page
+                after = page[-1].key[1:]
+            assert found == whole
+        assert await store.list_attempts("eventful", all_attempts=all_attempts, after=(1, 7)) == [
+            one for one in whole if one.key.round > 1
+        ]
+
+
 async def test_an_attempt_has_a_beginning_and_an_end(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
@@ -157,6 +175,12 @@ async def test_versions_are_listed_as_they_were_committed(store: Store) -> None:
     assert records[2].version == driver.coordinator.jobs["eventful"].latest
     assert records[2].version.size_bytes == 2**40 + 2
     assert await store.list_versions("nobody") == []
+    assert await store.list_versions("eventful", after=0, limit=1) == records[1:2]
+    assert await store.list_versions("eventful", after=1, limit=9) == records[2:]
+    assert await store.list_versions("eventful", after=2) == []
+    assert await store.versions_of_rounds("eventful", 0, 1) == records[:2]
+    assert await store.versions_of_rounds("eventful", 2, 9) == records[2:]
+    assert await store.versions_of_rounds("nobody", 0, 9) == []
 
 
 async def test_metrics_of_a_version_are_noted(store: Store) -> None:

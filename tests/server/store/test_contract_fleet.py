@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.errors import EnrolmentError, StoreError, TokenRefusedError
 from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
 from fedplat_server.store.port import Store
@@ -47,6 +48,9 @@ async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None
     assert revoked.revoked_unix_s is not None
     assert await store.revoke_enrolment_token("a") == revoked
     assert await store.list_enrolment_tokens() == [made[0], revoked]
+    assert await store.list_enrolment_tokens(limit=1) == made[:1]
+    assert await store.list_enrolment_tokens(after="z", limit=1) == [revoked]
+    assert await store.list_enrolment_tokens(after="a") == await store.list_enrolment_tokens(after="b") == []
     assert await store.revoke_enrolment_token("b") is None
 
 
@@ -82,7 +86,7 @@ async def test_clients_are_listed_page_by_page(open_store: Store) -> None:
 
 async def test_a_client_is_found_by_its_id(open_store: Store) -> None:
     made = await open_store.enroll(enrolment("a"))
-    assert made == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", made.enrolled_unix_s, b"a")
+    assert made == ClientRecord("a", "demo", {"region": "eu"}, "0.1.0", made.enrolled_unix_s, b"a", token_id="t")
     assert await open_store.find_clients(["a", "b"]) == {"a": made}
     assert await open_store.find_clients(["b"]) == {}
 
@@ -187,6 +191,29 @@ async def test_a_client_is_revoked_once(open_store: Store) -> None:
     assert await open_store.revoke_client("a") == revoked
     assert await open_store.find_clients(["a"]) == {"a": revoked}
     assert await open_store.revoke_client("b") is None
+
+
+async def test_the_clients_of_a_token_are_revoked_page_by_page(open_store: Store) -> None:
+    store = open_store
+    await store.add_enrolment_token(token("u"), b"hash of u")
+    for name in ("z", "a", "m"):
+        await store.enroll(enrolment(name))
+    other = await store.enroll(enrolment("other", token_hash=b"hash of u"))
+    first = await store.revoke_client("a")
+
+    def noted(client: ClientRecord) -> list[AuditEntry]:
+        return [AuditEntry("anna", Action.CLIENT_REVOKED, client.client_id)]
+
+    async def page(token_id: str, after: str) -> list[str]:
+        found = await store.revoke_clients_of(token_id, after, 2, noted)
+        assert all(one.revoked_unix_s is not None for one in found)
+        return [one.client_id for one in found]
+
+    assert [await page("t", after) for after in ("", "a", "m")] == [["z", "a"], ["m"], []]
+    assert await page("t", "") == ["z", "a"]  # safe to repeat
+    assert await page("nothing", "") == []
+    assert await store.find_clients(["a", "other"]) == {"a": first, "other": other}
+    assert [row.subject for row in await store.list_audit()] == ["z", "m"]
 
 
 async def test_what_a_client_says_of_itself_is_replaced(open_store: Store) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 
 import pytest
 
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat_server.audit import SERVER, AuditEntry, AuditHead, check_chain
 from fedplat_server.audit import Action as Noted
-from fedplat_server.errors import OperatorError, StaleRevisionError
+from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
 from fedplat_server.operators import OperatorRecord, Role
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
+from fedplat_server.testing import MemoryStore
 from server.access import ADMIN_NAME
-from server.store.driver import JOB_FILE, NOW, Driver, draft
+from server.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
 
 ANNA = OperatorRecord("anna", Role.ADMIN, 1.5)
 BEN = OperatorRecord("ben", Role.VIEWER, 2.5, expires_unix_s=3.5)
@@ -43,6 +46,20 @@ async def test_operators_come_and_go(store: Store) -> None:
     assert await operators(store) == [ANNA]
 
 
+@pytest.mark.fault("F47")
+async def test_operators_are_listed_page_by_page(store: Store) -> None:
+    """In the order of the characters' numbers, whatever language a database sorts by."""
+    names = ["Zoe", "a-1", "a.1", "a1", "aB", "ab", "b"]
+    for name in names:
+        await store.add_operator(OperatorRecord(name, Role.VIEWER, 1.5), name.encode())
+    whole, found, after = await store.list_operators(), list[OperatorRecord](), ""
+    while page := await store.list_operators(after=after, limit=2):
+        found += page
+        after = page[-1].name
+    assert found == whole
+    assert [one.name for one in whole if one.name in names] == sorted(names)
+
+
 async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:
     await store.add_operator(ANNA, b"a", [note("host")])
     with pytest.raises(OperatorError, match="an operator anna already"):
@@ -50,6 +67,43 @@ async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(
     with pytest.raises(OperatorError, match="no operator ben"):
         await store.remove_operator("ben", [note("host")])
     assert (await store.audit_head()).num_rows == 1
+
+
+@pytest.mark.parametrize("others", [(), (BEN,), (dataclasses.replace(ANNA, name="carl", expires_unix_s=2.0),)])
+async def test_the_last_admin_stays_if_it_is_to(store: Store, others: tuple[OperatorRecord, ...]) -> None:
+    """Neither a viewer nor an admin whose token has expired can make another operator."""
+    await forget_the_tests_own(store)
+    for one in (ANNA, *others):
+        await store.add_operator(one, one.name.encode())
+    with pytest.raises(LastAdminError, match="last one with the role admin"):
+        await store.remove_operator("anna", [note("anna")], keep_an_admin=True)
+    assert (await store.audit_head()).num_rows == 0
+    for one in others:
+        await store.remove_operator(one.name, keep_an_admin=True)
+    await store.remove_operator("anna")  # by a command on the server's machine, which can make another one
+    assert await store.list_operators() == []
+
+
+async def test_two_admins_who_remove_each_other_leave_one(backend: str | None) -> None:
+    """Two daemons ask at the same moment, if the database allows for two."""
+    stores = [MemoryStore(Ticks())] * 2 if backend is None else [await open_store(backend, Ticks()) for _ in range(2)]
+    await forget_the_tests_own(stores[0])
+    for turn in range(10):
+        for one in (ANNA, dataclasses.replace(ANNA, name="carl")):
+            with contextlib.suppress(OperatorError):
+                await stores[0].add_operator(one, f"{one.name} {turn}".encode())
+        names = ("anna", "carl") if turn % 2 else ("carl", "anna")
+        removals = (store.remove_operator(name, keep_an_admin=True) for store, name in zip(stores, names, strict=True))
+        answers = await asyncio.gather(*removals, return_exceptions=True)
+        assert sorted(type(answer).__name__ for answer in answers) == ["LastAdminError", "NoneType"]
+        assert len(await stores[0].list_operators()) == 1
+    for store in stores:
+        await store.close()
+
+
+async def forget_the_tests_own(store: Store) -> None:
+    for one in await store.list_operators():
+        await store.remove_operator(one.name)
 
 
 async def test_an_empty_log(store: Store) -> None:

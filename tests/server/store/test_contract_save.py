@@ -89,6 +89,24 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
     await driver.check()
 
 
+async def test_the_latest_claim_of_each_client_is_read_in_order(store: Store) -> None:
+    """What a job in memory, or with a small buffer, judges its reports by; a restart changes nothing of it."""
+    driver = Driver(store)
+    await driver.create("one", 'durability = "memory"\n' + JOB_FILE)
+    attempt = driver.coordinator.jobs["one"].open_attempt
+    assert attempt is not None
+    await driver.check_in(*(f"c{number}" for number in range(attempt.target)))
+    key, cohort = driver.cohort("one")
+    for number, name in enumerate(cohort[: attempt.goal]):
+        await driver.send(UpdateReported(key, name, digest_of(key, name), 2.0, norm=1.0 + number))
+    await driver.aggregate("one")
+    (record,) = await store.load_jobs()
+    assert record.state.claims == driver.coordinator.jobs["one"].claims
+    assert len({claim.client_id for claim in record.state.claims}) == len(record.state.claims) >= 3
+    rows = [one.row for one in await store.history("one") if one.row.to_state == "REPORTED"]
+    assert {row.norm for row in rows} >= {claim.norm for claim in record.state.claims}
+
+
 async def test_an_empty_save_does_nothing(store: Store) -> None:
     await store.save([], NOW)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+import sqlalchemy
 from sqlalchemy import event, text
 
 from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
+from fedplat.texts import shortened
 from fedplat_server.errors import StoreError, StoreUnavailableError
 from fedplat_server.store import transactions
 from fedplat_server.store.database import MAX_TRIES
@@ -20,6 +24,11 @@ from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import SqlStore, open_store
 from server.databases import execute_sql
 from server.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
+
+
+def is_postgres(database: str) -> bool:
+    return database.startswith("postgres")
+
 
 SHORT_JOB = JOB_FILE.replace("rounds = 3", "rounds = 1").replace("goal = 3", "goal = 2")
 
@@ -184,6 +193,46 @@ async def test_a_nul_in_a_clients_text_is_replaced(sql_store: SqlStore) -> None:
     assert found is not None
     assert found[1].text == "zero \N{REPLACEMENT CHARACTER} byte"
     assert (await sql_store.history("one"))[-1].row.reason == "zero \N{REPLACEMENT CHARACTER} byte"
+
+
+@pytest.mark.fault("F46", "F47")
+async def test_what_was_stored_too_large_is_read_shortened(sql_store: SqlStore, database: str) -> None:
+    """Rows of earlier versions, which kept what a client wrote: 9 MiB of text, and as much of metrics."""
+    driver = Driver(sql_store, check=False)
+    await driver.create("one")
+    await driver.check_in(*"abcde")
+    key, _ = driver.cohort("one")
+    await driver.send(AssignmentFailed(key, "a", Reason.TRAINER_ERROR, "short"))
+    text, metrics = "\x1b" * 9 * 2**20, json.dumps({"x" * 9 * 2**20: 1.0})
+    engine = create_engine(async_url(database))
+    async with engine.begin() as connection:
+        for table, column in (("history", "reason"), ("attempts", "reason"), ("assignments", "text")):
+            change = sqlalchemy.table(table, sqlalchemy.column(column), sqlalchemy.column("metrics"))
+            values = {
+                column: text,
+                "metrics": sqlalchemy.cast(metrics, sqlalchemy.JSON) if is_postgres(database) else metrics,
+            }
+            await connection.execute(sqlalchemy.update(change).values(values))
+    await engine.dispose()
+    tracemalloc.start()
+    try:
+        rows = await sql_store.history("one")
+        (attempt,) = await sql_store.list_attempts("one")
+        last = await sql_store.last_attempt("one")
+        found = await sql_store.find_assignment(token_hash(driver.tokens["a"]))
+        (job,) = await sql_store.load_jobs()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    short = shortened(text)
+    assert {(record.row.reason, len(record.row.metrics)) for record in rows} == {(short, 0)}
+    assert len(rows) > 5
+    assert found is not None
+    assert found[1].text == attempt.reason == short
+    assert last == attempt
+    assert job.state.attempt is not None
+    assert {each.text for each in job.state.attempt.assignments.values()} == {short}
+    assert peak < 4 * 2**20
 
 
 async def test_an_old_job_file_that_this_version_cannot_read_is_named(sql_store: SqlStore) -> None:

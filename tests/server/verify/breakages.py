@@ -34,7 +34,7 @@ def history(where: str, values: str | None = None) -> str:
 
 NEW_ATTEMPT = (
     "INSERT INTO attempts SELECT job_id, {round}, {number}, '{kind}', '{phase}', '', {base}, goal, minimum, target, "
-    "opened_unix_s, {ended}, metrics FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
+    "opened_unix_s, {ended}, metrics, NULL FROM attempts WHERE job_id = '{{done}}' AND round = 1 AND number = 1"
 )
 
 
@@ -101,6 +101,13 @@ BREAKAGES: Mapping[str, tuple[Callable[..., object], str]] = {
     "a delta of another size": (files.blobs, version(2, "delta_size_bytes = 1")),
     "a wrong latest version": (invariants.counters_agree, job("done", "latest_version = 1")),
     "a wrong round": (invariants.counters_agree, job("done", "round = 1")),
+    "a rollback to a later version": (invariants.rollbacks_repeat_a_version, version(1, "restored_from = 2")),
+    "a rollback with other bytes": (
+        invariants.rollbacks_repeat_a_version,
+        version(2, "restored_from = 1, round = 0, attempt = 0"),
+    ),
+    "the latest model is given up": (invariants.what_is_needed_is_kept, version(2, "model_removed_unix_s = 1.0")),
+    "the first model is given up": (invariants.what_is_needed_is_kept, version(0, "model_removed_unix_s = 1.0")),
     "a gap between attempts": (invariants.attempts_are_numbered, attempt("done", 2, 2, "number = 3")),
     "a gap between rounds": (invariants.attempts_are_numbered, new_attempt(4, 1, "TRAIN", "ABANDONED", 2)),
     "another size": (files.blobs, version(1, "size_bytes = size_bytes + 1")),

@@ -1,4 +1,4 @@
-"""One rank of a measurement: `python -m fedplat.backends.ranks.bench SOCKET BACKEND PLAN`, started by torchrun.
+"""One rank of a measurement: `python -P -m fedplat.backends.ranks.bench SOCKET BACKEND PLAN`, started by torchrun.
 
 Each rank says at the Unix socket SOCKET, in lines of JSON, how far it is, what came out, and why it failed.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import cast
 
 import msgspec
 import torch
 
-from fedplat.backends.ranks import Backend, joined
+from fedplat.backends.ranks import Backend, joined, store_of_one_host
 from fedplat.backends.ranks.bench.measuring import measure
 from fedplat.backends.ranks.bench.records import Done, Failed, Plan, Progress
 
@@ -31,7 +32,7 @@ def main() -> int:
             connection.sendall(msgspec.json.encode(message) + b"\n")
 
         try:
-            with joined(cast(Backend, backend)) as ranks:
+            with joined(cast(Backend, backend), store=store_of_one_host(Path(address).parent)) as ranks:
                 report = measure(ranks, plan, tell if ranks.is_first else lambda progress: None)
                 if ranks.is_first:
                     tell(Done(report))

@@ -77,11 +77,12 @@ def measured(ranks: int, backend: Backend, plan: Plan, note: Callable[[Progress]
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # what it says of ranks, we say in words
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
         path = Path(folder) / "ranks.sock"
         ear = _Ear(path, note)
-        arguments = ("-m", "fedplat.backends.ranks.bench", str(path), backend, msgspec.json.encode(plan).decode())
+        text = msgspec.json.encode(plan).decode()
+        arguments = ("-P", "-m", "fedplat.backends.ranks.bench", str(path), backend, text)
         failed = ""
         try:
             elastic_launch(_config(ranks, Path(folder)), sys.executable)(*arguments)

@@ -1,0 +1,88 @@
+"""Trying again while a server cannot be reached for a moment: its name, its connection, or the leader is away.
+
+>>> patience = Patience(60.0, print)  # doctest: +SKIP
+>>> patience.run(client, lambda: client.create_job(text, digest, key))  # doctest: +SKIP
+waiting for fed.example.org:7443: the host name is not known; trying for 60 s
+
+What does not pass by itself (a certificate that is not trusted, a token that the server refuses) is raised at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from fedplat.errors import ServerUnreachableError
+
+if TYPE_CHECKING:
+    from fedplat.cli.admin import AdminClient
+
+DEFAULT_TIMEOUT_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+_PROBE_S = 10.0
+Result = TypeVar("Result")
+
+
+class Patience:
+    """How long a command tries again. The time counts from the first failure, and anew after each success."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        tell: Callable[[str], object],
+        *,
+        pause: Callable[[float], object] = time.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._tell = tell
+        self._pause = pause
+        self._now = now
+        self._num_pauses, self._ends_at = 0, 0.0
+
+    def run(self, client: AdminClient, call: Callable[[], Result]) -> Result:
+        """Return what `call` returns, which is called again until the server answers; it must be safe to repeat.
+
+        Raises what `call` does, and `ServerUnreachableError` when the time is over.
+        """
+        while True:
+            try:
+                result = call()
+            except ServerUnreachableError as exc:
+                self._wait(client, exc)
+            else:
+                self.succeeded()
+                return result
+
+    def succeeded(self) -> None:
+        """Begin anew: the server has answered."""
+        self._num_pauses = 0
+
+    def _wait(self, client: AdminClient, failure: ServerUnreachableError) -> None:
+        """Return when the server answers again; pauses become longer, and are random so that many do not come at once.
+
+        Raises the latest failure when the time is over, or at once when it will not pass.
+        """
+        if not self._num_pauses:
+            self._ends_at = self._now() + self.timeout_s
+        while True:
+            left_s = self._ends_at - self._now()
+            if failure.is_lasting or self.timeout_s <= 0.0:
+                raise failure
+            if left_s <= 0.0:
+                raise ServerUnreachableError(
+                    f"{failure}; gave up after {self.timeout_s:g} s", reason=failure.reason
+                ) from failure
+            if not self._num_pauses:
+                self._tell(f"waiting for {client.server}: {failure.reason}; trying for {self.timeout_s:g} s")
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._num_pauses, 10))
+            self._num_pauses += 1
+            self._pause(min(left_s, longest_s * random.uniform(0.5, 1.0)))
+            try:
+                client.status(min(_PROBE_S, max(0.5, self._ends_at - self._now())))
+            except ServerUnreachableError as exc:
+                failure = exc
+            else:
+                return

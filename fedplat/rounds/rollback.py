@@ -1,0 +1,62 @@
+"""How a job goes on from an older version, when an operator wants it to. Pure functions.
+
+A rollback commits a new version with the bytes of the older one: versions stay dense, and what was made in between
+stays on record. Rounds go on where they were. The open attempt, and all that clients do for the job at that moment, is
+abandoned, since it began with a model that is not wanted any more.
+
+The rule goes on with what it remembered beside the older version, or begins anew if that was not kept. In a private
+job it goes on with what it remembers *now*: a rollback is no release, it only repeats what was released, so nothing is
+charged. The noise of a tree of rounds (`privacy.tree`) is that of all rounds in order, whatever model they begin with.
+To step back in the tree would use the noise of its nodes a second time, over other updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedplat.rounds import closing
+from fedplat.rounds.events import RollbackOrdered
+from fedplat.rounds.records import JobState, ModelVersion
+from fedplat.rounds.states import MAY_ROLL_BACK, Reason
+from fedplat.rounds.transition import Context, Transition, Verdict
+
+
+def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Transition:
+    """Commits the older version once more, as the latest. Asked twice in a row, it changes nothing."""
+    number = event.version.version
+    if job.latest.restored_from == number and job.status in MAY_ROLL_BACK:
+        return Transition(job)
+    if why := _refusal(job, number):
+        return Transition(job, verdict=Verdict(None, why))
+    reason, text = Reason.ATTEMPT_ABANDONED, f"the job was rolled back to version {number}"
+    if job.open_attempt is None:
+        ended, commands = closing.dismiss(job, reason)
+    else:
+        ended, commands = closing.abandon_all(job, reason, text, context)
+    after = dataclasses.replace(ended, latest=restored(job, event.version), failures=0, resume_at=None)
+    return Transition(after, commands)
+
+
+def restored(job: JobState, version: ModelVersion) -> ModelVersion:
+    """The version that a rollback makes: no round made it, and no delta leads to it."""
+    state_digest = version.state_digest if job.spec.privacy is None else job.latest.state_digest
+    return ModelVersion(
+        version=job.latest.version + 1,
+        round=0,
+        attempt=0,
+        digest=version.digest,
+        size_bytes=version.size_bytes,
+        state_digest=state_digest,
+        restored_from=version.version,
+    )
+
+
+def _refusal(job: JobState, number: int) -> str:
+    """Why a job cannot go on from a version, in words; empty if it can."""
+    if job.status not in MAY_ROLL_BACK:
+        hint = "it has no rounds behind it: start it" if not job.latest.version else "it has ended for good"
+        hint += f"; export version {number}, and submit a new job that begins with it" if job.latest.version else ""
+        return f"cannot roll back a job that is {job.status}; {hint}"
+    if number >= job.latest.version:
+        return f"cannot roll back to version {number}: expected an older version than the latest, {job.latest.version}"
+    return ""

@@ -1,0 +1,50 @@
+"""Bounds text that comes from outside, before it is stored, logged, shown or sent on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_TEXT_BYTES = 2_000
+"""The most bytes of UTF-8 that a reason or any other text for people has, wherever it is kept."""
+_MAX_QUOTED = 200
+_CUT = "..."
+
+
+def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    r"""Return the text without control characters, with at most `max_bytes` bytes of UTF-8.
+
+    Characters that could steer a terminal become U+FFFD; line feeds stay. What is cut off ends with three dots.
+
+    >>> shortened("far too long", 8)
+    'far t...'
+    >>> shortened("\x1b[2J")
+    '\ufffd[2J'
+    """
+    if text.isascii() and text.isprintable() and len(text) <= max_bytes:
+        return text
+    plain = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text[: max_bytes + 1])
+    content = plain.encode()
+    if len(content) <= max_bytes:
+        return plain
+    cut = _CUT[:max_bytes]
+    return content[: max_bytes - len(cut)].decode(errors="ignore") + cut
+
+
+def quoted(text: str) -> str:
+    """Return the text in quotation marks with control characters escaped, in about 200 characters at most."""
+    shown = repr(text[:_MAX_QUOTED])
+    return shown if len(text) <= _MAX_QUOTED and len(shown) <= 2 * _MAX_QUOTED else shown[:_MAX_QUOTED] + _CUT
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return whole numbers as a list in text; one of more than 128 bits is named by its size.
+
+    >>> listed([3, 10**4000])
+    '[3, (a number of 13288 bits)]'
+    """
+    return f"[{', '.join(map(numeral, numbers))}]"
+
+
+def numeral(number: int) -> str:
+    """Return a whole number as text, or its size if it has more than 128 bits."""
+    return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"

@@ -1,0 +1,73 @@
+"""What callers can cause in the audit log at will: so many rows a minute, and one that counts those left out.
+
+Every row takes the lock at the end of the chain, which job control needs as well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from fedplat_server.audit import SERVER, Action, AuditEntry
+from fedplat_server.rpc.quotas import Bucket, take
+from fedplat_server.store.port import Store
+
+HOUR_S = 3600.0
+
+
+class BoundedAudit:
+    """Appends entries, at most `per_minute` of them from all callers together; `clock` is monotonic, in seconds."""
+
+    def __init__(self, store: Store, per_minute: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._per_minute = per_minute
+        self._clock = clock
+        self._bucket = Bucket(per_minute, clock())
+        self._num_left_out = 0
+
+    async def append(self, entry: AuditEntry) -> None:
+        """Append an entry, after a row that counts those left out before it; or leave it out and count it."""
+        self._bucket, wait_s = take(self._bucket, self._clock(), self._per_minute)
+        if wait_s:
+            self._num_left_out += 1
+        else:
+            await self._append([entry])
+
+    async def finish(self) -> None:
+        """Append the row that counts what was left out, if anything was: the server stops."""
+        if self._num_left_out:
+            await self._append([])
+
+    async def _append(self, entries: list[AuditEntry]) -> None:
+        left_out, self._num_left_out = self._num_left_out, 0
+        if left_out:
+            entries = [AuditEntry(SERVER, Action.NOT_NOTED, "", {"num_rows": left_out}), *entries]
+        try:
+            await self._store.append_audit(entries)
+        except BaseException:
+            self._num_left_out += left_out
+            raise
+
+
+class Recent:
+    """Names of the last `period_s` seconds, so that each is noted once in that time; the latest `most` of them."""
+
+    def __init__(self, period_s: float = HOUR_S, most: int = 50_000) -> None:
+        self._period_s = period_s
+        self._most = most
+        self._seen: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, name: str, now: float) -> bool:
+        """Add a name; return whether it was not there."""
+        at = self._seen.get(name)
+        if at is not None and now < at + self._period_s:
+            return False
+        self._seen.pop(name, None)
+        self._seen[name] = now
+        if len(self._seen) > self._most:
+            self._seen.popitem(last=False)
+        return True
+
+    def forget(self, name: str) -> None:
+        """Take a name out: it could not be noted."""
+        self._seen.pop(name, None)

@@ -1,0 +1,145 @@
+"""What `fedplat-server prune` does: gives up old files, history and clients, by the jobs' policies and by limits.
+
+First it looks (`find`), so that an operator sees what will go, then it does that (`remove`). Rows come first, files
+after them. Beside a daemon that runs, files are left to the daemon, which alone knows what it is writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+
+from fedplat.rounds import AttemptKey, JobState
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat_server import audit
+from fedplat_server.blobs import BlobStore
+from fedplat_server.retention import HISTORY_BATCH, keep_of
+from fedplat_server.store.retention import BATCH, Keep, Removable
+from fedplat_server.store.sql import SqlStore
+
+EVERYTHING = 1 << 31
+Progress = Callable[[int, int], None]
+"""Hears how many of how many steps are done."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What goes beside the policies of the jobs; None: nothing.
+
+    `history_before` and `clients_before` are moments on the wall clock, `keep_versions` is for jobs that have ended.
+    """
+
+    now_unix_s: float
+    history_before: float | None = None
+    keep_versions: int | None = None
+    clients_before: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What will go: versions by job, attempts whose history is old, clients, and files that no row names."""
+
+    versions: Mapping[str, list[Removable]]
+    attempts: Mapping[str, list[AttemptKey]]
+    ended: frozenset[str]
+    clients: list[str]
+    orphans: frozenset[str]
+    size_bytes: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How much of each kind there is."""
+        found = [one for each in self.versions.values() for one in each]
+        return {
+            "models": sum(one.model for one in found),
+            "states": sum(one.state for one in found),
+            "attempts": sum(map(len, self.attempts.values())),
+            "clients": len(self.clients),
+            "orphans": len(self.orphans),
+            "bytes": self.size_bytes,
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not any(self.counts.values())
+
+
+async def find(store: SqlStore, blobs: BlobStore, limits: Limits, *, with_orphans: bool) -> Plan:
+    """Looks for what will go; changes nothing. A file that no row names may be one that a daemon has just written."""
+    versions, attempts, ended = dict[str, list[Removable]](), dict[str, list[AttemptKey]](), set[str]()
+    for record in await store.load_jobs():
+        job = record.state
+        if job.status in ENDED_JOBS:
+            ended.add(job.job_id)
+        if found := await store.removable(job.job_id, _keep(job, limits), EVERYTHING):
+            versions[job.job_id] = found
+        before = _history_before(job, limits)
+        if before is not None and (old := await store.old_attempts(job.job_id, before, EVERYTHING)):
+            attempts[job.job_id] = old
+    clients = [] if limits.clients_before is None else await store.idle_clients(limits.clients_before)
+    there = await asyncio.to_thread(blobs.all_digests)
+    orphans = there - await store.referenced_digests() if with_orphans else frozenset[str]()
+    sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & there)
+    return Plan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
+
+
+async def remove(store: SqlStore, limits: Limits, plan: Plan, progress: Progress) -> None:
+    """Does what was planned: the rows. The files are removed by `remove_files`, or by the daemon that runs."""
+    steps = list(_steps(store, limits, plan))
+    entry = audit.AuditEntry(audit.HOST, audit.Action.PRUNED, "", plan.counts)
+    await store.note([entry])  # first: what is noted and not done is done by the next call
+    for done, step in enumerate(steps):
+        progress(done, len(steps))
+        await step()
+    progress(len(steps), len(steps))
+
+
+async def remove_files(store: SqlStore, blobs: BlobStore) -> None:
+    """Removes every file that no row names. Only when no daemon runs."""
+    referenced = await store.referenced_digests()
+    await asyncio.to_thread(blobs.remove_orphans, referenced)
+
+
+def _steps(store: SqlStore, limits: Limits, plan: Plan) -> Iterator[Callable[[], Awaitable[object]]]:
+    """The transactions, each of a bounded size."""
+    for job_id, found in plan.versions.items():
+        for start in range(0, len(found), BATCH):
+            yield functools.partial(store.give_up, job_id, found[start : start + BATCH])
+    for job_id, keys in plan.attempts.items():
+        for start in range(0, len(keys), HISTORY_BATCH):
+            part = keys[start : start + HISTORY_BATCH]
+            yield functools.partial(store.remove_history, part, metrics=job_id in plan.ended)
+    for start in range(0, len(plan.clients), BATCH):
+        assert limits.clients_before is not None
+        yield functools.partial(store.remove_clients, plan.clients[start : start + BATCH], limits.clients_before)
+
+
+def _keep(job: JobState, limits: Limits) -> Keep:
+    keep = keep_of(job)
+    if limits.keep_versions is None or job.status not in ENDED_JOBS:
+        return keep
+    models_from = max(keep.models_from, job.latest.version + 1 - limits.keep_versions)
+    return dataclasses.replace(keep, models_from=models_from)
+
+
+def _history_before(job: JobState, limits: Limits) -> float | None:
+    days = job.spec.retention.history_days
+    moments = [limits.now_unix_s - days * 86400.0] if days else []
+    if limits.history_before is not None and job.status in ENDED_JOBS:
+        moments.append(limits.history_before)
+    return max(moments, default=None)
+
+
+def _digests(versions: Mapping[str, list[Removable]]) -> Iterator[str]:
+    for one in (one for each in versions.values() for one in each):
+        if one.model:
+            yield from (one.version.digest, one.version.delta_digest)
+        if one.state:
+            yield one.version.state_digest
+
+
+def _sizes(blobs: BlobStore, digests: Collection[str]) -> list[int]:
+    return [blobs.size(digest) for digest in digests if blobs.exists(digest)]

@@ -1,0 +1,161 @@
+"""Removes what jobs do not keep any more: states, model files, history. In the background, and only by the leader.
+
+A row of the database says first that a file is gone, then the file goes. What a crash leaves in between is an orphan,
+which the next start removes. A file that several versions share stays as long as one of them names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from fedplat.rounds import JobState
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat_server import logs
+from fedplat_server.blobs import BlobStore
+from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
+from fedplat_server.store.port import Store
+from fedplat_server.store.retention import BATCH, Keep
+
+RETRY_S = 1.0
+EVERY_S = 600.0
+"""How often everything is looked at: also what `fedplat-server prune` has given up beside this daemon."""
+OLD_S = 3600.0
+"""How old a file is at least that is removed only because no version names it."""
+SEEN_S = 6 * 3600.0
+"""How often it is noted when clients were seen that keep their sessions."""
+HISTORY_BATCH = 20
+"""The history of how many attempts is removed in one transaction."""
+
+
+def keep_of(job: JobState) -> Keep:
+    """Which versions of a job keep their files."""
+    latest, options = job.latest.version, job.spec.retention
+    # A private job's state may hold seeds of noise: those of all versions together would be all of them.
+    private = latest + (job.status in ENDED_JOBS)
+    states_from = latest + 1 - options.states if job.spec.privacy is None else private
+    models_from = latest + 1 - options.versions if options.versions else 0
+    return Keep(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
+
+
+class Retention:
+    """The background task. `state_of` knows the jobs."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        store: Store,
+        state_of: Callable[[str], JobState],
+        take_seen: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`take_seen` gives away when clients were seen since it was asked last."""
+        self._blobs = blobs
+        self._store = store
+        self._state_of = state_of
+        self._take_seen = take_seen
+        self._jobs: dict[str, None] = {}
+        self._leftovers: set[str] = set()
+        self._forgetful: set[str] = set()
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begins to work."""
+        self._task = asyncio.create_task(self._run(), name="retention")
+
+    def look_at(self, job_id: str) -> None:
+        """A job has a new version, or has ended."""
+        self._jobs[job_id] = None
+        self._wanted.set()
+
+    def look_for(self, digests: Sequence[str]) -> None:
+        """An attempt has ended that made these files: those that no version names are not needed."""
+        self._leftovers.update(digests)
+        self._wanted.set()
+
+    async def close(self) -> None:
+        """Ends; what was not removed is removed after the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def apply(self, job_id: str) -> None:
+        """Removes what a job does not keep, some versions at a time."""
+        job = self._state_of(job_id)
+        if job.spec.retention.history_days:
+            self._forgetful.add(job_id)
+        await self._remove_history(job)
+        keep = keep_of(job)
+        while found := await self._store.removable(job_id, keep):
+            with self._blobs.sweep() as sweep:
+                gone = await self._store.give_up(job_id, found)
+                size_bytes = await asyncio.to_thread(sweep.remove, gone)
+            models, states = sum(one.model for one in found), sum(one.state for one in found)
+            logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
+            if len(found) < BATCH:
+                return
+
+    async def _remove_history(self, job: JobState) -> None:
+        days = job.spec.retention.history_days
+        before = time.time() - days * 86400.0
+        while days and (keys := await self._store.old_attempts(job.job_id, before, HISTORY_BATCH)):
+            # What selection remembers of clients, it reads back from their assignments.
+            await self._store.remove_history(keys, metrics=job.status in ENDED_JOBS)
+
+    async def _note_seen(self) -> None:
+        seen = sorted(self._take_seen().items())
+        for start in range(0, len(seen), BATCH):
+            await self._store.note_seen(dict(seen[start : start + BATCH]))
+
+    async def remove_orphans(self) -> None:
+        """Removes every file that no version names; `fedplat-server prune` may have given it up."""
+        with self._blobs.sweep() as sweep:
+            there = await asyncio.to_thread(self._blobs.all_digests)
+            gone = there - await self._store.referenced_digests()
+            # Another daemon may lead by now, and be about to name what it has just written.
+            await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=OLD_S))
+
+    async def _remove_leftovers(self) -> None:
+        some, self._leftovers = self._leftovers, set()
+        with self._blobs.sweep() as sweep:
+            try:
+                gone = await self._store.unreferenced(some)
+            except StoreError:
+                self._leftovers |= some
+                raise
+            await asyncio.to_thread(sweep.remove, gone)
+
+    async def _run(self) -> None:
+        noted_at = asyncio.get_running_loop().time()
+        while True:
+            try:
+                async with asyncio.timeout(EVERY_S):
+                    await self._wanted.wait()
+            except TimeoutError:
+                await self._tried(self.remove_orphans())
+                self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
+                if asyncio.get_running_loop().time() >= noted_at + SEEN_S:
+                    noted_at = asyncio.get_running_loop().time()
+                    await self._tried(self._note_seen())
+            self._wanted.clear()
+            while self._jobs:
+                job_id = next(iter(self._jobs))
+                if await self._tried(self.apply(job_id)):
+                    self._jobs.pop(job_id, None)
+            if self._leftovers:
+                await self._tried(self._remove_leftovers())
+
+    async def _tried(self, work: Awaitable[None]) -> bool:
+        """Whether work was done that a database or a disk may refuse for a while; the rounds go on meanwhile."""
+        try:
+            await work
+        except LeadershipLostError:
+            raise
+        except (StoreError, BlobError) as exc:
+            logs.get().warning("old files could not be removed", error=str(exc))
+            self._wanted.set()
+            await asyncio.sleep(RETRY_S)
+            return isinstance(exc, BlobError)  # the rows are written: the next start removes the files
+        return True

@@ -1,0 +1,160 @@
+"""What a caller may send, decided by a call's metadata before any of its messages is received.
+
+gRPC receives the message of a unary method whole before a handler of ours runs. A method that takes a stream receives
+when its handler asks for it, and until then a call holds no more memory than its first window. So every method takes a
+stream here (see `switch`); on the wire that is the same. Callers without a credential have few reads at a time, all
+together and for each network, so that one host cannot hold the memory or the turns of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from typing import Any
+
+from fedplat_server.cluster import hop
+from fedplat_server.config import Limits
+from fedplat_server.rpc import boundary, gate
+from fedplat_server.rpc.addresses import Origins
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc.memory import Share, UploadMemory
+
+NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
+"""Methods of the Fleet service that are called without a credential."""
+
+Context = Any  # aio.ServicerContext, generic for the type checker only
+
+
+class Reads:
+    """First messages that are being received, and calls of open services: so many at a time and no more."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._newcomers: Counter[str] = Counter()
+        self._known: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def of_newcomer(self, network: str) -> Generator[float]:
+        """Count the read of a caller without a credential, and give the seconds that it may take."""
+        limits = self._limits
+        if self._newcomers[network] >= limits.newcomer_reads_per_network:
+            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many callers of this network are sending at this moment")
+        if self._newcomers.total() >= limits.newcomer_reads:
+            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many newcomers are sending at this moment")
+        with _counted(self._newcomers, network):
+            yield limits.newcomer_read_s
+
+    @contextlib.contextmanager
+    def of_known(self, name: str, method: str) -> Generator[float]:
+        """Count the read of a caller who names a session, or has shown a token or a certificate."""
+        limits = self._limits
+        if self._known[name] >= limits.max_calls:
+            raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limits.max_calls} may be sent at a time")
+        with _counted(self._known, name):
+            yield max(limits.idle_s, boundary.max_bytes(method) / limits.min_bytes_per_s)
+
+    @contextlib.contextmanager
+    def open_call(self, network: str) -> Generator[None]:
+        """Count a call of a service that is open to everybody, while it lasts: a watch lasts for ever."""
+        limits = self._limits
+        if self._open[network] >= limits.open_calls_per_network or self._open.total() >= limits.open_calls:
+            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many calls of this service are open; close some, or poll")
+        with _counted(self._open, network):
+            yield
+
+
+@contextlib.contextmanager
+def _counted(counter: Counter[str], name: str) -> Generator[None]:
+    counter[name] += 1
+    try:
+        yield
+    finally:
+        counter[name] -= 1
+        if not counter[name]:
+            del counter[name]
+
+
+class Turn:
+    """The leave to send a first message."""
+
+    def __init__(self, read: contextlib.AbstractContextManager[float], share: Share | None = None) -> None:
+        self._read = read
+        self._share = share
+
+    async def first(self, requests: AsyncIterator[Any]) -> Any:
+        """Receive the first message. Raises `RefusedError` if it does not come, or not in time."""
+        with self._read as timeout_s:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    message = await anext(requests, None)
+            except TimeoutError as exc:
+                raise RefusedError(Code.TOO_SLOW, f"the message was not complete after {timeout_s:g} s") from exc
+        if message is None:
+            raise RefusedError(Code.INVALID_REQUEST, "the call ended without a message")
+        if self._share is not None:
+            self._share.shrink(len(boundary.INCOMING.get().request))
+        return message
+
+
+class Admission:
+    """Lets calls of the Fleet and the Admin service in. Raises `RefusedError`.
+
+    `claimed` tells which client a call names. Nothing is proven by that: the signature covers the message, too.
+    """
+
+    def __init__(
+        self,
+        guard: gate.Gate,
+        claimed: Callable[[str, Context], Awaitable[str]],
+        network_of: Callable[[Context], str],
+        reads: Reads,
+        memory: UploadMemory,
+    ) -> None:
+        self._gate = guard
+        self._claimed = claimed
+        self._network_of = network_of
+        self._reads = reads
+        self._memory = memory
+
+    @contextlib.asynccontextmanager
+    async def admit(self, method: str, context: Context) -> AsyncGenerator[Turn]:
+        """Let a call in, and hold what it needs while it lasts."""
+        await self._gate.admit(method, context)
+        service, _, name = method.removeprefix("/").partition("/")
+        if service == gate.ADMIN:
+            read = self._reads.of_known(f"operator {gate.caller()}", method)
+        elif name in NEWCOMERS:
+            read = self._reads.of_newcomer(self._network_of(context))
+        else:
+            read = self._reads.of_known(await self._claimed(method, context), method)
+        if name != "Report":
+            await _let_gateway_go_ahead(context)
+            yield Turn(read)
+            return
+        async with self._memory.reports.share(boundary.max_bytes(method)) as share:
+            await _let_gateway_go_ahead(context)
+            yield Turn(read, share)
+
+
+class OpenAdmission:
+    """Lets calls of the services in that are open to everybody: health and reflection. Raises `RefusedError`."""
+
+    def __init__(self, reads: Reads, origins: Origins) -> None:
+        self._reads = reads
+        self._origins = origins
+
+    @contextlib.asynccontextmanager
+    async def admit(self, method: str, context: Context) -> AsyncGenerator[Turn]:
+        """Let a call in."""
+        network = self._origins.of(context).network
+        with self._reads.open_call(network):
+            yield Turn(self._reads.of_newcomer(network))
+
+
+async def _let_gateway_go_ahead(context: Context) -> None:
+    """A gateway, which knows neither sessions nor tokens, receives no message before the leader has let a call in."""
+    if hop.is_marked(context.invocation_metadata() or ()):
+        await context.send_initial_metadata(())

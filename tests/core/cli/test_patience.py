@@ -1,0 +1,267 @@
+"""Commands try again while the server is away for a moment, and no longer than they were told."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from core.cli.conftest import TOKEN, Run
+from core.cli.fake_admin import FakeServer, S, State
+from core.cli.story import ending, script
+from core.cli.test_process import start
+from fedplat.cli import admin
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.app import app
+from fedplat.cli.patience import Patience
+from fedplat.cli.profile import Profile
+from fedplat.errors import ServerRefusedError, ServerUnreachableError
+from fedplat.model import Parameters
+
+PATIENCE_S = 60.0
+JOB = """
+name = "digits"
+population = "demo"
+trainer = "digits"
+rounds = 3
+[model]
+initial = "initial.safetensors"
+[selection]
+goal = 2
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    model = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
+    (tmp_path / "initial.safetensors").write_bytes(model.to_bytes())
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+class Clock:
+    """Time that passes only while somebody pauses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def patient(clock: Clock, told: list[str], timeout_s: float = 60.0) -> Patience:
+    return Patience(timeout_s, told.append, pause=clock.pause, now=lambda: clock.now)
+
+
+@pytest.mark.fault("F51")
+def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_port: str, job_file: Path) -> None:
+    """The command as a process; its port opens once it has said that it waits."""
+    state.ends_started_jobs = True
+    late = FakeServer(State())  # only for the environment that a command needs
+    late.stop()
+    late.port = int(closed_port.rpartition(":")[2])
+    with start(late, "job", "submit", str(job_file), "--watch") as process:
+        assert process.stderr is not None
+        waits = process.stderr.readline()
+        with FakeServer(state, port=late.port):
+            output, errors = process.communicate(timeout=PATIENCE_S)
+    assert waits == f"waiting for {closed_port}: Connection refused; trying for 60 s\n"
+    assert (process.returncode, errors) == (0, "")
+    assert output.splitlines()[-1].endswith("is COMPLETED")
+    assert len(state.jobs) == 1
+
+
+@pytest.mark.fault("F51")
+@pytest.mark.parametrize("method", ["CreateJob", "StartJob"])
+def test_an_answer_that_is_lost_makes_no_second_job(
+    method: str, state: State, run: Run, job_file: Path, server: FakeServer
+) -> None:
+    state.lost_answers.add(method)
+    done = run("job", "submit", str(job_file))
+    assert done.exit_code == 0, done.output
+    assert [job.status for job in state.jobs.values()] == [S.JOB_STATUS_RUNNING]
+    assert len(state.by_key) == 1
+    assert done.stderr.splitlines()[0] == f"waiting for {server.address}: the connection was closed; trying for 60 s"
+
+
+@pytest.mark.fault("F51")
+def test_a_server_that_is_killed_twice_during_a_watch_costs_no_event_and_two_lines(
+    state: State, server: FakeServer
+) -> None:
+    state.add_job()
+    state.add_events(*script())
+    with start(server, "job", "watch", "digits", "--json", "--timeout", "45") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline() for _ in script()]
+        waits: list[str] = []
+        for more in (script()[0], ending()):
+            server.stop()
+            waits.append(process.stderr.readline())
+            server.restart()
+            state.add_events(more)
+            lines.append(process.stdout.readline())
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, output, errors) == (0, "", "")
+    assert [f'"sequence": {10 * (at + 1)},' in line for at, line in enumerate(lines)] == [True] * len(lines)
+    assert all(line.startswith(f"waiting for {server.address}: ") for line in waits)
+    assert all(line.endswith("; trying for 45 s\n") for line in waits)
+
+
+def test_what_does_not_pass_is_told_at_once(state: State, server: FakeServer, client: AdminClient) -> None:
+    """A wrong token, and a server without TLS where TLS was expected."""
+    clock, told = Clock(), list[str]()
+    state.refusal = (grpc.StatusCode.UNAUTHENTICATED, "needs an operator's token")
+    with pytest.raises(ServerRefusedError):
+        patient(clock, told).run(client, client.status)
+    with (
+        AdminClient(Profile(server.address)) as secure,
+        pytest.raises(ServerUnreachableError, match="it speaks plaintext") as caught,
+    ):
+        patient(clock, told).run(secure, secure.status)
+    assert caught.value.is_lasting
+    assert (clock.pauses, told) == ([], [])
+
+
+def test_wrong_arguments_are_told_before_any_server_is_asked(closed_port: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "job.toml"
+    wrong.write_text("rounds = 0")
+    environment = {"FEDPLAT_SERVER": closed_port, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+    done = CliRunner().invoke(app, ["job", "submit", str(wrong)], env=environment)
+    assert done.exit_code == 2
+    assert "waiting for" not in done.stderr
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize("command", [["job", "watch", "digits"], ["status"]])
+def test_a_timeout_is_a_number_of_seconds(value: str, command: list[str], run: Run) -> None:
+    for arguments in ([*command, "--timeout", value], ["--timeout", value, *command]):
+        done = run(*arguments)
+        assert done.exit_code == 2, done.output
+        assert "--timeout" in done.stderr
+
+
+def test_the_time_is_bounded_and_the_pauses_grow(closed_port: str) -> None:
+    clock, told = Clock(), list[str]()
+    with (
+        AdminClient(Profile(closed_port, insecure=True)) as client,
+        pytest.raises(ServerUnreachableError) as caught,
+    ):
+        patient(clock, told, 20.0).run(client, client.status)
+    assert str(caught.value) == (
+        f"no fedplat server answers at {closed_port} (Connection refused); is it running? start one with: "
+        "fedplat-server run; gave up after 20 s"
+    )
+    assert sum(clock.pauses) == pytest.approx(20.0)
+    longest = [0.25, 0.5, 1.0, 2.0, 4.0, *[5.0] * len(clock.pauses)]
+    bounds = list(zip(clock.pauses, longest, strict=False))[:-1]  # the last one ends with the time
+    assert all(each / 2 <= pause <= each for pause, each in bounds)
+    assert len({pause / each for pause, each in bounds}) > 1, "random"
+    assert told == [f"waiting for {closed_port}: Connection refused; trying for 20 s"]
+
+
+def test_a_success_begins_the_time_anew(state: State, client: AdminClient) -> None:
+    clock, told = Clock(), list[str]()
+    waiting = patient(clock, told, 3.0)
+    for _ in range(3):
+        failures = iter([True, True, False])
+
+        def call(failures: Iterator[bool] = failures) -> str:
+            if next(failures):
+                raise ServerUnreachableError("away")
+            return "done"
+
+        assert waiting.run(client, call) == "done"
+        clock.now += 2.0
+    assert told == [f"waiting for {client.server}: away; trying for 3 s"] * 3
+
+
+def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
+    environment = {"FEDPLAT_SERVER": closed_port, "FEDPLAT_INSECURE": "1", "FEDPLAT_TOKEN": TOKEN}
+    for arguments in (["status"], ["job", "list"], ["job", "watch", "x", "--timeout", "0"]):
+        done = CliRunner().invoke(app, arguments, env=environment)
+        assert done.exit_code == 1
+        assert done.stderr.count("\n") == 1
+        assert "waiting for" not in done.stderr
+        assert "gave up" not in done.stderr
+
+
+@pytest.mark.fault("F51")
+@pytest.mark.parametrize("arguments", [["status", "--timeout", "50"], ["--timeout", "50", "enrolment", "list"]])
+def test_any_command_of_a_script_can_wait_for_the_server(state: State, closed_port: str, arguments: list[str]) -> None:
+    late = FakeServer(State())
+    late.stop()
+    late.port = int(closed_port.rpartition(":")[2])
+    with start(late, *arguments) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"waiting for {closed_port}: Connection refused; trying for 50 s\n"
+        with FakeServer(state, port=late.port):
+            _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors
+
+
+class NameService:
+    """A DNS server on a port of its own, which knows a name when it is told to. Answers A questions only."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.knows = threading.Event()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        while True:
+            question, sender = self._socket.recvfrom(1500)
+            if self._ending.is_set():
+                return
+            end = question.index(b"\0", 12) + 5
+            is_a = question[end - 4 : end - 2] == b"\0\1"
+            found = self.knows.is_set()
+            flags, num_answers = (0x8180 if found else 0x8183), int(found and is_a)  # 3: there is no such name
+            answer = b"\xc0\x0c\0\1\0\1" + struct.pack(">IH", 0, 4) + bytes([127, 0, 0, 1])
+            head = question[:2] + struct.pack(">HHHHH", flags, 1, num_answers, 0, 0)
+            self._socket.sendto(head + question[12:end] + answer * num_answers, sender)
+
+    def __enter__(self) -> NameService:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._socket.sendto(b"", self._socket.getsockname())
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.mark.fault("F51")
+def test_a_name_that_is_not_known_yet(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's own resolver asks a name service, which learns the name while the command waits: as in `compose up`."""
+    told: list[str] = []
+    with NameService() as names:
+
+        def channel(profile: Profile) -> grpc.Channel:
+            return grpc.insecure_channel(
+                f"dns://127.0.0.1:{names.port}/{profile.server}",
+                options=[("grpc.dns_min_time_between_resolutions_ms", 50)],
+            )
+
+        def tell(text: str) -> None:
+            told.append(text)
+            names.knows.set()
+
+        monkeypatch.setattr(admin, "_channel", channel)
+        with AdminClient(Profile(f"fed.example.invalid:{server.port}", insecure=True)) as client:
+            assert Patience(PATIENCE_S, tell).run(client, client.status).process_id == 4711
+    assert told == [f"waiting for fed.example.invalid:{server.port}: the host name is not known; trying for 60 s"]

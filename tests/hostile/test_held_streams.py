@@ -1,0 +1,71 @@
+"""Thousands of streams that never end, opened without a credential, cost little memory and stop nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from e2e import processes
+from hostile import storm
+from hostile.held_streams import Holder
+
+NUM_CONNECTIONS, NUM_STREAMS = 10, 1000
+MESSAGE_BYTES = 2**17
+MOST_BYTES = 50 * 10**6
+"""What one anonymous host may cost the daemon."""
+ELSEWHERE = "127.0.0.2"
+"""The attacker's address; all of 127.0.0.0/8 is this host's."""
+
+
+@contextlib.asynccontextmanager
+async def attacking(holders: list[Holder], address: str) -> AsyncGenerator[None]:
+    """Holds streams open until the end of the block."""
+    tasks = [asyncio.create_task(holder.run(address, ELSEWHERE)) for holder in holders]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "acknowledges"),
+    [("Fleet/GetChallenge", True), ("Fleet/GetChallenge", False), ("Admin/CreateJob", True)],
+)
+@pytest.mark.fault("F38")
+async def test_streams_of_a_stranger_cost_little_memory(tmp_path: Path, method: str, acknowledges: bool) -> None:
+    """With `acknowledges`, the attacker obeys the server's settings; HTTP/2 gives him larger windows until he does."""
+    path = f"/fedplat.wire.v1.{method}"
+    holders = [Holder(path, NUM_STREAMS, MESSAGE_BYTES, acknowledges=acknowledges) for _ in range(NUM_CONNECTIONS)]
+    rss: list[int] = []
+    with processes.server(tmp_path / "server", "--insecure") as server:
+        with server.admin() as admin:
+            daemon = psutil.Process(admin.status().process_id)
+        honest = storm.Honest(server, tmp_path)
+
+        async def complete_a_job() -> None:
+            """Notes the daemon's memory until honest clients have completed one more job."""
+            before = honest.num_completed
+            for _ in range(int(processes.PATIENCE_S / 0.05)):
+                rss.append(daemon.memory_info().rss)
+                if honest.num_completed > before:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("gave up waiting for an honest job")
+
+        with honest.at_work():
+            await complete_a_job()
+            usual = max(rss)
+            rss.clear()
+            async with attacking(holders, server.address):
+                while any(holder.num_begun < NUM_STREAMS and not holder.is_over for holder in holders):
+                    await complete_a_job()
+                await complete_a_job()
+        assert max(rss) - usual < MOST_BYTES, f"{usual / 1e6:.0f} MB, with the attack {max(rss) / 1e6:.0f} MB"
+        assert "Traceback" not in server.log_text()

@@ -1,0 +1,60 @@
+"""The server dies while old versions are being removed: nothing that is needed goes, and no seed of noise stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedplat_server.store.sql import open_store
+from fedplat_server.verify.checker import verify
+from server import harness, test_tree_seeds
+from server.crash import points, scenario
+from server.crash.nursery import Nursery, Order
+from server.crash.scenario import KILLED, World
+
+POINTS = [point for point in points.all_points() if point.startswith("retention.")]
+FORGETFUL = "[retention]\nversions = 1\nstates = 1\nhistory_days = 1e-9\n"
+
+
+@pytest.fixture
+async def world(zygote: Nursery, folder: Path, database: str) -> World:
+    return World(zygote, Order(folder, database, folder.parent / "server.log"))
+
+
+async def files(world: World) -> tuple[set[str], set[str]]:
+    """The blobs that are there, and those that the database names, once a last start has tidied up."""
+    order = world.order
+    async with harness.running(order.data_dir, database=order.database):
+        pass
+    store = await open_store(order.database)
+    try:
+        named = set(await store.referenced_digests())
+    finally:
+        await store.close()
+    return {path.name for path in (order.data_dir / "blobs").rglob("*") if path.is_file()}, named
+
+
+@pytest.mark.fault("F48")
+@pytest.mark.parametrize("point", POINTS)
+async def test_killed_while_old_versions_are_removed(world: World, point: str) -> None:
+    await scenario.train(world, scenario.job_text(rounds=4, retention=FORGETFUL), [point])
+    assert world.statuses == [KILLED, 0]
+    assert (await verify(world.order.database, world.order.data_dir)).findings == []
+    there, named = await files(world)
+    assert there == named
+    assert (await verify(world.order.database, world.order.data_dir)).findings == []
+
+
+@pytest.mark.fault("F48")
+@pytest.mark.parametrize(
+    "point", [one for one in POINTS if "history" not in one] + ["save.after:5", "commit.state.after:2"]
+)
+async def test_no_seed_survives_a_crash(world: World, point: str) -> None:
+    """A job with a tree of noise, killed before and after each step in which a state goes; it ends all the same."""
+    await scenario.train(world, test_tree_seeds.TEXT, [point], num_clients=2)
+    assert world.statuses == [KILLED, 0]
+    there, named = await files(world)
+    assert there == named
+    assert test_tree_seeds.seeds(world.order.data_dir) == []
+    assert (await verify(world.order.database, world.order.data_dir)).findings == []

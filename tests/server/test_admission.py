@@ -1,0 +1,195 @@
+"""Who may send a message at all: decided before it is received, few strangers at a time, each for a few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fedplat import wire
+from fedplat_server.config import Limits
+from server import harness
+from server.access import ADMIN_METADATA
+from server.harness import Site, initial_model, job_file, update_of
+from server.raw_client import CHALLENGE
+
+FLEET, ADMIN = "/fedplat.wire.v1.Fleet/", "/fedplat.wire.v1.Admin/"
+UPDATE = update_of(initial_model(), 0).to_bytes()
+
+
+class Silent:
+    """Calls that are open and have sent nothing: the server waits for a message of each."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._channel = channel
+        self._over = asyncio.Event()
+        self.calls: list[Any] = []
+
+    def start(self, method: str, metadata: Any = ()) -> Any:
+        async def messages() -> AsyncIterator[bytes]:
+            await self._over.wait()
+            return
+            yield b""
+
+        call: Any = self._channel.stream_unary(method)
+        self.calls.append(call(messages(), metadata=metadata))
+        return self.calls[-1]
+
+    async def end(self) -> None:
+        for call in self.calls:
+            call.cancel()
+        await asyncio.gather(*self.calls, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def silent(site: Site) -> AsyncGenerator[Silent]:
+    calls = Silent(site.channel)
+    try:
+        yield calls
+    finally:
+        await calls.end()
+
+
+async def refusal_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Status, code and retry window of a call that is refused."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    trailers = dict(caught.value.trailing_metadata() or ())
+    return caught.value.code(), str(trailers.get("fedplat-code")), str(trailers.get(wire.METADATA_RETRY, ""))
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_without_a_credential_no_message_is_received(site: Site) -> None:
+    """None of these calls ever sends one, and each is answered."""
+    client = await site.enrol()
+    unknown = [(key, "x" if key == "fedplat-session" else value) for key, value in client.signed("CheckIn", None)]
+    bearer = (("authorization", "Bearer fedplat_op_" + "y" * 43),)
+    async with silent(site) as calls:
+        for method in ("CheckIn", "Upload", "Report", "Download", "Heartbeat"):
+            assert (await refusal_of(calls.start(FLEET + method)))[1] == "UNAUTHENTICATED"
+            assert (await refusal_of(calls.start(FLEET + method, unknown)))[1] == "SESSION_UNKNOWN"
+        for method in ("CreateJob", "UploadModel", "GetStatus"):
+            assert (await refusal_of(calls.start(ADMIN + method)))[1] == "NO_OPERATOR"
+            assert (await refusal_of(calls.start(ADMIN + method, bearer)))[1] == "NO_OPERATOR"
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path) -> None:
+    limits = Limits(newcomer_reads=5, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
+    async with harness.running(folder, limits=limits) as site:
+        client = await site.enrol()
+        async with silent(site) as calls:
+            for method in ("GetChallenge", "Enroll", "OpenSession"):
+                calls.start(FLEET + method)
+
+            async def full() -> bool:
+                call = calls.start(FLEET + "GetChallenge")
+                done, _ = await asyncio.wait([asyncio.ensure_future(refusal_of(call))], timeout=1.0)
+                return bool(done)
+
+            await harness.until(full, "the reads of strangers to be taken")
+            status, code, window = await refusal_of(client.stub.GetChallenge(CHALLENGE))
+            assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+            assert window == "1 10"
+            await client.refusal()  # one with a session goes on
+            await site.status()  # and so does an operator
+
+        async def free() -> bool:
+            try:
+                return bool((await client.stub.GetChallenge(CHALLENGE)).nonce)
+            except aio.AioRpcError:
+                return False
+
+        await harness.until(free, "reads to be free again")
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) -> None:
+    limits = Limits(newcomer_read_s=0.2, idle_s=0.2, min_bytes_per_s=2.0**30)
+    async with harness.running(folder, limits=limits) as site:
+        client = await site.enrol()
+        async with silent(site) as calls:
+            for method, metadata in (
+                (FLEET + "GetChallenge", ()),
+                (FLEET + "CheckIn", client.signed("CheckIn", None)),
+                (ADMIN + "GetStatus", ADMIN_METADATA),
+                ("/grpc.health.v1.Health/Check", ()),
+            ):
+                status, code, _ = await refusal_of(calls.start(method, metadata))
+                assert (status, code) == (grpc.StatusCode.DEADLINE_EXCEEDED, "TOO_SLOW"), method
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_one_client_has_few_reads_at_a_time(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(max_calls=3)) as site:
+        one, other = await site.fleet(2)
+        async with silent(site) as calls:
+            held = [calls.start(FLEET + "CheckIn", one.signed("CheckIn", None)) for _ in range(4)]
+            done, _ = await asyncio.wait(
+                [asyncio.ensure_future(refusal_of(call)) for call in held], return_when=asyncio.FIRST_COMPLETED
+            )
+            assert {task.result()[1] for task in done} == {"TOO_MANY_CALLS"}
+            await other.refusal()
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_watches_of_one_network_are_counted(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(open_calls_per_network=3)) as site:
+        stub: Any = health_pb2_grpc.HealthStub(site.channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        one_more = stub.Watch(health_pb2.HealthCheckRequest())
+        with pytest.raises(aio.AioRpcError) as caught:
+            await one_more.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for watch in watches:
+            watch.cancel()
+
+        async def free() -> bool:
+            try:
+                return await site.readiness() == health_pb2.HealthCheckResponse.SERVING
+            except aio.AioRpcError:
+                return False
+
+        await harness.until(free, "a watch to be free again")
+
+
+@pytest.mark.calm("looks at the state of a connection")
+@pytest.mark.fault("F38")
+async def test_connections_that_end_of_age_cost_no_round(folder: Path) -> None:
+    """The connection is replaced again and again, and each poll and each report comes through."""
+    async with harness.running(folder, limits=Limits(max_wait_s=5.0), connection_age_s=0.3) as site:
+        num_replaced = 0
+
+        async def watch() -> None:
+            nonlocal num_replaced
+            while True:
+                state = site.channel.get_state(try_to_connect=True)
+                num_replaced += state is grpc.ChannelConnectivity.IDLE
+                await site.channel.wait_for_state_change(state)
+
+        watching = asyncio.create_task(watch())
+        job = await site.operator.start(job_file(rounds=1000, goal=2))
+        clients = await site.fleet(2)
+        num_rounds = 0
+        while num_replaced < 5 or num_rounds < 10:
+            tokens = [one.token for one in await site.assign(clients)]
+            for client, token in zip(clients, tokens, strict=True):
+                assert (await client.deliver(token, UPDATE)).HasField("receipt")
+            num_rounds += 1
+        watching.cancel()
+        await site.operator.until(job, "attempt", "COMMITTED", num_rounds)
+        assert {one.attempt for one in await site.operator.rounds(job)} == {1}

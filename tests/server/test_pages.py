@@ -1,0 +1,224 @@
+"""Lists come in pages that fit into messages, whatever is in the database."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc import aio
+
+from fedplat.cli.admin import AdminClient
+from fedplat.cli.profile import Profile
+from fedplat.texts import MAX_TEXT_BYTES
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server import audit
+from fedplat_server.rpc import pages
+from server import harness
+from server.access import ADMIN_TOKEN
+from server.harness import Site, job_file
+
+pytestmark = pytest.mark.calm
+WIDE = "\U0001f600"
+PRIVATE = (
+    '[updates]\nweighting = "uniform"\nclip_norm = 1.0\n'
+    '[privacy]\nparticipation = "fixed"\nnoise_multiplier = 10.0\ndelta = 1e-5\n'
+)
+
+
+def execute(folder: Path, statement: str, rows: Iterable[Sequence[object]] = ((),)) -> None:
+    """Writes to the database of a daemon that runs, past it."""
+    with contextlib.closing(sqlite3.connect(folder / "fedplat.sqlite", timeout=60)) as connection, connection:
+        connection.executemany(statement, rows)
+
+
+async def each_page(method: Callable[..., Any], request: Any) -> list[Any]:
+    """All pages, and the next token of each but the last."""
+    found = [await method(request)]
+    while token := found[-1].next_page_token:
+        request.page_token = token
+        found.append(await method(request))
+    return found
+
+
+def sizes(found: Iterable[Message]) -> list[int]:
+    return [page.ByteSize() for page in found]
+
+
+ATTEMPTS = (
+    "INSERT INTO attempts (job_id, round, number, kind, phase, reason, base_version, goal, minimum, target,"
+    " opened_unix_s, ended_unix_s, metrics) VALUES (?, ?, 1, 'TRAIN', 'COMMITTED', '', ?, 1, 1, 1, 1.0, 2.0, ?)"
+)
+VERSIONS = (
+    "INSERT INTO model_versions (job_id, version, round, attempt, digest, size_bytes, state_digest, num_updates,"
+    " total_weight, created_unix_s, metrics) VALUES (?, ?, ?, 1, ?, 1, '', 1, 1.0, 1.0, ?)"
+)
+ASSIGNMENTS = (
+    "INSERT INTO assignments (job_id, round, number, client_id, token_hash, state, text, digest, num_examples, weight,"
+    " metrics, update_bytes) VALUES (?, ?, 1, 'c', ?, 'MERGED', '', '', 1.0, 1.0, '{}', 7)"
+)
+CLIENTS = (
+    "INSERT INTO clients (client_id, population, labels, software_version, idempotency_key, enrolled_unix_s,"
+    " public_key, session_number) VALUES (?, 'demo', ?, '1', ?, 1.0, ?, 0)"
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.fault("F47")
+async def test_a_hundred_thousand_rounds(site: Site) -> None:
+    job = (await site.operator.create(job_file())).job_id
+    num_rounds = 100_000
+    numbers = range(1, num_rounds + 1)
+    execute(site.folder, ATTEMPTS, ((job, n, n - 1, "{}") for n in numbers))
+    execute(site.folder, VERSIONS, ((job, n, n, f"{n:064}", json.dumps({"score": n})) for n in numbers))
+    execute(site.folder, ASSIGNMENTS, ((job, n, f"{n:032}".encode()) for n in numbers))
+
+    def read() -> None:
+        with AdminClient(Profile(site.address, insecure=True, token=ADMIN_TOKEN)) as admin:
+            for n, one in zip(numbers, admin.iter_rounds(job), strict=True):
+                assert (one.round, one.reported, one.update_bytes, one.server_metrics["score"]) == (n, 1, 7, n)
+            assert [one.model.version for one in admin.iter_versions(job, 2000)] == list(range(2000))
+            assert [one.round for one in admin.iter_rounds(job, 3)] == [1, 2, 3]
+
+    await asyncio.to_thread(read)
+    assert len(await site.operator.export(job, 0)) == (await site.operator.show(job)).model.size_bytes
+
+
+@pytest.mark.fault("F47")
+async def test_metrics_of_earlier_versions_cut_the_pages_of_rounds(site: Site) -> None:
+    """360 rounds with 64 new metrics of 400 bytes each, as clients could report them."""
+    job = (await site.operator.create(job_file())).job_id
+    metrics = [
+        json.dumps({f"{n:03}{i:02}" + WIDE * 98: 0.5 for i in range(64)}, ensure_ascii=False) for n in range(360)
+    ]
+    execute(site.folder, ATTEMPTS, ((job, n + 1, n, metrics[n]) for n in range(360)))
+    found = await each_page(site.operator.stub.ListRounds, admin_pb2.ListRoundsRequest(job=job))
+    assert [one.round for page in found for one in page.rounds] == list(range(1, 361))
+    assert all(len(one.client_metrics) == 64 for page in found for one in page.rounds)
+    assert len(found) > 8
+    assert max(sizes(found)) < pages.MAX_BYTES + 2**16
+
+
+@pytest.mark.fault("F47")
+async def test_labels_of_earlier_versions_cut_the_pages_of_clients(site: Site) -> None:
+    """130 clients with 64 labels of 4-byte characters each, as they could enrol."""
+    labels = json.dumps({chr(0x20000 + n) * 63: WIDE * 200 for n in range(64)})
+    ids = [f"c-{n:016x}" for n in range(130)]
+    execute(site.folder, CLIENTS, ((name, labels, name, name.encode()) for name in ids))
+    found = await each_page(site.operator.stub.ListClients, admin_pb2.ListClientsRequest())
+    assert [one.client_id for page in found for one in page.clients] == ids
+    assert max(sizes(found)) < pages.MAX_BYTES + 2**16
+
+
+@pytest.mark.fault("F46")
+async def test_labels_are_bounded_in_bytes(site: Site) -> None:
+    client = await site.enrol()
+    bad = {
+        "a long name": {chr(0x20000) * 16: ""},
+        "a long value": {"a": WIDE * 51},
+        "too much in all": {f"label_{n}": WIDE * 50 for n in range(41)},
+    }
+    for name, labels in bad.items():
+        with pytest.raises(aio.AioRpcError) as caught:
+            await client.check_in(0.0, labels)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+    most = {f"label_{n}": WIDE * 50 for n in range(39)}
+    await client.check_in(0.0, most)
+    (listed,) = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    assert listed.labels == most
+
+
+@pytest.mark.fault("F47")
+async def test_jobs_are_listed_without_their_files(site: Site) -> None:
+    padding = "#" * (2**20 - 2**12)
+    jobs = [(await site.operator.create(job_file(f"job-{n}", more=padding))).job_id for n in range(9)]
+    found = await each_page(site.operator.stub.ListJobs, admin_pb2.ListJobsRequest())
+    assert [one.job_id for page in found for one in page.jobs] == jobs
+    assert sum(sizes(found)) < 2**14
+    assert padding in (await site.operator.show(jobs[0])).job_file
+
+
+@pytest.mark.fault("F47")
+async def test_every_list_has_pages(site: Site) -> None:
+    stub = site.operator.stub
+    for n in range(3):
+        await site.enrol()
+        await stub.AddOperator(admin_pb2.AddOperatorRequest(name=f"anna-{n}", role="viewer"))
+        await site.operator.create(job_file(f"job-{n}", close="deadline", more=PRIVATE))
+    job = (await site.operator.show("job-0")).job_id
+    execute(site.folder, ATTEMPTS, ((job, n, n, "{}") for n in (1, 2, 3)))
+    execute(site.folder, VERSIONS, ((job, n, n, f"{n:064}", "{}") for n in (1, 2, 3)))
+    lists: dict[str, tuple[Any, Callable[[Any], Sequence[Message]]]] = {
+        "ListJobs": (admin_pb2.ListJobsRequest(), lambda page: page.jobs),
+        "ListRounds": (admin_pb2.ListRoundsRequest(job=job), lambda page: page.rounds),
+        "ListClients": (admin_pb2.ListClientsRequest(), lambda page: page.clients),
+        "ListEnrolments": (admin_pb2.ListEnrolmentsRequest(), lambda page: page.enrolments),
+        "ListModelVersions": (admin_pb2.ListModelVersionsRequest(job=job), lambda page: page.versions),
+        "ListOperators": (admin_pb2.ListOperatorsRequest(), lambda page: page.operators),
+        "ListAudit": (admin_pb2.ListAuditRequest(), lambda page: page.events),
+        "ShowPrivacy": (admin_pb2.ShowPrivacyRequest(), lambda page: [*page.jobs, *page.populations]),
+    }
+    methods = [method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods]
+    assert {name for name in methods if name.startswith("List")} == {name for name in lists if name.startswith("List")}
+    for name, (request, rows) in lists.items():
+        method = getattr(stub, name)
+        (whole,) = await each_page(method, request)
+        request.page_size = 2
+        found = await each_page(method, request)
+        assert [len(rows(page)) for page in found[:-1]] == [2] * (len(found) - 1), name
+        assert [row for page in found for row in rows(page)] == [*rows(whole)], name
+        assert len(found) >= 2, name
+        for token in ("\x00", "' OR 1=1 --", "9" * 5000, "-1", "1.2/3", "c-\U0001f600", "x" * 2**20):
+            request.page_token = token
+            with pytest.raises(aio.AioRpcError) as caught:
+                await method(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, token[:20])
+
+
+async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
+    entries = [audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n), {"much": "x" * 20_000}) for n in range(200)]
+    await site.store.inner.append_audit(entries)
+    found = await each_page(site.operator.stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=7))
+    (last,) = await site.store.inner.list_audit(200)  # the start of the server is noted, too
+    assert [event.sequence for page in found for event in page.events] == list(range(8, last.sequence + 1))
+    assert max(sizes(found)) < pages.MAX_BYTES + 2**16
+    assert len(found) > 3
+
+
+@pytest.mark.fault("F46")
+async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
+    text, metrics = "\x1b" * 9 * 2**20, json.dumps({"x" * 9 * 2**20: 1.0})
+    async with harness.running(folder) as site:
+        job = await site.operator.start(job_file(goal=1))
+        client = await site.enrol()
+        work = await client.assignment()
+        execute(folder, "UPDATE history SET reason = ?, metrics = ? WHERE job_id = ?", [(text, metrics, job)] * 3)
+        execute(folder, "UPDATE assignments SET text = ?, metrics = ?", [(text, metrics)])
+        execute(folder, "UPDATE attempts SET reason = ?, metrics = ?", [(text, metrics)])
+        await _looks_short(site, job)
+    execute(folder, "UPDATE jobs SET reason = ?", [(text,)])
+    async with harness.running(folder) as site:
+        await _looks_short(site, job)
+        await client.over(site.channel).open_session()
+        again = client.over(site.channel)
+        await again.open_session()
+        await again.deliver(work.token, harness.update_of(harness.initial_model(), 0))
+        events = await site.operator.events(job)
+        assert (events[-1].entity, events[-1].to_state) == ("job", "COMPLETED")
+
+
+async def _looks_short(site: Site, job: str) -> None:
+    await site.operator.until(job, "assignment", "TRAINING")
+    shown = await site.operator.show(job)
+    rounds = (await site.operator.stub.ListRounds(admin_pb2.ListRoundsRequest(job=job))).rounds
+    for reason in (shown.reason, shown.current.reason, rounds[0].reason):
+        assert len(reason.encode()) <= MAX_TEXT_BYTES
+        assert "\x1b" not in reason
+    assert shown.current.reason
