@@ -204,7 +204,7 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
         np.testing.assert_allclose(Parameters.open(tmp_path / "final.safetensors")["weight"], ROUNDS)
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 def test_a_job_is_submitted_while_another_daemon_takes_over(tmp_path: Path, database: str) -> None:
     told: list[str] = []
     with two(tmp_path / "data", database) as (leader, other), other.admin() as admin:

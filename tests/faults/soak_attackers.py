@@ -327,14 +327,14 @@ def _soak(server: processes.Server, admin: AdminClient, folder: Path, plan: Plan
             with seen.phase() as calm:
                 ends = time.monotonic() + plan.calm_s
                 seen.until(calm, lambda: time.monotonic() > ends)
-            rows = sum(1 for _ in reading.audit(admin))
+            rows = sum(1 for _ in admin.iter_audit())
             hosts.begin()
             with seen.phase() as attacked:
                 ends = time.monotonic() + (plan.attack_s or PATIENCE_S)
                 seen.until(attacked, lambda: hosts.are_done() or time.monotonic() > ends)
         finally:
             hosts.stop()
-        rows = sum(1 for _ in reading.audit(admin)) - rows
+        rows = sum(1 for _ in admin.iter_audit()) - rows
         with seen.phase() as after:
             recovered = seen.until(after, committed(attack_verdict.ROUNDS_AFTER), PATIENCE_S)
         result = outcome(admin, job)

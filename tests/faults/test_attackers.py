@@ -12,11 +12,8 @@ from faults import attack_verdict, attackers, least_squares, soak_attackers
 from hostile import frames, half_sent, storm
 
 CLIENTS = 10
-# Delete this mark when the defaults of issue 14 are there: it is strict, so it fails as soon as they protect.
-until_defaults_protect = pytest.mark.xfail(reason="norms, weights, texts and floods are not bounded by default yet")
 
 
-@until_defaults_protect
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_ten_honest_clients_lose_nothing_beside_attackers(tmp_path: Path, database: str) -> None:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fedplat.cli.admin import AdminClient
 from fedplat.errors import FedplatError
-from fedplat.wire.v1 import admin_pb2
-
-
-def audit(admin: AdminClient, after: int = 0) -> Iterator[admin_pb2.AuditEvent]:
-    """The rows of the audit log after a sequence number."""
-    while rows := admin.list_audit(after):
-        yield from rows
-        after = rows[-1].sequence
 
 
 def unreadable(admin: AdminClient, *jobs: str) -> list[str]:
@@ -26,7 +18,7 @@ def unreadable(admin: AdminClient, *jobs: str) -> list[str]:
         "rounds": lambda: [admin.list_rounds(job, all_attempts=True) for job in jobs],
         "versions": lambda: [admin.list_versions(job) for job in jobs],
         "history": lambda: [sum(1 for _ in admin.watch_job(job)) for job in jobs],
-        "audit log": lambda: sum(1 for _ in audit(admin)),
+        "audit log": lambda: sum(1 for _ in admin.iter_audit()),
         "privacy": admin.show_privacy,
     }
     found: list[str] = []

@@ -54,7 +54,7 @@ def show(operator: Operator) -> asyncio.Task[admin_pb2.ShowPrivacyResponse]:
     return asyncio.create_task(ask())
 
 
-@pytest.mark.fault("F50")
+@pytest.mark.fault("F49")
 async def test_uploads_and_reports_do_not_wait_for_accounting(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many operators' calls are in the middle of their arithmetic; a whole round of another job goes on."""
     await site.operator.create(private())

@@ -156,5 +156,5 @@ class OpenAdmission:
 
 async def _let_gateway_go_ahead(context: Context) -> None:
     """A gateway, which knows neither sessions nor tokens, receives no message before the leader has let a call in."""
-    if hop.is_marked(context.invocation_metadata() or ()):
+    if hop.is_marked(boundary.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote, unquote
@@ -80,10 +80,21 @@ def max_bytes(method: str) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Incoming:
-    """The call that a task serves; `request` is its first message as it came, since that is what clients sign."""
+    """The call that a task serves; `request` is its first message as it came, since that is what clients sign.
+
+    `metadata` is read once, since gRPC copies it each time. `certified`: see `identity.callers.Call`; None until it is
+    known.
+    """
 
     method: str
+    metadata: Mapping[str, str | bytes]
     request: bytes = b""
+    certified: str | None = None
+
+    @classmethod
+    def of(cls, method: str, context: aio.ServicerContext[Any, Any]) -> Incoming:
+        """Return a call of which no message was received yet."""
+        return cls(method, {str(key): value for key, value in context.invocation_metadata() or ()})
 
 
 INCOMING: ContextVar[Incoming] = ContextVar("incoming")
@@ -144,7 +155,7 @@ class _Messages:
 
 def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
     async def call(_: object, context: aio.ServicerContext[Any, Any]) -> Any:
-        incoming = Incoming(method)
+        incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
         async with _translated(context, method):
             return await inner(_Messages(context, incoming), context)
@@ -154,7 +165,7 @@ def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
 
 def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
     async def call(_: object, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-        incoming = Incoming(method)
+        incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
         async with (
             _translated(context, method),

@@ -60,7 +60,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             token=request.token,
             public_key=request.public_key,
         )
-        self._services.callers.require_proof(_call(context), newcomer.public_key)
+        self._services.callers.require_proof(_call(), newcomer.public_key)
         self._services.quotas.require_stranger(self.network_of(context))
         record = await self._services.enrolments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
@@ -76,7 +76,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
     ) -> fleet_pb2.OpenSessionResponse:
         requests.protocol_version(request.protocol_version)
         client_id = requests.client_id(request.client_id, Code.CLIENT_UNKNOWN)
-        await self._services.callers.prove(_call(context), client_id)
+        await self._services.callers.prove(_call(), client_id)
         self._services.quotas.session(client_id)
         session_id = await self._services.callers.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
@@ -85,7 +85,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
         """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
-        client = await self._counted(self._services.callers.authenticate_by_key(_call(context)), context)
+        client = await self._counted(self._services.callers.authenticate_by_key(_call()), context)
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
@@ -116,7 +116,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
 
     async def _claimed(self, method: str, context: Context) -> str:
         certified = "" if method == _RENEWAL else self._by_certificate(context)
-        return self._services.callers.claimed(_call(context, certified))
+        return self._services.callers.claimed(_call(certified))
 
     def network_of(self, context: Context) -> str:
         """Return the network that a caller is counted in."""
@@ -127,11 +127,15 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         return await self._counted(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
-        return await self._services.callers.authenticate(_call(context, self._by_certificate(context)))
+        return await self._services.callers.authenticate(_call(self._by_certificate(context)))
 
     def _by_certificate(self, context: Context) -> str:
-        passed_on = hop.read(context.invocation_metadata() or (), self._services.lease.secret)
-        return passed_on.client if passed_on is not None else self._services.peers.client_of(context)
+        incoming = boundary.INCOMING.get()
+        if incoming.certified is None:
+            passed_on = hop.read(incoming.metadata.items(), self._services.lease.secret)
+            certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
+            incoming.certified = certified
+        return incoming.certified
 
     async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
         """Whoever is no client is counted with the strangers."""
@@ -151,8 +155,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         return answer
 
 
-def _call(context: Context, certified: str = "") -> Call:
+def _call(certified: str = "") -> Call:
     """What is known of the call that this task serves."""
     incoming = boundary.INCOMING.get()
-    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
-    return Call(incoming.method, metadata, incoming.request, certified)
+    return Call(incoming.method, incoming.metadata, incoming.request, certified)

@@ -63,7 +63,7 @@ def patient(clock: Clock, told: list[str], timeout_s: float = 60.0) -> Patience:
     return Patience(timeout_s, told.append, pause=clock.pause, now=lambda: clock.now)
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_port: str, job_file: Path) -> None:
     """The command as a process; its port opens once it has said that it waits."""
     state.ends_started_jobs = True
@@ -81,7 +81,7 @@ def test_a_job_is_submitted_to_a_server_that_comes_later(state: State, closed_po
     assert len(state.jobs) == 1
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 @pytest.mark.parametrize("method", ["CreateJob", "StartJob"])
 def test_an_answer_that_is_lost_makes_no_second_job(
     method: str, state: State, run: Run, job_file: Path, server: FakeServer
@@ -94,7 +94,7 @@ def test_an_answer_that_is_lost_makes_no_second_job(
     assert done.stderr.splitlines()[0] == f"waiting for {server.address}: the connection was closed; trying for 60 s"
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 def test_a_server_that_is_killed_twice_during_a_watch_costs_no_event_and_two_lines(
     state: State, server: FakeServer
 ) -> None:
@@ -196,7 +196,7 @@ def test_without_a_timeout_commands_fail_at_once(closed_port: str) -> None:
         assert "gave up" not in done.stderr
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 @pytest.mark.parametrize("arguments", [["status", "--timeout", "50"], ["--timeout", "50", "enrolment", "list"]])
 def test_any_command_of_a_script_can_wait_for_the_server(state: State, closed_port: str, arguments: list[str]) -> None:
     late = FakeServer(State())
@@ -245,7 +245,7 @@ class NameService:
         self._socket.close()
 
 
-@pytest.mark.fault("F51")
+@pytest.mark.fault("F50")
 def test_a_name_that_is_not_known_yet(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's own resolver asks a name service, which learns the name while the command waits: as in `compose up`."""
     told: list[str] = []
