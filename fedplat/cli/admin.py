@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 import grpc
 
 from fedplat import wire
-from fedplat.cli import formats, paging
+from fedplat.cli import answers, paging
 from fedplat.cli.paging import Page, Row
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
@@ -353,11 +353,11 @@ class AdminClient:
                 if code is grpc.StatusCode.UNAVAILABLE:
                     text = f"the fedplat server at {self.server} does not serve now: {details}"
                     raise ServerUnreachableError(text, reason=details) from exc
-                raise ServerRefusedError(details + _when(exc)) from exc
+                raise ServerRefusedError(details + answers.retry_window(exc)) from exc
             if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
                 raise self._unreachable(f"no answer within {timeout_s:g} s") from exc
             if code in _GONE:
-                raise self._unreachable(_reason(details)) from exc
+                raise self._unreachable(answers.reason(details)) from exc
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 raise ServerRefusedError(
                     f"what answers at {self.server} does not know this request ({details}); "
@@ -389,25 +389,3 @@ def _channel(profile: Profile) -> grpc.Channel:
         options=_CHANNEL_OPTIONS,
         compression=grpc.Compression.NoCompression,
     )
-
-
-def _when(exc: grpc.RpcError) -> str:
-    """When the server wants to be asked again, in words; empty if it does not name a time."""
-    for entry in exc.trailing_metadata() or ():
-        if entry.key == wire.METADATA_RETRY:
-            with contextlib.suppress(ValueError):
-                earliest, latest = map(float, str(entry.value).split())
-                return f"; try again in {formats.duration(earliest)} to {formats.duration(latest)}"
-    return ""
-
-
-def _reason(details: str) -> str:
-    """The part of gRPC's account that a person can use."""
-    if "address lookup failed" in details:
-        return "the host name is not known"
-    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
-        return "the connection was closed"
-    for prefix in ("Failed to connect to remote host: ", "last error: "):
-        if prefix in details:
-            return details.rpartition(prefix)[2]
-    return details

@@ -131,12 +131,14 @@ class Operator:
         self.stub = cast(
             "admin_pb2_grpc.AdminAsyncStub", _Patient(authorized(admin_pb2_grpc.AdminStub(channel), token))
         )
+        self._tickets = asyncio.Semaphore(16)  # an operator may have 32 calls open
 
     async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
         request = admin_pb2.CreateEnrolmentRequest(
             population=population, num_uses=num_uses, expires_s=expires_s, address="127.0.0.1:7443"
         )
-        return Ticket.from_text((await self.stub.CreateEnrolment(request)).ticket)
+        async with self._tickets:
+            return Ticket.from_text((await self.stub.CreateEnrolment(request)).ticket)
 
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()

@@ -219,7 +219,8 @@ def test_sigterm_while_it_starts(folder: Path) -> None:
     pytest.importorskip("asyncpg")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://user:a-secret-word@127.0.0.1:{silent.getsockname()[1]}/x"
-        with started(folder, "--database", url) as server:
+        (folder / "url").write_text(url)
+        with started(folder, "--database", f"@{folder / 'url'}") as server:
             connection, _ = silent.accept()
             with connection:
                 assert server.stop() == 0
@@ -326,7 +327,8 @@ def test_a_database_that_does_not_answer(
     pytest.importorskip("asyncpg")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    url = f"postgresql://user:a-secret-word@127.0.0.1:{port}/x"
+    (tmp_path / "url").write_text(f"postgresql://user:a-secret-word@127.0.0.1:{port}/x")
+    url = f"@{tmp_path / 'url'}"
     status, out, err = here(monkeypatch, capsys, "db", "upgrade", "--data-dir", str(tmp_path), "--database", url)
     assert (status, out, err.count("\n")) == (1, "", 1)
     line = only_line(command("run", "--insecure", "--data-dir", str(tmp_path), "--database", url), 1)

@@ -113,7 +113,7 @@ async def test_deadline_drops_who_is_late_and_goes_on_with_the_others(site: Site
     job = await site.operator.start(job_file(goal=2, min_fraction=0.5, more=more))
     quick, slow = await site.fleet(2)
     one, two = await site.assign([quick, slow])
-    assert two.training_timeout_s == 0.5
+    assert 0.0 < two.training_timeout_s <= 0.5  # less if the first answer was lost, and asked for again
     update = update_of(initial_model(), 0)
     await quick.deliver(one.token, update, 4.0)
     assert await slow.stop_reason(two.token) == "TRAIN_TIMEOUT"

@@ -61,7 +61,7 @@ def test_the_ranks_of_a_measurement(planted: Path) -> None:
         "pool",
         "bench",
         "--ranks",
-        "1",
+        "2",
         "--max-size",
         "4KB",
     ]
