@@ -46,6 +46,11 @@ class Plan:
         return 2 * self.clients // 5 if self.attack_s is not None else 7
 
     @property
+    def over_selection(self) -> float:
+        """The default; of few clients half may be attackers, and a round needs as many again to reach its goal."""
+        return 1.3 if self.attack_s is not None else 2.0
+
+    @property
     def work_s(self) -> float:
         """How long a training takes at most; so long that many clients leave the host idle most of the time."""
         return 3.0 if self.attack_s is not None else 0.5

@@ -65,6 +65,7 @@ rounds = 1000000
 initial = "unused.safetensors"
 [selection]
 goal = {goal}
+over_selection = {over_selection}
 """
 MISFIT_JOB = """
 name = "misfits"
@@ -283,7 +284,9 @@ def start_jobs(admin: AdminClient, plan: Plan) -> str:
     for number in range(1, 5):
         made(PRIVATE_JOB.format(number=number), 8, start=False)
     made(MISFIT_JOB.format(population=attackers.MISFITS, trainer=trainer), 2**20)
-    text = JOB.format(population=honest_fleet.POPULATION, trainer=trainer, goal=plan.goal)
+    text = JOB.format(
+        population=honest_fleet.POPULATION, trainer=trainer, goal=plan.goal, over_selection=plan.over_selection
+    )
     return made(text, least_squares.NUM_WEIGHTS)
 
 
