@@ -46,9 +46,9 @@ class Plan:
         return 2 * self.clients // 5 if self.attack_s is not None else 7
 
     @property
-    def over_selection(self) -> float:
-        """The default; of few clients half may be attackers, and a round needs as many again to reach its goal."""
-        return 1.3 if self.attack_s is not None else 2.0
+    def min_fraction(self) -> float:
+        """The default; but of few clients half may be attackers, whose reports are refused."""
+        return 0.8 if self.attack_s is not None else 0.5
 
     @property
     def work_s(self) -> float:

@@ -65,7 +65,7 @@ rounds = 1000000
 initial = "unused.safetensors"
 [selection]
 goal = {goal}
-over_selection = {over_selection}
+min_fraction = {min_fraction}
 """
 MISFIT_JOB = """
 name = "misfits"
@@ -285,7 +285,7 @@ def start_jobs(admin: AdminClient, plan: Plan) -> str:
         made(PRIVATE_JOB.format(number=number), 8, start=False)
     made(MISFIT_JOB.format(population=attackers.MISFITS, trainer=trainer), 2**20)
     text = JOB.format(
-        population=honest_fleet.POPULATION, trainer=trainer, goal=plan.goal, over_selection=plan.over_selection
+        population=honest_fleet.POPULATION, trainer=trainer, goal=plan.goal, min_fraction=plan.min_fraction
     )
     return made(text, least_squares.NUM_WEIGHTS)
 
