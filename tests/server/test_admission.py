@@ -14,7 +14,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fedplat import wire
+from fedplat.wire.v1 import fleet_pb2_grpc
 from fedplat_server.config import Limits
+from fedplat_server.rpc import serving
+from fedplat_server.rpc.admission import READS_PER_CONNECTION, Reads
 from server import harness
 from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, update_of
@@ -81,35 +84,92 @@ async def test_without_a_credential_no_message_is_received(site: Site) -> None:
             assert (await refusal_of(calls.start(ADMIN + method, bearer)))[1] == "NO_OPERATOR"
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Reads]:
+    """The reads of the daemons that are started."""
+    found: list[Reads] = []
+
+    def make(limits: Limits) -> Reads:
+        found.append(Reads(limits))
+        return found[-1]
+
+    monkeypatch.setattr(serving, "Reads", make)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def another_connection(site: Site) -> AsyncGenerator[Any]:
+    """A stub whose calls share a connection with no others."""
+    assert site.open_channel is not None
+    async with site.open_channel() as channel:
+        yield fleet_pb2_grpc.FleetStub(channel)
+
+
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
-async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path) -> None:
-    limits = Limits(newcomer_reads=5, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
-    async with harness.running(folder, limits=limits) as site:
+async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
+    limits = Limits(newcomer_reads=5, newcomer_reads_per_network=2, newcomer_read_s=3600.0)
+    async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
         client = await site.enrol()
+        (reads,) = made
         async with silent(site) as calls:
-            for method in ("GetChallenge", "Enroll", "OpenSession"):
+            for method in ("Enroll", "OpenSession"):
                 calls.start(FLEET + method)
 
             async def full() -> bool:
-                call = calls.start(FLEET + "GetChallenge")
-                done, _ = await asyncio.wait([asyncio.ensure_future(refusal_of(call))], timeout=1.0)
-                return bool(done)
+                return reads.num_newcomers == 2
 
             await harness.until(full, "the reads of strangers to be taken")
-            status, code, window = await refusal_of(client.stub.GetChallenge(CHALLENGE))
+            status, code, window = await refusal_of(other.GetChallenge(CHALLENGE))
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window == "1 10"
             await client.refusal()  # one with a session goes on
             await site.status()  # and so does an operator
 
         async def free() -> bool:
-            try:
-                return bool((await client.stub.GetChallenge(CHALLENGE)).nonce)
-            except aio.AioRpcError:
-                return False
+            return not reads.num_newcomers
 
         await harness.until(free, "reads to be free again")
+        assert (await other.GetChallenge(CHALLENGE)).nonce
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+@pytest.mark.fault("F41")
+async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
+    folder: Path, made: list[Reads]
+) -> None:
+    async with (
+        harness.running(folder, limits=Limits(newcomer_reads_per_network=3, newcomer_read_s=3600.0)) as site,
+        another_connection(site) as neighbour,
+    ):
+        (reads,) = made
+        async with silent(site) as calls:
+            for _ in range(20):
+                calls.start(FLEET + "GetChallenge")
+
+            async def waiting() -> bool:
+                return reads.num_waiting == 18
+
+            await harness.until(waiting, "calls to wait for their turn")
+            assert reads.num_newcomers == READS_PER_CONNECTION
+            assert (await neighbour.GetChallenge(CHALLENGE)).nonce
+
+        async def over() -> bool:
+            return not reads.num_waiting and not reads.num_newcomers
+
+        await harness.until(over, "reads and turns to be free again")
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
+async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
+    async with harness.running(folder, limits=Limits(newcomer_read_s=0.2)) as site, silent(site) as calls:
+        refused = [await refusal_of(calls.start(FLEET + "GetChallenge")) for _ in range(2)]
+        assert {code for _, code, _ in refused} == {"TOO_SLOW"}
+        many = [calls.start(FLEET + "GetChallenge") for _ in range(3 * READS_PER_CONNECTION)]
+        codes = {code for _, code, _ in await asyncio.gather(*map(refusal_of, many))}
+        assert codes == {"TOO_SLOW", "TOO_MANY_REQUESTS"}
 
 
 @pytest.mark.calm("counts calls")

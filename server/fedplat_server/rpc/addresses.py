@@ -46,6 +46,13 @@ class Origins:
         forwarded = [part for key, value in metadata if key == FORWARDED for part in str(value).split(",")]
         return origin(hop.of(context, self._secret).peer, forwarded, self._trusted)
 
+    def connection(self, context: aio.ServicerContext[Any, Any]) -> str:
+        """Return the connection that a call comes by; empty behind a trusted proxy, whose connections many share."""
+        peer = hop.of(context, self._secret).peer
+        address = _of_peer(peer)
+        is_shared = address is not None and any(address in network for network in self._trusted)
+        return "" if is_shared else peer
+
 
 def parse_network(text: str) -> _Network:
     """Return the network that a text such as `10.0.0.0/8` means. Raises `ConfigError`."""

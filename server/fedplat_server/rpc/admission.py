@@ -23,8 +23,21 @@ from fedplat_server.rpc.memory import Share, UploadMemory
 
 NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
+READS_PER_CONNECTION = 2
+"""First messages of callers without a credential that one connection may send at a time; a client sends one."""
+MOST_WAITING = 16
+"""Calls without a credential that may wait for the turn of their connection; others are refused at once."""
+_CROWDED = "too many calls of this connection wait to send"
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
+
+
+class _Line:
+    """The newcomers of a connection: those that send, and those that wait for their turn."""
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(READS_PER_CONNECTION)
+        self.num_calls = 0
 
 
 class Reads:
@@ -35,6 +48,43 @@ class Reads:
         self._newcomers: Counter[str] = Counter()
         self._known: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
+        self._lines: dict[str, _Line] = {}
+
+    @property
+    def num_newcomers(self) -> int:
+        """Number of first messages of callers without a credential that are being received."""
+        return self._newcomers.total()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls without a credential that wait for the turn of their connection."""
+        return sum(max(line.num_calls - READS_PER_CONNECTION, 0) for line in self._lines.values())
+
+    @contextlib.asynccontextmanager
+    async def in_turn(self, connection: str) -> AsyncGenerator[None]:
+        """Wait for the turn of a call without a credential among those of its connection, in order.
+
+        A connection that holds many calls open keeps only itself waiting, and each of its calls waits unread: so it
+        costs the window of a stream, and is refused no more often than once in `newcomer_read_s`.
+        """
+        line = self._lines.setdefault(connection, _Line())
+        if line.num_calls >= READS_PER_CONNECTION + MOST_WAITING:
+            raise RefusedError(Code.TOO_MANY_REQUESTS, _CROWDED)
+        line.num_calls += 1
+        try:
+            try:
+                async with asyncio.timeout(self._limits.newcomer_read_s):
+                    await line.turns.acquire()
+            except TimeoutError as exc:
+                raise RefusedError(Code.TOO_MANY_REQUESTS, _CROWDED) from exc
+            try:
+                yield
+            finally:
+                line.turns.release()
+        finally:
+            line.num_calls -= 1
+            if not line.num_calls:
+                del self._lines[connection]
 
     @contextlib.contextmanager
     def of_newcomer(self, network: str) -> Generator[float]:
@@ -80,12 +130,24 @@ def _counted(counter: Counter[str], name: str) -> Generator[None]:
 class Turn:
     """The leave to send a first message."""
 
-    def __init__(self, read: contextlib.AbstractContextManager[float], share: Share | None = None) -> None:
+    def __init__(
+        self,
+        read: contextlib.AbstractContextManager[float],
+        share: Share | None = None,
+        line: contextlib.AbstractAsyncContextManager[None] | None = None,
+    ) -> None:
         self._read = read
         self._share = share
+        self._line = line
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
         """Receive the first message. Raises `RefusedError` if it does not come, or not in time."""
+        if self._line is None:
+            return await self._received(requests)
+        async with self._line:
+            return await self._received(requests)
+
+    async def _received(self, requests: AsyncIterator[Any]) -> Any:
         with self._read as timeout_s:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -109,13 +171,13 @@ class Admission:
         self,
         guard: gate.Gate,
         claimed: Callable[[str, Context], Awaitable[str]],
-        network_of: Callable[[Context], str],
+        origins: Origins,
         reads: Reads,
         memory: UploadMemory,
     ) -> None:
         self._gate = guard
         self._claimed = claimed
-        self._network_of = network_of
+        self._origins = origins
         self._reads = reads
         self._memory = memory
 
@@ -127,7 +189,12 @@ class Admission:
         if service == gate.ADMIN:
             read = self._reads.of_known(f"operator {gate.caller()}", method)
         elif name in NEWCOMERS:
-            read = self._reads.of_newcomer(self._network_of(context))
+            origins = self._origins
+            connection = origins.connection(context)
+            line = self._reads.in_turn(connection) if connection else None
+            await _let_gateway_go_ahead(context)
+            yield Turn(self._reads.of_newcomer(origins.of(context).network), line=line)
+            return
         else:
             read = self._reads.of_known(await self._claimed(method, context), method)
         if name != "Report":

@@ -65,7 +65,7 @@ def route(services: Services, reads: Reads) -> Here:
     fleet = FleetService(services)
     fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
-    admission = Admission(gate, fleet.claimed, fleet.network_of, reads, services.memory)
+    admission = Admission(gate, fleet.claimed, services.origins, reads, services.memory)
     return Here([_streams(fleet), *collector.handlers], admission.admit)
 
 
