@@ -2,7 +2,7 @@
 
 Each connection opens more streams than the server may allow, announces a message on each of them, and sends all of it
 but the last byte, as fast as windows and its own bound let it. It answers the pings and settings that would end the
-connection. What the server refuses is opened again.
+connection. What the server refuses is opened again, at a bounded rate: a flood of refusals is not what this is about.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ CHALLENGE = "/fedplat.wire.v1.Fleet/GetChallenge"
 SIZES = (8 * 2**20 - 1, 2**20, 100_000)
 """What messages announce, in turns: as much as is ever accepted, and less than tighter limits."""
 PIECE = 16_384
+REOPENED = 5
+"""Streams that are opened with each piece of data once each connection had all of its streams open."""
 ACK, END_STREAM = 1, 1
 
 
@@ -59,7 +61,8 @@ class Connection:
     def more(self, limit: int) -> bytes:
         """As many streams as are wanted, and then data of those that may send, `limit` bytes at most."""
         out = bytearray()
-        while len(self.left) < self._num_streams and self._window > 5 and len(out) < limit:
+        most = self.num_opened + REOPENED if self.num_opened >= self._num_streams else self._num_streams
+        while len(self.left) < self._num_streams and self._window > 5 and len(out) < limit and self.num_opened < most:
             out += self.open()
         for stream, left in self.left.items():
             size = min(PIECE, left, self._windows[stream], self._window, limit - len(out))
