@@ -54,7 +54,8 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
     assert attempt is not None
     closes_at = private.closes_at(job, attempt, context.now)
     if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
-        # It has all its time anew, whoever was drawn: what was left is known only of attempts that drew clients.
+        # It has all its time anew, whichever clients were drawn: what was left is known only of attempts that drew
+        # clients.
         attempt = dataclasses.replace(attempt, closes_at=closes_at)
         job = dataclasses.replace(job, attempt=attempt)
     late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)

@@ -21,7 +21,7 @@ from fedplat_server.store.sql import SqlStore
 
 EVERYTHING = 1 << 31
 Progress = Callable[[int, int], None]
-"""Hears how many of how many steps are done."""
+"""Called with the number of steps that are done, and of all steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

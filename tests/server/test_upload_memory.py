@@ -19,7 +19,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import intake
 from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import RefusedError
-from fedplat_server.rpc.memory import Budget
+from fedplat_server.rpc.memory import MemoryBudget
 from server import harness
 from server.harness import Site, digest_of, job_file
 
@@ -108,14 +108,14 @@ async def test_reports_of_one_upload_are_checked_one_at_a_time(site: Site, monke
 # --- the budget itself ---
 
 
-async def hold(budget: Budget, size_bytes: int, name: str, order: list[str], over: asyncio.Event) -> None:
+async def hold(budget: MemoryBudget, size_bytes: int, name: str, order: list[str], over: asyncio.Event) -> None:
     async with budget.share(size_bytes):
         order.append(name)
         await over.wait()
 
 
 async def test_a_budget_serves_in_order_and_is_whole_again_after_all() -> None:
-    budget, order, over = Budget(10, 3600.0, 2), list[str](), asyncio.Event()
+    budget, order, over = MemoryBudget(10, 3600.0, 2), list[str](), asyncio.Event()
     first = asyncio.create_task(hold(budget, 100, "more than there is", order, over))
     await asyncio.sleep(0)
     waiting = [asyncio.create_task(hold(budget, size, str(size), order, over)) for size in (6, 5)]
@@ -132,7 +132,7 @@ async def test_a_budget_serves_in_order_and_is_whole_again_after_all() -> None:
 
 
 async def test_a_share_that_shrinks_makes_room() -> None:
-    budget, order, over = Budget(10, 3600.0, 2), list[str](), asyncio.Event()
+    budget, order, over = MemoryBudget(10, 3600.0, 2), list[str](), asyncio.Event()
     async with budget.share(10) as share:
         waiting = asyncio.create_task(hold(budget, 6, "6", order, over))
         await asyncio.sleep(0)

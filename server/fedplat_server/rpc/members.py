@@ -63,7 +63,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        """Lets nobody enrol by a token any more, and revokes the clients that did, if they are to go with it."""
+        """Revoke a ticket, and the clients that have enrolled by it if they are to go with it."""
         services, enrolment_id = self._services, requests.enrolment_id(request.enrolment_id)
         answer = _enrolment(await services.enrolments.revoke(enrolment_id, gate.caller()))
         if request.with_clients:  # no other one can enrol by it any more

@@ -24,7 +24,7 @@ REPORTS_PART = 0.25
 class Share:
     """What a call may hold of a budget."""
 
-    def __init__(self, budget: Budget, size_bytes: int) -> None:
+    def __init__(self, budget: MemoryBudget, size_bytes: int) -> None:
         self._budget = budget
         self.size_bytes = size_bytes
 
@@ -35,7 +35,7 @@ class Share:
             self._budget.give_back(freed)
 
 
-class Budget:
+class MemoryBudget:
     """Bytes that calls share. Those that find none left wait in order for a while; others are refused at once."""
 
     def __init__(self, total_bytes: int, patience_s: float, max_waiting: int) -> None:
@@ -46,7 +46,7 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """How much nobody holds."""
+        """Number of bytes that no call holds."""
         return self._free
 
     @property
@@ -107,5 +107,7 @@ class UploadMemory:
 
     def __init__(self, limits: Limits) -> None:
         reports = int(REPORTS_PART * limits.upload_memory_bytes)
-        self.uploads = Budget(limits.upload_memory_bytes - reports, limits.upload_wait_s, limits.max_waiting_uploads)
-        self.reports = Budget(reports, limits.upload_wait_s, limits.max_waiting_uploads)
+        self.uploads = MemoryBudget(
+            limits.upload_memory_bytes - reports, limits.upload_wait_s, limits.max_waiting_uploads
+        )
+        self.reports = MemoryBudget(reports, limits.upload_wait_s, limits.max_waiting_uploads)
