@@ -17,7 +17,7 @@ from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2_grpc
 from fedplat_server.config import Limits
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.admission import READS_PER_CONNECTION, Reads
+from fedplat_server.rpc.admission import MOST_WAITING, READS_PER_CONNECTION, Reads
 from server import harness
 from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, update_of
@@ -145,14 +145,16 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
     ):
         (reads,) = made
         async with silent(site) as calls:
-            for _ in range(20):
+            for _ in range(READS_PER_CONNECTION + MOST_WAITING):
                 calls.start(FLEET + "GetChallenge")
 
             async def waiting() -> bool:
-                return reads.num_waiting == 18
+                return reads.num_waiting == MOST_WAITING
 
             await harness.until(waiting, "calls to wait for their turn")
             assert reads.num_newcomers == READS_PER_CONNECTION
+            _, code, _ = await refusal_of(calls.start(FLEET + "GetChallenge"))
+            assert code == "TOO_MANY_REQUESTS"
             assert (await neighbour.GetChallenge(CHALLENGE)).nonce
 
         async def over() -> bool:
