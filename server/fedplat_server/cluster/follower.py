@@ -12,7 +12,7 @@ from fedplat_server.cluster.switch import Nowhere, Switch
 
 
 class Follower:
-    """Turns the switch to whoever leads. `tell` hears whether callers can be served."""
+    """Turn the switch to the daemon that leads, and tell `tell` whether callers can be served."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
     ) -> fleet_pb2.GetChallengeResponse:
         """Gives a nonce."""
         requests.protocol_version(request.protocol_version)
-        self._services.quotas.challenge(self.network_of(context))
+        self._services.quotas.challenge(self._network_of(context))
         nonce = self._services.callers.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
@@ -61,7 +61,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             public_key=request.public_key,
         )
         self._services.callers.require_proof(_call(), newcomer.public_key)
-        self._services.quotas.require_stranger(self.network_of(context))
+        self._services.quotas.require_stranger(self._network_of(context))
         record = await self._services.enrolments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
@@ -118,7 +118,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         certified = "" if method == _RENEWAL else self._by_certificate(context)
         return self._services.callers.claimed(_call(certified))
 
-    def network_of(self, context: Context) -> str:
+    def _network_of(self, context: Context) -> str:
         """Return the network that a caller is counted in."""
         return self._services.origins.of(context).network
 
@@ -145,13 +145,13 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             # One whose session is from before a restart only has to open another, and that is counted. A whole
             # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._services.quotas.stranger(self.network_of(context))
+                self._services.quotas.stranger(self._network_of(context))
             raise
 
     async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
         answer = await self._counted(work, context)
-        self._services.quotas.no_stranger(self.network_of(context))
+        self._services.quotas.no_stranger(self._network_of(context))
         return answer
 
 

@@ -30,7 +30,7 @@ class OperatorStore(Protocol):
         """Removes an operator. Raises `OperatorError` if there is none of that name.
 
         With `keep_an_admin`, raises `LastAdminError` if it is the only one left with the role admin and a token that
-        is still good, whoever else is removed at the same time.
+        is still good, also when others are removed at the same time.
         """
         ...
 

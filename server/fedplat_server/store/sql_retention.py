@@ -54,7 +54,7 @@ class SqlRetention:
 
     async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
         """Those of some digests that no row names."""
-        # A transaction that writes: whoever leads no more must not remove what the next leader has written.
+        # A transaction that writes: a daemon that no longer leads must not remove what the next leader has written.
         return await self._database.write(lambda connection: _unreferenced(connection, digests))
 
     async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
