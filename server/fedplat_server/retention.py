@@ -20,6 +20,8 @@ from fedplat_server.store.port import Store
 from fedplat_server.store.retention import BATCH, Keep
 
 RETRY_S = 1.0
+CLOSE_S = 10.0
+"""How long the end waits for the files of the versions at hand to go."""
 EVERY_S = 600.0
 """How often everything is looked at: also what `fedplat-server prune` has given up beside this daemon."""
 OLD_S = 3600.0
@@ -60,6 +62,7 @@ class Retention:
         self._forgetful: set[str] = set()
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
 
     def begin(self) -> None:
         """Begins to work."""
@@ -76,8 +79,11 @@ class Retention:
         self._wanted.set()
 
     async def close(self) -> None:
-        """Ends; what was not removed is removed after the next start."""
+        """Ends once the files of the versions at hand are gone; the others go after the next start."""
+        self._is_closing = True
+        self._wanted.set()
         if self._task is not None:
+            await asyncio.wait([self._task], timeout=CLOSE_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -88,7 +94,7 @@ class Retention:
             self._forgetful.add(job_id)
         await self._remove_history(job)
         keep = keep_of(job)
-        while found := await self._store.removable(job_id, keep):
+        while not self._is_closing and (found := await self._store.removable(job_id, keep)):
             with self._blobs.sweep() as sweep:
                 gone = await self._store.give_up(job_id, found)
                 size_bytes = await asyncio.to_thread(sweep.remove, gone)
@@ -100,7 +106,8 @@ class Retention:
     async def _remove_history(self, job: JobState) -> None:
         days = job.spec.retention.history_days
         before = time.time() - days * 86400.0
-        while days and (keys := await self._store.old_attempts(job.job_id, before, HISTORY_BATCH)):
+        old = functools.partial(self._store.old_attempts, job.job_id, before, HISTORY_BATCH)
+        while days and not self._is_closing and (keys := await old()):
             # What selection remembers of clients, it reads back from their assignments.
             await self._store.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
@@ -129,7 +136,7 @@ class Retention:
 
     async def _run(self) -> None:
         noted_at = asyncio.get_running_loop().time()
-        while True:
+        while not self._is_closing:
             try:
                 async with asyncio.timeout(EVERY_S):
                     await self._wanted.wait()
@@ -140,11 +147,11 @@ class Retention:
                     noted_at = asyncio.get_running_loop().time()
                     await self._tried(self._note_seen())
             self._wanted.clear()
-            while self._jobs:
+            while self._jobs and not self._is_closing:
                 job_id = next(iter(self._jobs))
                 if await self._tried(self.apply(job_id)):
                     self._jobs.pop(job_id, None)
-            if self._leftovers:
+            if self._leftovers and not self._is_closing:
                 await self._tried(self._remove_leftovers())
 
     async def _tried(self, work: Awaitable[None]) -> bool:
@@ -156,6 +163,7 @@ class Retention:
         except (StoreError, BlobError) as exc:
             logs.get().warning("old files could not be removed", error=str(exc))
             self._wanted.set()
-            await asyncio.sleep(RETRY_S)
+            if not self._is_closing:
+                await asyncio.sleep(RETRY_S)
             return isinstance(exc, BlobError)  # the rows are written: the next start removes the files
         return True

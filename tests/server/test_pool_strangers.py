@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -116,12 +117,15 @@ class _Wire:
             threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
 
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
-        while content := source.recv(65536):
-            self.carried += content
-            target.sendall(content)
+        with contextlib.suppress(OSError):  # either side may close first
+            while content := source.recv(65536):
+                self.carried += content
+                target.sendall(content)
 
     def close(self) -> None:
         for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
             each.close()
 
 
