@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import sqlite3
+import sys
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,10 +162,12 @@ async def test_beside_a_daemon_on_postgresql_files_are_left_to_it(folder: Path, 
         job = await trained(site)
         number = len([path for path in (folder / "blobs").rglob("*") if path.is_file()])
         options = ["--database", postgres, "--keep-versions", "1", "--yes", "--json"]
-        command = ["prune", "--data-dir", str(folder), *options]
-        result = await asyncio.to_thread(CliRunner().invoke, app, command)
-        assert result.exit_code == 0, result.output
-        told = json.loads(result.stdout)
+        # A process of its own: what this one prints is also the daemon's log.
+        command = [str(Path(sys.executable).parent / "fedplat-server"), "prune", "--data-dir", str(folder), *options]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        told = json.loads(output)
         assert (told["models"], told["removed"], told["files_removed"]) == (5, True, False)
         assert len([path for path in (folder / "blobs").rglob("*") if path.is_file()]) == number
         assert await kept(site, job) == [0, 6]
