@@ -26,7 +26,8 @@ class Limits(msgspec.Struct, frozen=True):
     `notes_per_minute`: rows of the audit log about refused calls and fenced clients, of all callers together.
     `writes_per_minute`: requests of one client that begin a session, each of which is a transaction.
     `newcomer_reads`: first messages of callers without a credential that are received at a time, and `_per_network`
-    of them (an IPv4 address, or the /64 of an IPv6 address); each must be complete after `newcomer_read_s`.
+    of them (an IPv4 address, or the /64 of an IPv6 address); others wait for up to `newcomer_read_s`, and each must be
+    complete after the same time.
     `open_calls`: calls of the open services (health, reflection) at a time. `upload_memory_bytes`: what updates may
     take together while they are received; of those beyond it, `max_waiting_uploads` wait for `upload_wait_s`.
     """

@@ -14,8 +14,9 @@ ROUNDS_AFTER = 3
 """Committed rounds that must follow when the attackers have left."""
 MAX_SLOWER = 2.0
 """Of the median of what honest clients wait for, with attackers and without."""
-UNNOTICED_S = 0.05
-"""A median below is as good as none: the clock and the scheduler make it."""
+UNNOTICED_S = 0.25
+"""A median below is accepted: on two cores that the server, its clients and all attackers share, calls wait for bursts
+of refused ones. Clients ask for work every few seconds."""
 MAX_MORE_RSS_MB = 128.0
 """Above the calm phase, for all attackers together; the anonymous ones may cost 50 MB of it."""
 MAX_DATABASE_MB_PER_MINUTE = 4.0

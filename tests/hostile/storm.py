@@ -135,9 +135,9 @@ class Outcome:
 class Attacker:
     """Somebody with a connection, and with or without an identity."""
 
-    def __init__(self, server: processes.Server, seed: int, outcome: Outcome) -> None:
-        self._address = address = server.address
-        self._operator = ((wire.METADATA_AUTHORIZATION, f"Bearer {server.profile.token}"),)
+    def __init__(self, address: str, operator_token: str, seed: int, outcome: Outcome) -> None:
+        self._address = address
+        self._operator = ((wire.METADATA_AUTHORIZATION, f"Bearer {operator_token}"),)
         self._rng = random.Random(seed)
         self._outcome = outcome
         self._channel = aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),))
@@ -173,7 +173,7 @@ class Attacker:
             answer = await call
         except aio.AioRpcError as exc:
             text = exc.details() or ""
-            answer = exc.code().name
+            answer = "unheard" if is_unheard(exc) else exc.code().name
             if (exc.code() in FAILURES and not is_unheard(exc)) or "Traceback" in text or 'File "' in text:
                 self._outcome.wrong.append(f"{kind}, {path}: {answer} {text[:300]}")
         self._outcome.note(kind, answer)
@@ -285,9 +285,10 @@ def submit(admin: AdminClient, text: str) -> str:
 
 
 async def _storm(
-    server: processes.Server, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome
+    server: processes.Server, operator: str, num_messages: int, seed: int, process: psutil.Process, outcome: Outcome
 ) -> None:
-    attackers = [Attacker(server, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
+    address = server.address
+    attackers = [Attacker(address, operator, seed * 1000 + number, outcome) for number in range(NUM_ATTACKERS)]
     numbers = iter(range(num_messages))
     token = Ticket.from_text(server.ticket("hostile", NUM_ATTACKERS)).secret
     samples = sorted({int(num_messages * share) for share in (WARM_UP, 0.25, 0.5, 0.75)})
@@ -314,9 +315,11 @@ def run(folder: Path, num_messages: int, seed: int, database: str | None = None)
         with server.admin() as admin:
             process = psutil.Process(admin.status().process_id)
             baits = [submit(admin, BAIT.format(number=number)) for number in range(NUM_BAITS)]
+            # An operator of their own: a daemon limits the calls of each operator, and honest ones have theirs.
+            token = admin.add_operator("hostile", "admin").token
         honest = Honest(server, folder)
         with honest.at_work():
-            asyncio.run(_storm(server, num_messages, seed, process, outcome))
+            asyncio.run(_storm(server, token, num_messages, seed, process, outcome))
         outcome.num_completed = honest.num_completed
         outcome.seconds = time.monotonic() - started
         if process.is_running():

@@ -17,7 +17,7 @@ from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2_grpc
 from fedplat_server.config import Limits
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.admission import MOST_WAITING, READS_PER_CONNECTION, Reads
+from fedplat_server.rpc.admission import MAX_WAITING_PER_CONNECTION, READS_PER_CONNECTION, Reads
 from server import harness
 from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, update_of
@@ -108,7 +108,7 @@ async def another_connection(site: Site) -> AsyncGenerator[Any]:
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
 async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
-    limits = Limits(newcomer_reads=5, newcomer_reads_per_network=2, newcomer_read_s=3600.0)
+    limits = Limits(newcomer_reads=2, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
     async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
         client = await site.enrol()
         (reads,) = made
@@ -135,6 +135,29 @@ async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path
 
 @pytest.mark.calm("counts calls")
 @pytest.mark.fault("F38")
+async def test_a_newcomer_waits_for_a_turn_of_its_network(folder: Path, made: list[Reads]) -> None:
+    limits = Limits(newcomer_reads_per_network=2, newcomer_read_s=3600.0)
+    async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
+        (reads,) = made
+        async with silent(site) as calls:
+            for _ in range(2):
+                calls.start(FLEET + "GetChallenge")
+
+            async def full() -> bool:
+                return reads.num_newcomers == 2
+
+            await harness.until(full, "the turns of the network to be taken")
+            asked = asyncio.ensure_future(other.GetChallenge(CHALLENGE))
+
+            async def waiting() -> bool:
+                return (reads.num_newcomers, reads.num_waiting) == (2, 1)
+
+            await harness.until(waiting, "the newcomer to wait for its turn")
+        assert (await asked).nonce
+
+
+@pytest.mark.calm("counts calls")
+@pytest.mark.fault("F38")
 @pytest.mark.fault("F41")
 async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
     folder: Path, made: list[Reads]
@@ -145,11 +168,11 @@ async def test_a_connection_that_holds_its_calls_open_keeps_only_itself_waiting(
     ):
         (reads,) = made
         async with silent(site) as calls:
-            for _ in range(READS_PER_CONNECTION + MOST_WAITING):
+            for _ in range(READS_PER_CONNECTION + MAX_WAITING_PER_CONNECTION):
                 calls.start(FLEET + "GetChallenge")
 
             async def waiting() -> bool:
-                return reads.num_waiting == MOST_WAITING
+                return reads.num_waiting == MAX_WAITING_PER_CONNECTION
 
             await harness.until(waiting, "calls to wait for their turn")
             assert reads.num_newcomers == READS_PER_CONNECTION

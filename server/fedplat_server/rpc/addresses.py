@@ -5,6 +5,7 @@ A caller with IPv6 usually has a whole /64 to itself (RFC 6177), so what is coun
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ FORWARDED = "x-forwarded-for"
 """The metadata in which proxies name the caller, each adding the address that it was called from."""
 MAX_PROXIES = 16
 IPV6_PREFIX = 64
+_CACHED = 4096
+"""Peers and addresses whose parts are remembered: a flood of refused calls is to cost little."""
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -76,6 +79,10 @@ def origin(peer: str, forwarded: Sequence[str], trusted: Sequence[_Network]) -> 
     address = _of_peer(peer)
     if address is None:
         return Origin(peer[:100], peer[:100])
+    return _origin_of(_first_untrusted(address, forwarded, trusted))
+
+
+def _first_untrusted(address: _Address, forwarded: Sequence[str], trusted: Sequence[_Network]) -> _Address:
     for said in reversed(forwarded[-MAX_PROXIES:]):
         if not any(address in network for network in trusted):
             break
@@ -83,11 +90,17 @@ def origin(peer: str, forwarded: Sequence[str], trusted: Sequence[_Network]) -> 
         if before is None:
             break
         address = before
+    return address
+
+
+@functools.lru_cache(_CACHED)
+def _origin_of(address: _Address) -> Origin:
     if address.version == 4:
         return Origin(f"ipv4:{address}", f"ipv4:{address}")
     return Origin(f"ipv6:{address}", f"ipv6:{ipaddress.ip_network((address, IPV6_PREFIX), strict=False)}")
 
 
+@functools.lru_cache(_CACHED)
 def _of_peer(peer: str) -> _Address | None:
     """The address of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`: ports change with connections."""
     kind, _, rest = peer.partition(":")

@@ -25,19 +25,55 @@ NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
 READS_PER_CONNECTION = 2
 """First messages of callers without a credential that one connection may send at a time; a client sends one."""
-MOST_WAITING = 16
-"""Calls without a credential that may wait for the turn of their connection; others are refused at once."""
-_CROWDED = "too many calls of this connection wait to send"
+MAX_WAITING_PER_CONNECTION = 16
+"""Calls without a credential that may wait for a turn of their connection; others are refused at once."""
+MAX_WAITING_PER_NETWORK = 256
+"""The same for the turns of a network: two calls of each connection wait for those."""
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 
 
-class _Line:
-    """The newcomers of a connection: those that send, and those that wait for their turn."""
-
-    def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(READS_PER_CONNECTION)
+class _Queue:
+    def __init__(self, num_turns: int) -> None:
+        self.turns = asyncio.Semaphore(num_turns)
         self.num_calls = 0
+
+
+class _Queues:
+    """A queue for each key: `num_turns` calls go on at a time, and `max_waiting` wait `patience_s` for a turn."""
+
+    def __init__(self, num_turns: int, max_waiting: int, patience_s: float) -> None:
+        self._num_turns = num_turns
+        self._max_calls = num_turns + max_waiting
+        self._patience_s = patience_s
+        self._queues: dict[str, _Queue] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls that wait for a turn."""
+        return sum(max(queue.num_calls - self._num_turns, 0) for queue in self._queues.values())
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: str, whose: str) -> AsyncGenerator[None]:
+        """Wait for a turn, in order of arrival, and hold it. Raises `RefusedError`."""
+        queue = self._queues.setdefault(key, _Queue(self._num_turns))
+        if queue.num_calls >= self._max_calls:
+            raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {whose} wait to send")
+        queue.num_calls += 1
+        try:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await queue.turns.acquire()
+            except TimeoutError as exc:
+                raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {whose} are sending") from exc
+            try:
+                yield
+            finally:
+                queue.turns.release()
+        finally:
+            queue.num_calls -= 1
+            if not queue.num_calls:
+                del self._queues[key]
 
 
 class Reads:
@@ -45,57 +81,44 @@ class Reads:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._newcomers: Counter[str] = Counter()
+        patience_s = limits.newcomer_read_s
+        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, patience_s)
+        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, patience_s)
+        self._num_newcomers = 0
         self._known: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
-        self._lines: dict[str, _Line] = {}
 
     @property
     def num_newcomers(self) -> int:
         """Number of first messages of callers without a credential that are being received."""
-        return self._newcomers.total()
+        return self._num_newcomers
 
     @property
     def num_waiting(self) -> int:
-        """Number of calls without a credential that wait for the turn of their connection."""
-        return sum(max(line.num_calls - READS_PER_CONNECTION, 0) for line in self._lines.values())
+        """Number of calls without a credential that wait for a turn of their connection or network."""
+        return self._connections.num_waiting + self._networks.num_waiting
 
     @contextlib.asynccontextmanager
-    async def in_turn(self, connection: str) -> AsyncGenerator[None]:
-        """Wait for the turn of a call without a credential among those of its connection, in order.
+    async def in_turn(self, connection: str, network: str) -> AsyncGenerator[None]:
+        """Wait for the turn of a call without a credential: in its connection, if that is known, then in its network.
 
         A connection that holds many calls open keeps only itself waiting, and each of its calls waits unread: so it
         costs the window of a stream, and is refused no more often than once in `newcomer_read_s`.
         """
-        line = self._lines.setdefault(connection, _Line())
-        if line.num_calls >= READS_PER_CONNECTION + MOST_WAITING:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, _CROWDED)
-        line.num_calls += 1
-        try:
-            try:
-                async with asyncio.timeout(self._limits.newcomer_read_s):
-                    await line.turns.acquire()
-            except TimeoutError as exc:
-                raise RefusedError(Code.TOO_MANY_REQUESTS, _CROWDED) from exc
-            try:
-                yield
-            finally:
-                line.turns.release()
-        finally:
-            line.num_calls -= 1
-            if not line.num_calls:
-                del self._lines[connection]
+        own = self._connections.turn(connection, "connection") if connection else contextlib.nullcontext()
+        async with own, self._networks.turn(network, "network"):
+            yield
 
     @contextlib.contextmanager
-    def of_newcomer(self, network: str) -> Generator[float]:
+    def of_newcomer(self) -> Generator[float]:
         """Count the read of a caller without a credential, and give the seconds that it may take."""
-        limits = self._limits
-        if self._newcomers[network] >= limits.newcomer_reads_per_network:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many callers of this network are sending at this moment")
-        if self._newcomers.total() >= limits.newcomer_reads:
+        if self._num_newcomers >= self._limits.newcomer_reads:
             raise RefusedError(Code.TOO_MANY_REQUESTS, "too many newcomers are sending at this moment")
-        with _counted(self._newcomers, network):
-            yield limits.newcomer_read_s
+        self._num_newcomers += 1
+        try:
+            yield self._limits.newcomer_read_s
+        finally:
+            self._num_newcomers -= 1
 
     @contextlib.contextmanager
     def of_known(self, name: str, method: str) -> Generator[float]:
@@ -134,17 +157,17 @@ class Turn:
         self,
         read: contextlib.AbstractContextManager[float],
         share: Share | None = None,
-        line: contextlib.AbstractAsyncContextManager[None] | None = None,
+        queue: contextlib.AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         self._read = read
         self._share = share
-        self._line = line
+        self._queue = queue
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
         """Receive the first message. Raises `RefusedError` if it does not come, or not in time."""
-        if self._line is None:
+        if self._queue is None:
             return await self._received(requests)
-        async with self._line:
+        async with self._queue:
             return await self._received(requests)
 
     async def _received(self, requests: AsyncIterator[Any]) -> Any:
@@ -189,11 +212,9 @@ class Admission:
         if service == gate.ADMIN:
             read = self._reads.of_known(f"operator {gate.caller()}", method)
         elif name in NEWCOMERS:
-            origins = self._origins
-            connection = origins.connection(context)
-            line = self._reads.in_turn(connection) if connection else None
+            connection, network = self._origins.connection(context), self._origins.of(context).network
             await _let_gateway_go_ahead(context)
-            yield Turn(self._reads.of_newcomer(origins.of(context).network), line=line)
+            yield Turn(self._reads.of_newcomer(), queue=self._reads.in_turn(connection, network))
             return
         else:
             read = self._reads.of_known(await self._claimed(method, context), method)
@@ -218,7 +239,7 @@ class OpenAdmission:
         """Let a call in."""
         network = self._origins.of(context).network
         with self._reads.open_call(network):
-            yield Turn(self._reads.of_newcomer(network))
+            yield Turn(self._reads.of_newcomer(), queue=self._reads.in_turn("", network))
 
 
 async def _let_gateway_go_ahead(context: Context) -> None:
