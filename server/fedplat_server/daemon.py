@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
@@ -334,8 +334,6 @@ class _Parts:
             case Abandon():
                 self._training.end(command.key)
                 self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
-            case SetTimer():
-                raise AssertionError("the runner sets timers itself")
 
     def stored(self, changes: Sequence[Change]) -> None:
         """Tells the log and the watchers what has happened, and has new versions scored."""
