@@ -40,6 +40,7 @@ from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
+from fedplat_server.progress import ProgressTracker
 from fedplat_server.retention import Retention
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.addresses import Origins
@@ -288,6 +289,7 @@ class _Parts:
             issuer=endpoint.issuer,
             peers=endpoint.peers,
             desk=Desk(),
+            progress=ProgressTracker(),
             blobs=blobs,
             chunks=Chunks(),
             inline_models=InlineModels(blobs),
@@ -342,6 +344,7 @@ class _Parts:
 
     def stored(self, changes: Sequence[Change]) -> None:
         """Tells the log and the watchers what has happened, and has new versions scored."""
+        self.services.progress.drop_ended(changes)
         for change in changes:
             job_id = change.job.job_id
             for row in change.history:
