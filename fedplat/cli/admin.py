@@ -175,9 +175,7 @@ class AdminClient:
         attempt, at most one in so many seconds.
         It also ends, or raises `ServerUnreachableError`, when the server stops: `fedplat.cli.watch.follow` goes on.
         """
-        request = admin_pb2.WatchJobRequest(
-            job=job, after_sequence=after_sequence, progress_every_s=progress_every_s
-        )
+        request = admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence, progress_every_s=progress_every_s)
         call = self._stub.WatchJob(request, metadata=self._metadata)
         try:
             with self._translated(None):

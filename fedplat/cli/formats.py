@@ -76,9 +76,7 @@ def _fractions(progress: admin_pb2.AttemptProgress) -> str:
     if not progress.num_known:
         return "progress not known yet"
     known = f"{progress.num_known} known: " if progress.num_known < progress.num_training else ""
-    return (
-        f"{known}median {progress.median:.0%}, slowest {progress.minimum:.0%}: {progress.slowest_client_id}"
-    )
+    return f"{known}median {progress.median:.0%}, slowest {progress.minimum:.0%}: {progress.slowest_client_id}"
 
 
 def name_of(enum: EnumDescriptor, number: int) -> str:

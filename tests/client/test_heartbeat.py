@@ -52,9 +52,7 @@ def test_the_servers_deadline_replaces_the_clients(
     train_with(fleet, make_client(clock=lambda: 0.0), check)
 
 
-def test_a_heartbeat_carries_the_progress(
-    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
-) -> None:
+def test_a_heartbeat_carries_the_progress(fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef) -> None:
     fleet.assign(model, heartbeat_s=0.1)
     train_with(fleet, make_client(), lambda _: None)
     assert fleet.requests["Heartbeat"][-1].progress == 0.25
