@@ -17,8 +17,8 @@ from fedplat.rounds.states import AssignmentState
 class ProgressSummary:
     """The progress of an attempt's clients: fractions of the work, 0 to 1, of those that train and sent a heartbeat.
 
-    `median`, `minimum` and `slowest_client_id` are None while no such client is known. Of several clients with the
-    least fraction the slowest is the one that began first.
+    `median` and `minimum` are None, and `slowest_client_id` is empty, while no such client is known. Of several clients
+    with the least fraction the slowest is the one that began first.
     """
 
     num_training: int
@@ -26,7 +26,7 @@ class ProgressSummary:
     num_known: int = 0
     median: float | None = None
     minimum: float | None = None
-    slowest_client_id: str | None = None
+    slowest_client_id: str = ""
 
 
 class ProgressTracker:
