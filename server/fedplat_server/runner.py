@@ -95,7 +95,7 @@ class Actor(Protocol):
         ...
 
     def stored(self, changes: Sequence[Change]) -> None:
-        """Hears of changes, after they are stored and before their commands are carried out."""
+        """See changes after they are stored and before their commands are carried out."""
         ...
 
 

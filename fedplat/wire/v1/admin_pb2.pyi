@@ -721,7 +721,7 @@ class JobEvent(_message.Message):
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
-    """What changed: "job", "attempt", "assignment" or "version". An event of "progress" is no part of the history: it has
+    """What changed: "job", "attempt", "assignment" or "version". An event of "progress" is not part of the history: it has
     the sequence number of the event before.
     """
     round: _builtins.int

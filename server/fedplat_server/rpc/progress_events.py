@@ -1,4 +1,4 @@
-"""The events of a watch about the progress of the open attempt. They are no part of the job's history."""
+"""The events of a watch about the progress of the open attempt. They are not part of the job's history."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgressEvents:
         self._last: tuple[AttemptKey, ProgressSummary] | None = None
 
     def next_event(self, sequence: int) -> admin_pb2.JobEvent | None:
-        """Return an event if one is due and says something new; `sequence` is that of the event before."""
+        """Return an event if one is due and the progress has changed; `sequence` is that of the event before."""
         if self._clock() < self._due_at:
             return None
         self._due_at = self._clock() + self._every_s
