@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -250,46 +249,6 @@ def test_a_warm_start_has_no_clients_and_no_round():
     console.print(watch.picture(board, admin_pb2.Job(num_rounds=3), 24))
     assert isinstance(console.file, io.StringIO)
     assert "warm start" in console.file.getvalue()
-
-
-def progress_event(at: float, **fields: Any) -> admin_pb2.JobEvent:
-    """About the attempt that the story ends with."""
-    progress = admin_pb2.AttemptProgress(num_training=1, **fields)
-    return admin_pb2.JobEvent(entity="progress", round=2, attempt=1, sequence=1, unix_s=at, progress=progress)
-
-
-def test_the_board_has_the_progress_of_an_attempt_that_collects():
-    board = Board()
-    for event in script():
-        board.add(event)
-    assert board.add(progress_event(7.0, num_known=1, median=0.5, minimum=0.5)) is None
-    running = board.attempts[-1]
-    assert (running.progress.median, running.seconds) == (0.5, 7.0)
-    board.add(admin_pb2.JobEvent(entity="attempt", round=2, attempt=1, to_state="COMMITTING"))
-    assert not running.HasField("progress")
-
-
-def test_lines_and_the_picture_have_the_progress():
-    printed: list[str] = []
-    job = admin_pb2.Job(name="digits", num_rounds=3)
-    show, board = watch.lines(printed.append, job), Board()
-    for event in (*script(), progress_event(7.0)):
-        show(event)
-        board.add(event)
-    assert printed[-1] == "round 2/3  1 at work (progress not known yet)"
-    console = Console(file=io.StringIO(), width=120)
-    console.print(watch.picture(board, job, 24))
-    assert isinstance(console.file, io.StringIO)
-    assert "1 at work (progress not known yet)" in console.file.getvalue()
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_watch_asks_for_the_progress(state: State, client: AdminClient, as_json: bool):
-    job = state.add_job(status=S.JOB_STATUS_COMPLETED)
-    with watch.view_for(Output(as_json=as_json), job) as view:
-        watch.follow(client, job.job_id, view)
-    wanted = watch.JSON_PROGRESS_EVERY_S if as_json else watch.LINE_PROGRESS_EVERY_S
-    assert set(state.progress_every_s) == {wanted}
 
 
 def test_the_picture_shows_the_latest_attempts_that_fit():
