@@ -46,7 +46,7 @@ class Connection:
             return self._call(_CHECK_IN, request, signal, request.wait_s + self._timeout_s)
 
     def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
-        """Tells the progress and waits for an order to stop, `request.wait_s` at most."""
+        """Send the progress; wait for an order to stop or, after `request.wait_s`, for the time that is left."""
         return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
 
     def query_upload(self, token: str, digest: str, signal: StopSignal) -> int:

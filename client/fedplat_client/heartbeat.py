@@ -1,4 +1,4 @@
-"""The heartbeat: a thread that tells the server the progress of a task and hears when the task shall stop."""
+"""The heartbeat: a thread that sends the progress of a task, and receives its deadline and the order to stop."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _logger = logging.getLogger(__name__)
 class Heartbeat:
     """Runs within a `with` block, from the reception of an assignment to the end of its upload.
 
-    Sets the task's signal when the server says stop, or when the assignment's time is up though the server
-    cannot be reached. Leaving the block cancels the call in flight and joins the thread.
+    Sets the task's deadline to the server's, and its signal when the server orders a stop or the deadline has passed,
+    though the server cannot be reached. Leaving the block cancels the call in flight and joins the thread.
     """
 
     def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
@@ -48,7 +48,7 @@ class Heartbeat:
         self._ended.set(Stop(model_pb2.REASON_UNSPECIFIED, "the task is over"))
 
     def _run(self) -> None:
-        backoff = Backoff(self._control.options)
+        backoff, answered = Backoff(self._control.options), True
         with self._control.signal.attached(self._end):
             self._ended.wait(_FIRST_BEAT_S)
             while not self._ended.is_set():
@@ -57,7 +57,9 @@ class Heartbeat:
                     self._control.expire()
                     return
                 try:
-                    self._beat(min(self._heartbeat_s, remaining_s))
+                    # A server that was away may have been restarted, with another deadline: it answers at once.
+                    self._beat(min(self._heartbeat_s, remaining_s) if answered else 0.0)
+                    answered = True
                     backoff.reset()
                 except Cancelled:
                     return
@@ -66,6 +68,7 @@ class Heartbeat:
                     self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
                     return
                 except ServerError as exc:
+                    answered = False
                     _logger.debug("A heartbeat failed: %s", exc)
                     self._control.options.wait(self._ended, min(backoff.next_s(exc.retry), remaining_s))
 
@@ -77,3 +80,6 @@ class Heartbeat:
             retry = refusal.retry if refusal.HasField("retry") else None
             text = refusal.text or f"the server said stop ({reason_name(refusal.reason)})"
             self._control.signal.set(Stop(refusal.reason, text, by_server=True, retry=retry))
+        elif response.HasField("proceed"):
+            proceed = response.proceed
+            self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)

@@ -24,7 +24,8 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 class Control:
     """What the threads that work on one assignment share: its deadlines, its progress and the signal to stop.
 
-    Deadlines count from the moment of its making, on the client's monotonic clock.
+    Deadlines are moments of the client's monotonic clock. They count from its making at first; each heartbeat's answer
+    sets them again (`adjust`), since a server that was restarted may have other ones.
     """
 
     training_timeout_s: float = math.inf
@@ -37,17 +38,27 @@ class Control:
     """Whether the training is over and the upload is on."""
 
     def __post_init__(self) -> None:
-        self._training_deadline = self.options.clock() + self.training_timeout_s
+        self._training_deadline_at = self.options.clock() + self.training_timeout_s
+        self._deadline_at = self._training_deadline_at + self.upload_timeout_s
+
+    def adjust(self, remaining_s: float, *, uploading: bool) -> None:
+        """Take over the server's deadline, whether it is earlier or later than the one before.
+
+        `uploading`: the server receives the update already, and no further time for that follows.
+        """
+        if math.isfinite(remaining_s):
+            self._training_deadline_at = self.options.clock() + remaining_s
+            self._deadline_at = self._training_deadline_at + (0.0 if uploading else self.upload_timeout_s)
 
     @property
     def training_remaining_s(self) -> float:
         """Seconds until the training must be over; negative afterwards."""
-        return self._training_deadline - self.options.clock()
+        return self._training_deadline_at - self.options.clock()
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the assignment is void; negative afterwards."""
-        return self.training_remaining_s + self.upload_timeout_s
+        return self._deadline_at - self.options.clock()
 
     def expire(self) -> None:
         """Stops the task because its time is up."""

@@ -166,15 +166,17 @@ class AdminClient:
         """Lets a job go on from an older version."""
         return self._call(self._stub.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))
 
-    def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:
+    def watch_job(
+        self, job: str, after_sequence: int = 0, progress_every_s: float = 0.0
+    ) -> Generator[admin_pb2.JobEvent]:
         """The events of a job after a sequence number, past ones first; ends when the job has ended.
 
-        Close the generator to leave earlier.
+        Close the generator to leave earlier. With `progress_every_s` it also has events about the progress of the open
+        attempt, at most one in so many seconds.
         It also ends, or raises `ServerUnreachableError`, when the server stops: `fedplat.cli.watch.follow` goes on.
         """
-        call = self._stub.WatchJob(
-            admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence), metadata=self._metadata
-        )
+        request = admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence, progress_every_s=progress_every_s)
+        call = self._stub.WatchJob(request, metadata=self._metadata)
         try:
             with self._translated(None):
                 yield from call

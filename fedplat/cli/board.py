@@ -56,6 +56,10 @@ class Board:
                 self._add_assignment(event)
             case "attempt":
                 return self._add_attempt(event)
+            case "progress":
+                attempt = self.attempts[self._position(event)]
+                attempt.progress.CopyFrom(event.progress)
+                attempt.seconds = event.unix_s - attempt.opened_unix_s
             case _:  # of a newer server
                 pass
         return None
@@ -97,6 +101,8 @@ class Board:
         attempt = self.attempts[self._position(event)]
         phase = admin_pb2.AttemptPhase.DESCRIPTOR.values_by_name.get(f"ATTEMPT_PHASE_{event.to_state}")
         attempt.phase = admin_pb2.AttemptPhase.ValueType(phase.number if phase is not None else 0)
+        if attempt.phase != admin_pb2.ATTEMPT_PHASE_COLLECTING:
+            attempt.ClearField("progress")  # no client works for it
         attempt.reason = event.reason
         attempt.seconds = event.unix_s - attempt.opened_unix_s
         attempt.kind = event.kind or attempt.kind

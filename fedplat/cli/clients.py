@@ -36,7 +36,7 @@ def list_clients(
             (
                 client.client_id,
                 client.population,
-                client.state,
+                client.state + (f" {client.progress:.0%}" if client.HasField("progress") else ""),
                 client.job_id or formats.NOTHING,
                 formats.moment(client.last_seen_unix_s),
                 client.enrolment_id or formats.NOTHING,

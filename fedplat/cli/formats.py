@@ -62,6 +62,23 @@ def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
 
 
+def progress(progress: admin_pb2.AttemptProgress) -> str:
+    """`12 at work (median 40%, slowest 10%: c-0123456789abcdef), 2 uploading`; empty if no client is at work."""
+    parts: list[str] = []
+    if progress.num_training:
+        parts.append(f"{progress.num_training} at work ({_fractions(progress)})")
+    if progress.num_uploading:
+        parts.append(f"{progress.num_uploading} uploading")
+    return ", ".join(parts)
+
+
+def _fractions(progress: admin_pb2.AttemptProgress) -> str:
+    if not progress.num_known:
+        return "progress not known yet"
+    known = f"{progress.num_known} known: " if progress.num_known < progress.num_training else ""
+    return f"{known}median {progress.median:.0%}, slowest {progress.minimum:.0%}: {progress.slowest_client_id}"
+
+
 def name_of(enum: EnumDescriptor, number: int) -> str:
     """The name of an enum's value without the enum's own name: `RUNNING` of `JOB_STATUS_RUNNING`."""
     value = enum.values_by_number.get(number)

@@ -151,6 +151,8 @@ def show_job(
         }
         if found.HasField("current"):
             fields["attempt"] = _sentence(found.current)
+            if found.current.HasField("progress"):
+                fields["progress"] = formats.progress(found.current.progress)
         here.output.fields(fields)
 
 

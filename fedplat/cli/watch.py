@@ -40,14 +40,18 @@ ROUND_COLUMNS = (
 )
 PICTURE_COLUMNS = ("#ROUND", "PHASE", "#ASSIGNED", "#REPORTED", "#LATE", "#FAILED", "#TIME", "METRICS")
 """Fewer, for a terminal of 80 columns; rejected updates count as failed here."""
+LIVE_PROGRESS_EVERY_S = 1.0
+JSON_PROGRESS_EVERY_S = 5.0
+LINE_PROGRESS_EVERY_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What becomes of a job's events, and of a sentence about the watch itself."""
+    """Shows a job's events, sentences about the watch itself, and the progress of clients every so many seconds."""
 
     show: Callable[[admin_pb2.JobEvent], object]
     tell: Callable[[str], object]
+    progress_every_s: float = 0.0
 
 
 def follow(client: AdminClient, job_id: str, view: View, patience: Patience | None = None) -> admin_pb2.Job:
@@ -62,7 +66,7 @@ def follow(client: AdminClient, job_id: str, view: View, patience: Patience | No
 
     def show_rest() -> admin_pb2.Job:
         nonlocal last_sequence
-        for event in client.watch_job(job_id, last_sequence):
+        for event in client.watch_job(job_id, last_sequence, view.progress_every_s):
             view.show(event)
             last_sequence = event.sequence
             waiting.succeeded()
@@ -82,7 +86,7 @@ def follow(client: AdminClient, job_id: str, view: View, patience: Patience | No
 def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
     """JSON lines for programs, a live table on a terminal, else a line for each attempt."""
     if output.as_json:
-        yield View(lambda event: output.json(to_record(event)), output.note)
+        yield View(lambda event: output.json(to_record(event)), output.note, JSON_PROGRESS_EVERY_S)
     elif output.screen.is_terminal and not output.screen.is_dumb_terminal:
         with Live(console=output.screen, refresh_per_second=4) as live:
             board = Board()
@@ -91,11 +95,14 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
                 board.add(event)
                 live.update(picture(board, job, output.screen.height))
 
+            def tell(text: str) -> None:
+                # Not on stderr: the table is drawn where the cursor was, and only its own console knows where that is.
+                output.screen.print(Text(formats.printable(text)))
+
             live.update(picture(board, job, output.screen.height))
-            # Not on stderr: the table is drawn where the cursor was, and only its own console knows where that is.
-            yield View(show, lambda text: output.screen.print(Text(formats.printable(text))))
+            yield View(show, tell, LIVE_PROGRESS_EVERY_S)
     else:
-        yield View(lines(output.line, job), output.note)
+        yield View(lines(output.line, job), output.note, LINE_PROGRESS_EVERY_S)
 
 
 def picture(board: Board, job: admin_pb2.Job, height: int) -> Group:
@@ -112,13 +119,15 @@ def picture(board: Board, job: admin_pb2.Job, height: int) -> Group:
 
 
 def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
-    """Prints a line for each attempt that ended, each version that the server scored, and each state of the job."""
+    """Print a line for each attempt that ended, version that was scored, state of the job, and event about progress."""
     board = Board()
 
     def show(event: admin_pb2.JobEvent) -> None:
         attempt = board.add(event)
         if event.entity == "job" and not board.has_ended:  # the end is told by whoever watches
             line(f"job {job.name} is {event.to_state}" + (f": {event.reason}" if event.reason else ""))
+        if event.entity == "progress":
+            line(f"round {event.round}/{job.num_rounds}  {formats.progress(event.progress)}")
         if attempt is None:
             return
         is_warm_start = attempt.kind == admin_pb2.ATTEMPT_KIND_WARM_START
@@ -206,4 +215,5 @@ def _time(attempt: admin_pb2.Round) -> str:
 
 
 def _outcome(attempt: admin_pb2.Round) -> str:
-    return formats.metrics(attempt.client_metrics, attempt.server_metrics) or attempt.reason
+    metrics = formats.metrics(attempt.client_metrics, attempt.server_metrics)
+    return metrics or attempt.reason or formats.progress(attempt.progress)

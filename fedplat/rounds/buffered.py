@@ -77,7 +77,7 @@ def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Moves who works for an attempt that closes to those whom the job carries."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
     carried = _crew([*_open(job.carried), *attempt.busy])
-    bare = dataclasses.replace(attempt, assignments={}, counts={}, wakeup_at=None)
+    bare = dataclasses.replace(attempt, assignments={}, counts={}, next_deadline=None)
     return dataclasses.replace(job, carried=carried), bare.with_assignments(staying)
 
 

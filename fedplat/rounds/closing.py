@@ -140,18 +140,18 @@ def drop_late(job: JobState, context: Context) -> Transition:
 
 
 def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
-    if crew.wakeup_at is None or crew.wakeup_at > now:
+    if crew.next_deadline is None or crew.next_deadline > now:
         return crew, ()  # nobody's deadline can have passed
     late: list[Assignment] = []
-    wakeup_at: float | None = None
+    next_deadline: float | None = None
     for assignment in crew.busy:
         if assignment.deadline_at <= now:
             training = assignment.state is AssignmentState.TRAINING
             reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
             late.append(assignments.ended(assignment, AssignmentState.LATE, reason))
-        elif wakeup_at is None or assignment.deadline_at < wakeup_at:
-            wakeup_at = assignment.deadline_at
-    return dataclasses.replace(crew.with_assignments(late), wakeup_at=wakeup_at), assignments.aborts(late)
+        elif next_deadline is None or assignment.deadline_at < next_deadline:
+            next_deadline = assignment.deadline_at
+    return dataclasses.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.aborts(late)
 
 
 def committed(

@@ -97,12 +97,4 @@ class Abandon:
     key: AttemptKey
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SetTimer:
-    """Fire `TimerFired` at this moment, instead of any earlier wish for the job; None: never."""
-
-    job_id: str
-    at: float | None
-
-
-Command = Assign | Refuse | Abort | Fold | Restart | Commit | WarmStart | Abandon | SetTimer
+Command = Assign | Refuse | Abort | Fold | Restart | Commit | WarmStart | Abandon

@@ -4,7 +4,7 @@ It reads no clock and touches nothing outside. Its driver turns the world into e
 
 1. `proposal = coordinator.propose(events, context)`
 2. store `proposal.changes` in one transaction;
-3. stored: `coordinator.accept(proposal)`, then carry out `proposal.commands` in order;
+3. stored: `coordinator.accept(proposal)`, then carry out `proposal.commands` in order and set `proposal.timers`;
    not stored: `coordinator.reject(proposal)`: nothing has happened, the events may be proposed again.
 
 Only one proposal may be under way at a time.
@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from fedplat.rounds import pacing, private, selection, sync
+from fedplat.rounds import closing, pacing, private, selection, sync
 from fedplat.rounds.changes import Change, difference
-from fedplat.rounds.commands import Assign, Command, Refuse, SetTimer
+from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     AssignmentReclaimed,
@@ -42,6 +42,7 @@ from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 class Proposal:
     """What a batch of events would change, what it wants done, and the answer to each event, in order.
 
+    `timers` has the moment of the next `TimerFired` of each job for which that moment has changed; None: never.
     `drawn` holds who was given work, which the coordinator itself knows on `accept` only. `moved` holds what the
     waiting room said, before the batch, of each client that the batch moved: `reject` puts it back.
     """
@@ -49,6 +50,7 @@ class Proposal:
     jobs: dict[str, JobState] = dataclasses.field(default_factory=dict[str, JobState])
     changes: list[Change] = dataclasses.field(default_factory=list[Change])
     commands: list[Command] = dataclasses.field(default_factory=list[Command])
+    timers: dict[str, float | None] = dataclasses.field(default_factory=dict[str, float | None])
     verdicts: list[Verdict] = dataclasses.field(default_factory=list[Verdict])
     drawn: dict[str, AttemptKey] = dataclasses.field(default_factory=dict[str, AttemptKey])
     moved: dict[str, ClientCheckedIn | None] = dataclasses.field(default_factory=dict[str, ClientCheckedIn | None])
@@ -121,14 +123,7 @@ class Coordinator:
             proposal.verdicts.append(self._handle(proposal, event, context))
         self._fill(proposal, context)
         proposal.commands = self._last_answers(proposal.commands)
-        known = [event for event in events if isinstance(event, TimerFired | ServerRestarted)]
-        known = [event for event in known if event.job_id in self.jobs]
-        fired = {event.job_id for event in known if isinstance(event, TimerFired)}
-        for job_id in dict.fromkeys((*proposal.jobs, *sorted(event.job_id for event in known))):
-            wakeup = (proposal.jobs.get(job_id) or self.jobs[job_id]).next_wakeup()
-            # A timer that fired is gone, also if it fired too early to change anything.
-            if wakeup != self._timers.get(job_id) or job_id in fired:
-                proposal.commands.append(SetTimer(job_id, wakeup))
+        proposal.timers = self._changed_timers(proposal, events)
         return proposal
 
     def accept(self, proposal: Proposal) -> None:
@@ -136,9 +131,7 @@ class Coordinator:
         for job_id, job in proposal.jobs.items():
             self.jobs[job_id] = job
             self._outlooks.clear()
-        for command in proposal.commands:
-            if isinstance(command, SetTimer):
-                self._timers[command.job_id] = command.at
+        self._timers |= proposal.timers
         for change in proposal.changes:
             for assignment in change.assignments:
                 if assignment.is_busy:
@@ -208,11 +201,10 @@ class Coordinator:
             return self._leave(proposal, event)
         if isinstance(event, ClientRevoked):
             return self._revoke(proposal, event, context)
-        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "these follow from other events"
-        verdict = self._step(proposal, event, context)
         if isinstance(event, TimerFired):
-            self._end_selection(proposal, event.job_id, context)
-        return verdict
+            return self._on_timer(proposal, event, context)
+        assert not isinstance(event, CandidatesDrawn | AssignmentReclaimed), "these follow from other events"
+        return self._step(proposal, event, context)
 
     def _check_in(self, proposal: Proposal, event: ClientCheckedIn, context: Context) -> Verdict:
         client_id, waiting = event.client_id, self.room.clients
@@ -244,6 +236,30 @@ class Coordinator:
                     self._step(proposal, AssignmentRevoked(found.key, event.client_id), context)
         return ACCEPTED
 
+    def _on_timer(self, proposal: Proposal, event: TimerFired, context: Context) -> Verdict:
+        """End the assignments that are late; then a selection whose time is over, with the clients that wait."""
+        before = self._latest(proposal, event.job_id)
+        if before is None:
+            return _no_such_job(event.job_id)
+        self._take(proposal, before, closing.drop_late(before, context), context)
+        job = self._latest(proposal, event.job_id)
+        attempt = job.open_attempt if job is not None else None
+        if attempt is not None and attempt.awaits_clients and attempt.selection_ends_at <= context.now:
+            self._draw(proposal, event.job_id, context, final=True)
+        return ACCEPTED
+
+    def _changed_timers(self, proposal: Proposal, events: Sequence[Event]) -> dict[str, float | None]:
+        """Return the next deadlines of the jobs whose timer is set to another moment, or has fired."""
+        # A timer that fired is gone, also if it fired too early to change anything.
+        fired = {event.job_id for event in events if isinstance(event, TimerFired)}
+        restarted = {event.job_id for event in events if isinstance(event, ServerRestarted)}
+        timers: dict[str, float | None] = {}
+        for job_id in dict.fromkeys((*proposal.jobs, *sorted(fired | restarted))):
+            job = self._latest(proposal, job_id)
+            if job is not None and (job.next_deadline != self._timers.get(job_id) or job_id in fired):
+                timers[job_id] = job.next_deadline
+        return timers
+
     def _last_answers(self, commands: Sequence[Command]) -> list[Command]:
         """Leaves one answer for each client, the last; whoever waits again has none yet.
 
@@ -259,12 +275,16 @@ class Coordinator:
         ]
 
     def _step(self, proposal: Proposal, event: JobEvent, context: Context) -> Verdict:
-        before = proposal.jobs.get(event.job_id) or self.jobs.get(event.job_id)
+        before = self._latest(proposal, event.job_id)
         if before is None:
-            return Verdict(Reason.STALE, f"there is no job {event.job_id}")
+            return _no_such_job(event.job_id)
         transition = sync.step(before, event, context)
         self._take(proposal, before, transition, context)
         return transition.verdict
+
+    def _latest(self, proposal: Proposal, job_id: str) -> JobState | None:
+        """Return a job as the events of the batch have left it until now."""
+        return proposal.jobs.get(job_id) or self.jobs.get(job_id)
 
     def _take(self, proposal: Proposal, before: JobState, transition: Transition, context: Context) -> None:
         """Notes a transition and those that follow from it by themselves."""
@@ -277,13 +297,6 @@ class Coordinator:
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)
         self.room.follow(before, self.memories.get(before.job_id))
-
-    def _end_selection(self, proposal: Proposal, job_id: str, context: Context) -> None:
-        """Ends the waiting for clients, when its time is over, with whoever is there."""
-        job = proposal.jobs.get(job_id) or self.jobs.get(job_id)
-        attempt = job.open_attempt if job is not None else None
-        if attempt is not None and attempt.awaits_clients and attempt.selection_ends_at <= context.now:
-            self._draw(proposal, job_id, context, final=True)
 
     def _fill(self, proposal: Proposal, context: Context) -> None:
         """Gives clients to every attempt that enough of them wait for; who has wanted longest comes first."""
@@ -326,3 +339,7 @@ class Coordinator:
             if is_new and waiting is not None:
                 # It was given work, lost it and came back, all in one batch: now it is known whether it has to rest.
                 self.room.enter(waiting)
+
+
+def _no_such_job(job_id: str) -> Verdict:
+    return Verdict(Reason.STALE, f"there is no job {job_id}")

@@ -47,7 +47,7 @@ class ServerRestarted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The moment named by the last `SetTimer` for the job has come."""
+    """The deadline to which the timer of a job was last set (`Proposal.timers`) has passed."""
 
     job_id: str
 
@@ -182,7 +182,6 @@ JobEvent = (
     OperatorCommand
     | RollbackOrdered
     | ServerRestarted
-    | TimerFired
     | CandidatesDrawn
     | AssignmentReclaimed
     | UploadStarted
@@ -195,5 +194,5 @@ JobEvent = (
 )
 """What happens to one job."""
 
-Event = JobEvent | ClientCheckedIn | ClientLeft | ClientRevoked
+Event = JobEvent | TimerFired | ClientCheckedIn | ClientLeft | ClientRevoked
 """Everything that happens to the coordinator."""

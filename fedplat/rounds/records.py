@@ -93,13 +93,13 @@ class Assignment:
 class Crew:
     """Clients that were given work, and what became of it.
 
-    `counts` holds the number of assignments by state; no deadline strikes before `wakeup_at`. Both are kept up to
-    date by `with_assignments`, so that a report costs no walk over all of them.
+    `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up
+    to date by `with_assignments`, so that a report costs no walk over all of them.
     """
 
     assignments: Mapping[str, Assignment] = dataclasses.field(default_factory=Cohort[Assignment])
     counts: Mapping[AssignmentState, int] = dataclasses.field(default_factory=dict[AssignmentState, int])
-    wakeup_at: float | None = None
+    next_deadline: float | None = None
 
     @property
     def reported(self) -> list[Assignment]:
@@ -131,15 +131,16 @@ class Crew:
     def with_assignments(self, moved: Iterable[Assignment]) -> Self:
         """This crew with some assignments added or replaced."""
         latest = {assignment.client_id: assignment for assignment in moved}
-        counts, wakeup_at = Counter(self.counts), self.wakeup_at
+        counts, next_deadline = Counter(self.counts), self.next_deadline
         for assignment in latest.values():
             if (before := self.assignments.get(assignment.client_id)) is not None:
                 counts[before.state] -= 1
             counts[assignment.state] += 1
             if assignment.is_busy:
-                wakeup_at = min(assignment.deadline_at, assignment.deadline_at if wakeup_at is None else wakeup_at)
+                earlier = assignment.deadline_at if next_deadline is None else next_deadline
+                next_deadline = min(assignment.deadline_at, earlier)
         assignments = cohort_of(self.assignments).updated(latest)
-        return changed(self, assignments=assignments, counts=counts, wakeup_at=wakeup_at)
+        return changed(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """The client's assignment of an attempt."""
@@ -281,7 +282,8 @@ class JobState:
         attempt = self.attempt
         return attempt.kind if attempt is not None and attempt.key == assignment.key else AttemptKind.TRAIN
 
-    def next_wakeup(self) -> float | None:
+    @property
+    def next_deadline(self) -> float | None:
         """The moment at which time alone changes this job, if there is one."""
         attempt, moments = self.open_attempt, list[float | None]()
         if attempt is None:
@@ -289,7 +291,7 @@ class JobState:
         elif attempt.awaits_clients:
             moments.append(attempt.selection_ends_at)
         elif attempt.phase is AttemptPhase.COLLECTING:
-            moments += (attempt.wakeup_at if attempt.num_busy else None, attempt.closes_at)
+            moments += (attempt.next_deadline if attempt.num_busy else None, attempt.closes_at)
         if self.carried.num_busy:
-            moments.append(self.carried.wakeup_at)
+            moments.append(self.carried.next_deadline)
         return min((moment for moment in moments if moment is not None), default=None)

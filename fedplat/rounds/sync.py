@@ -1,8 +1,9 @@
 """Rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
-Read `HANDLERS` first: one function for each kind of event. `advance` is what a job does when nothing happens to
-it: it opens the next attempt, commits an evaluation, or ends. How attempts end is in `closing`, how they go on after a
-crash in `restart`, what a job with a buffer does otherwise in `buffered`, and what may follow what in `states`.
+Read `HANDLERS` first: one function for each kind of event but `TimerFired`, for which the coordinator needs to know who
+waits. `advance` is what a job does when nothing happens to it: it opens the next attempt, commits an evaluation, or
+ends. How attempts end is in `closing`, how they go on after a crash in `restart`, what a job with a buffer does
+otherwise in `buffered`, and what may follow what in `states`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from fedplat.rounds.events import (
     OperatorCommand,
     RollbackOrdered,
     ServerRestarted,
-    TimerFired,
     UpdateRejected,
     UpdateReported,
     UploadStarted,
@@ -347,12 +347,7 @@ def _verdict_on_ended(assignment: Assignment | None) -> Verdict:
     return Verdict(assignment.reason, assignment.text)
 
 
-# --- deadlines and the end of an attempt -------------------------------------------------------------------
-
-
-def _on_timer(job: JobState, _: TimerFired, context: Context) -> Transition:
-    """Drops who is late; a selection that is over is ended by the coordinator, which knows who waits."""
-    return closing.drop_late(job, context)
+# --- the end of an attempt ---------------------------------------------------------------------------------
 
 
 def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) -> Transition:
@@ -390,7 +385,6 @@ HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {
     OperatorCommand: _on_operator,
     RollbackOrdered: rollback.on_rollback,
     ServerRestarted: restart.on_restart,
-    TimerFired: _on_timer,
     CandidatesDrawn: _on_candidates,
     AssignmentReclaimed: _on_reclaimed,
     UploadStarted: _on_upload_started,

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
 from fedplat.rounds.events import (
     Action,
     AssignmentFailed,
@@ -64,7 +64,7 @@ class Driver:
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
         self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
-        self._timer = np.inf
+        self._deadline_at = np.inf
         self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
         self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
@@ -81,7 +81,7 @@ class Driver:
         """Plays until the job has ended or paused itself, until the time is over, or until nothing happens any more."""
         self._do([OperatorCommand(self._spec.name, Action.START)])
         while self.job.status is JobStatus.RUNNING:
-            moment = min(self._timer, self._agenda.first(), self._idle.next_batch())
+            moment = min(self._deadline_at, self._agenda.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
                 break
             self.now = max(self.now, moment)
@@ -98,8 +98,8 @@ class Driver:
                 if self._training.one_at_a_time:
                     self._do(events)
                     events = []
-        if self._timer <= self.now:
-            self._timer = np.inf
+        if self._deadline_at <= self.now:
+            self._deadline_at = np.inf
             events.append(TimerFired(self._spec.name))
         if events:
             self._do(events)
@@ -113,6 +113,8 @@ class Driver:
             self._trace(events, self.now, proposal)
         self._hear(events, proposal.verdicts)
         self._settle(proposal.changes)
+        for deadline_at in proposal.timers.values():  # of the one job
+            self._deadline_at = np.inf if deadline_at is None else deadline_at
         self._obey(proposal.commands)
 
     # --- what clients and the server do, at their moments ---
@@ -185,10 +187,8 @@ class Driver:
         if assigns:
             self._assign(assigns)
 
-    def _carry_out(self, command: SetTimer | Abort | Fold | Restart | Commit | Abandon) -> None:
+    def _carry_out(self, command: Abort | Fold | Restart | Commit | Abandon) -> None:
         match command:
-            case SetTimer():
-                self._timer = np.inf if command.at is None else command.at
             case Abort():
                 task = self._tasks.get(int(command.client_id))
                 if task is not None and task.key == command.key:  # else it is not there to hear it

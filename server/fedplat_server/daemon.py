@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, SetTimer, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import __version__, audit, folder, logs, tls
@@ -40,12 +40,13 @@ from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.pool.link import PoolLink
+from fedplat_server.progress import ProgressTracker
 from fedplat_server.retention import Retention
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
-from fedplat_server.runner import Runner
+from fedplat_server.runner import STORE_RETRY_S, Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
 from fedplat_server.store.engine import async_url, sqlite_path
 from fedplat_server.store.participations import read_back
@@ -63,7 +64,8 @@ class Daemon:
     """One server process. `port` is known once it has started.
 
     Of several daemons on one PostgreSQL one leads, and the others pass calls on to it. A daemon may change from one
-    to the other at any time; its port stays. `utc_now` is the clock by which clients' certificates are judged.
+    to the other at any time; its port stays. `utc_now` is the clock by which clients' certificates are judged,
+    `store_retry_s` the first pause before a database that did not answer is asked again.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Daemon:
         config: ServerConfig,
         open_store: OpenStore = open_store,
         utc_now: Callable[[], datetime.datetime] = tls.utc_now,
+        store_retry_s: float = STORE_RETRY_S,
     ) -> None:
         self._config = config
+        self._store_retry_s = store_retry_s
         self._utc_now = utc_now
         self._open_store = open_store
         self.port = self.mtls_port = 0
@@ -151,7 +155,7 @@ class Daemon:
         await stack.enter_async_context(_severed_when_lost(store))
         if tenure.lease.term:
             await store.fence(tenure.lease.term)
-        parts = await _Parts.make(self._config, store, tenure.lease, endpoint)
+        parts = await _Parts.make(self._config, store, tenure.lease, endpoint, self._store_retry_s)
         stack.push_async_callback(parts.close)
         parts.runner_task = asyncio.create_task(parts.services.runner.run(parts), name="runner")
         stack.push_async_callback(_cancel, parts.runner_task)
@@ -243,14 +247,17 @@ class _Parts:
         self._retention = retention
 
     @classmethod
-    async def make(cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint) -> _Parts:
+    async def make(
+        cls, config: ServerConfig, store: Store, lease: Lease, endpoint: serving.Endpoint, store_retry_s: float
+    ) -> _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Only what the database names is real: the rest was left by a crash.
         referenced = await store.referenced_digests()
         removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
         logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
-        runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store)
+        loop = asyncio.get_running_loop()
+        runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
         jobs = JobBook(runner)
         for record in await store.load_jobs(runner.now):
             jobs.add(record, await read_back(store, record.state))
@@ -258,8 +265,7 @@ class _Parts:
         spooled = jobs.spooled_attempts()
         await asyncio.to_thread(uploads.keep, spooled)
         clients = ClientBook(store)
-        clock = asyncio.get_running_loop().time
-        bounded_audit = BoundedAudit(store, config.limits.notes_per_minute, clock)
+        bounded_audit = BoundedAudit(store, config.limits.notes_per_minute, loop.time)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
         await asyncio.to_thread(training.keep, jobs.to_begin())
         evaluation = Evaluation(
@@ -283,12 +289,13 @@ class _Parts:
             issuer=endpoint.issuer,
             peers=endpoint.peers,
             desk=Desk(),
+            progress=ProgressTracker(),
             blobs=blobs,
             chunks=Chunks(),
             inline_models=InlineModels(blobs),
             uploads=uploads,
             evaluation=evaluation,
-            quotas=Quotas(config.limits, clock),
+            quotas=Quotas(config.limits, loop.time),
             origins=Origins(config.trusted_proxies, lease.secret),
             bounded_audit=bounded_audit,
             memory=UploadMemory(config.limits),
@@ -334,11 +341,10 @@ class _Parts:
             case Abandon():
                 self._training.end(command.key)
                 self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
-            case SetTimer():
-                raise AssertionError("the runner sets timers itself")
 
     def stored(self, changes: Sequence[Change]) -> None:
         """Tells the log and the watchers what has happened, and has new versions scored."""
+        self.services.progress.drop_ended(changes)
         for change in changes:
             job_id = change.job.job_id
             for row in change.history:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
+import functools
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from hashlib import sha256
@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from fedplat.rounds import Change, Context, Coordinator, Proposal, Verdict
-from fedplat.rounds.commands import Command, SetTimer
+from fedplat.rounds.commands import Command
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft, Event, TimerFired
 from fedplat_server import logs
 from fedplat_server.audit import AuditEntry
@@ -38,7 +38,8 @@ from fedplat_server.store.port import Store
 MAX_BATCH = 1000
 STORE_RETRY_S = 0.5
 """The first pause before a database that did not answer is asked again; the pauses double."""
-LONGEST_STORE_RETRY_S = 5.0
+MAX_STORE_RETRY_FACTOR = 10
+"""The longest pause, as a multiple of the first one."""
 
 
 def hash_secret(secret: str) -> bytes:
@@ -61,15 +62,40 @@ def new_rng() -> np.random.Generator:
     return np.random.default_rng(secrets.randbits(128))
 
 
+def new_context(now: float) -> Context:
+    """Return what a batch of events is lent at a moment: fresh randomness, and secret tokens."""
+    return Context(now=now, rng=new_rng(), new_token=new_token)
+
+
+class Timer(Protocol):
+    """A call that is to be made at some moment."""
+
+    def cancel(self) -> None:
+        """Give the call up."""
+        ...
+
+
+class Clock(Protocol):
+    """The clock that deadlines are moments of. Every event loop is one."""
+
+    def time(self) -> float:
+        """Return the moment, in seconds."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
+        """Call a function at a moment; at once if that has passed."""
+        ...
+
+
 class Actor(Protocol):
-    """Carries out commands, and hears of every stored change. Neither may block or fail."""
+    """Carries out commands, and sees every stored change. Neither may block or fail."""
 
     def act(self, command: Command) -> None:
-        """Carries out a command (all but `SetTimer`)."""
+        """Carry out a command."""
         ...
 
     def stored(self, changes: Sequence[Change]) -> None:
-        """Hears of changes, after they are stored and before their commands are carried out."""
+        """See changes after they are stored and before their commands are carried out."""
         ...
 
 
@@ -82,22 +108,35 @@ class _Item:
 
 
 class Runner:
-    """Owns the coordinator; nobody else moves it."""
+    """Owns the coordinator, and is the only one to move it.
 
-    def __init__(self, coordinator: Coordinator, store: Store) -> None:
+    `new_context` makes what each batch of events is lent at a moment of `clock`. After `store_retry_s` seconds a
+    database that did not answer is asked again; the pauses double.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: Store,
+        clock: Clock,
+        new_context: Callable[[float], Context] = new_context,
+        store_retry_s: float = STORE_RETRY_S,
+    ) -> None:
         self.coordinator = coordinator
         self._store = store
+        self._clock = clock
+        self._new_context = new_context
+        self._store_retry_s = store_retry_s
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._in_hand: list[_Item] = []
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._timers: dict[str, Timer] = {}
         self._ended: BaseException | None = None
         self._doubt: StoreUnavailableError | None = None
 
     @property
     def now(self) -> float:
         """The moment on the clock that deadlines run on."""
-        return self._clock()
+        return self._clock.time()
 
     def post(self, event: Event) -> None:
         """Hands an event of the server's own over; it is tried until it can be stored."""
@@ -143,13 +182,13 @@ class Runner:
         return bool(self._in_hand) or not self._queue.empty()
 
     def stop_timers(self) -> None:
-        """No deadline strikes any more."""
-        for handle in self._timers.values():
-            handle.cancel()
+        """Cancel all timers: no deadline is noticed from now on."""
+        for timer in self._timers.values():
+            timer.cancel()
         self._timers.clear()
 
     async def _do(self, batch: list[_Item], actor: Actor) -> None:
-        context = Context(now=self._clock(), rng=new_rng(), new_token=new_token)
+        context = self._new_context(self.now)
         proposal = self.coordinator.propose([item.event for item in batch], context)
         verdicts = zip(batch, proposal.verdicts, strict=True)
         audit = [entry for item, verdict in verdicts if verdict.accepted for entry in item.audit]
@@ -159,7 +198,7 @@ class Runner:
                 # A cancellation must not leave open whether the changes were stored.
                 await _finish(self._store.save(proposal.changes, context.now, save_id=save_id, audit=audit))
         except StoreUnavailableError as exc:
-            if not await self._was_saved(proposal, save_id, batch, exc):
+            if not await self._was_saved(proposal, save_id, batch, exc, context.rng):
                 self.coordinator.reject(proposal)
                 for item in batch:
                     self._put_off(item, exc)
@@ -172,10 +211,9 @@ class Runner:
         self._answer(batch, proposal)
         actor.stored(proposal.changes)
         for command in proposal.commands:
-            if isinstance(command, SetTimer):
-                self._set_timer(command)
-            else:
-                actor.act(command)
+            actor.act(command)
+        for job_id, deadline_at in proposal.timers.items():
+            self._set_timer(job_id, deadline_at)
 
     def _answer(self, batch: list[_Item], proposal: Proposal) -> None:
         for item, verdict in zip(batch, proposal.verdicts, strict=True):
@@ -185,7 +223,12 @@ class Runner:
                 item.answer.set_result(verdict)
 
     async def _was_saved(
-        self, proposal: Proposal, save_id: str, batch: list[_Item], exc: StoreUnavailableError
+        self,
+        proposal: Proposal,
+        save_id: str,
+        batch: list[_Item],
+        exc: StoreUnavailableError,
+        rng: np.random.Generator,
     ) -> bool:
         """Asks the database until it says whether it has the changes. Meanwhile callers are sent away."""
         logs.get().error("the database does not answer", events=len(batch), error=str(exc))
@@ -196,14 +239,14 @@ class Runner:
         for item in waiting:
             if item.answer is None:
                 self._queue.put_nowait(item)
-        pause_s = STORE_RETRY_S
+        pause_s = self._store_retry_s
         while True:
             try:
                 last = await self._store.last_save(proposal.changes[0].job.job_id)
                 break
             except StoreUnavailableError:
-                await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
-                pause_s = min(2 * pause_s, LONGEST_STORE_RETRY_S)
+                await asyncio.sleep(rng.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, MAX_STORE_RETRY_FACTOR * self._store_retry_s)
         self._doubt = None
         logs.get().info("the database answers again", saved=last == save_id)
         return last == save_id
@@ -233,7 +276,7 @@ class Runner:
             # throw out a client that is back by then.
             self.coordinator.room.leave(item.event.client_id)
         elif item.answer is None:
-            asyncio.get_running_loop().call_later(STORE_RETRY_S, self._queue.put_nowait, item)
+            self._clock.call_at(self.now + self._store_retry_s, functools.partial(self._queue.put_nowait, item))
         _tell(item, exc)
 
     def _end(self, exc: BaseException) -> None:
@@ -245,12 +288,12 @@ class Runner:
         for item in left:
             _tell(item, StoreUnavailableError(f"the server stops: {exc}"))
 
-    def _set_timer(self, command: SetTimer) -> None:
-        if (handle := self._timers.pop(command.job_id, None)) is not None:
-            handle.cancel()
-        if command.at is not None:
-            loop = asyncio.get_running_loop()
-            self._timers[command.job_id] = loop.call_at(command.at, self.post, TimerFired(command.job_id))
+    def _set_timer(self, job_id: str, deadline_at: float | None) -> None:
+        if (timer := self._timers.pop(job_id, None)) is not None:
+            timer.cancel()
+        if deadline_at is not None:
+            fire = functools.partial(self.post, TimerFired(job_id))
+            self._timers[job_id] = self._clock.call_at(deadline_at, fire)
 
 
 def _tell(item: _Item, exc: StoreError) -> None:

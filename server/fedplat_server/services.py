@@ -23,6 +23,7 @@ from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.identity.enrolment import Enrolments
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
+from fedplat_server.progress import ProgressTracker
 from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.memory import UploadMemory
@@ -126,6 +127,7 @@ class Services:
     issuer: Issuer
     peers: Peers
     desk: Desk
+    progress: ProgressTracker
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels

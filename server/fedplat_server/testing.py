@@ -52,7 +52,7 @@ def _bare(attempt: Attempt) -> Attempt:
         selection_ends_at=0.0,
         ended_at=None,
         closes_at=None,
-        wakeup_at=None,
+        next_deadline=None,
         assignments={},
         counts={},
     )

@@ -45,6 +45,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.truncate_at_report: int | None = None
         self.receipts: list[fleet_pb2.ReportResponse] = []
         self.stop: fleet_pb2.Refusal | None = None
+        self.proceed = fleet_pb2.Continue(remaining_s=60.0)
         # What clients said.
         self.calls: list[str] = []
         self.requests: dict[str, list[Any]] = defaultdict(list)
@@ -189,7 +190,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         if self.stop is not None:
             refusal, self.stop = self.stop, None
             return fleet_pb2.HeartbeatResponse(stop=refusal)
-        return fleet_pb2.HeartbeatResponse(proceed=fleet_pb2.Continue(remaining_s=1.0))
+        return fleet_pb2.HeartbeatResponse(proceed=self.proceed)
 
     def _enter(self, call: str, request: Any, context: Any, *, authenticated: bool = True) -> None:
         with self.changed:

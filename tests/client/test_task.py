@@ -11,7 +11,8 @@ import pytest
 import fedplat_client
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat_client import EvaluateResult, Task, TrainResult
+from fedplat_client import ClientOptions, EvaluateResult, Task, TrainResult
+from fedplat_client.task import Control
 
 
 def parameters(**values: float) -> Parameters:
@@ -95,3 +96,10 @@ def test_the_exported_names_are_pinned() -> None:
         "__version__",
     ]
     assert all(hasattr(fedplat_client, name) for name in fedplat_client.__all__)
+
+
+@pytest.mark.parametrize("remaining_s", [math.nan, math.inf, -math.inf])
+def test_a_deadline_that_is_no_number_changes_nothing(remaining_s: float) -> None:
+    control = Control(training_timeout_s=100.0, upload_timeout_s=10.0, options=ClientOptions(clock=lambda: 0.0))
+    control.adjust(remaining_s, uploading=False)
+    assert (control.training_remaining_s, control.remaining_s) == (100.0, 110.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine import make_url
 
-from fedplat_server import evaluation, runner
+from fedplat_server import evaluation
 from fedplat_server.faulty_store import Faults
 from fedplat_server.store import schema
 from server import access, databases, harness, storm
@@ -35,7 +35,6 @@ def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(harness, "BEFELL", befell)
     seed = zlib.crc32(request.node.nodeid.encode())
     monkeypatch.setattr(harness, "STORM", Faults(seed, fail_before=0.08, fail_after=0.05, delay=0.2))
-    monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
     monkeypatch.setattr(evaluation, "NOTE_RETRY_S", 0.02)
     yield
     calls = befell.pop("calls", 0)

@@ -332,7 +332,11 @@ async def running(
         limits=limits or Limits(refusal_delay_s=0.0),
         **settings,
     )
-    daemon = Daemon(made, open_faulty, lambda: datetime.datetime.fromtimestamp(clock(), datetime.UTC))
+
+    def utc_now() -> datetime.datetime:
+        return datetime.datetime.fromtimestamp(clock(), datetime.UTC)
+
+    daemon = Daemon(made, open_faulty, utc_now, store_retry_s=0.02)
     task = asyncio.create_task(daemon.run(), name="daemon")
     started = asyncio.create_task(daemon.started.wait())
     await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)

@@ -230,8 +230,10 @@ class RawClient(Signing):
         await self.upload(token, content)
         return await self.report(token, digest_of(content), num_examples, metrics)
 
-    def heartbeat(self, token: str, wait_s: float = PATIENCE_S) -> aio.UnaryUnaryCall[Any, fleet_pb2.HeartbeatResponse]:
-        request = fleet_pb2.HeartbeatRequest(token=token, progress=0.5, wait_s=wait_s)
+    def heartbeat(
+        self, token: str, wait_s: float = PATIENCE_S, progress: float = 0.5
+    ) -> aio.UnaryUnaryCall[Any, fleet_pb2.HeartbeatResponse]:
+        request = fleet_pb2.HeartbeatRequest(token=token, progress=progress, wait_s=wait_s)
         return self._begin(lambda: self.stub.Heartbeat(request, metadata=self.signed("Heartbeat", request)))
 
     async def stop_reason(self, token: str, wait_s: float = PATIENCE_S) -> str:

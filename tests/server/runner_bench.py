@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -14,12 +14,26 @@ from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand
 from fedplat_server.check_in import wait_for_work
 from fedplat_server.desk import Desk
 from fedplat_server.faulty_store import FaultyStore
-from fedplat_server.runner import Runner
+from fedplat_server.runner import Runner, Timer
 from fedplat_server.store.port import Store
 from fedplat_server.testing import MemoryStore
 from server.harness import job_file
 
 PATIENCE_S = 60.0
+STORE_RETRY_S = 0.002
+
+
+class FastClock:
+    """The event loop's clock; the test sets it forward by `ahead_s`."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        return asyncio.get_running_loop().call_at(when - self.ahead_s, callback)
 
 
 class Actor:
@@ -44,7 +58,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.store = FaultyStore(cast(Store, MemoryStore()))
-        self.runner = Runner(Coordinator(), cast(Store, self.store))
+        self.clock = FastClock()
+        self.runner = Runner(Coordinator(), cast(Store, self.store), self.clock, store_retry_s=STORE_RETRY_S)
         self.actor = Actor()
         self.task: asyncio.Task[None] | None = None
 

@@ -9,7 +9,6 @@ import pytest
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import Action, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
-from fedplat_server import runner as module
 from fedplat_server.errors import StoreUnavailableError
 from server.harness import Gate
 from server.runner_bench import PATIENCE_S, Bench, bench, settle
@@ -34,13 +33,6 @@ class LostReplies:
             raise StoreUnavailableError("away")
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STORE_RETRY_S", 0.002)
-    monkeypatch.setattr(module, "LONGEST_STORE_RETRY_S", 0.01)
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F10")
 async def test_our_own_commit_is_found_and_applied_once() -> None:
     async with bench() as it:
@@ -63,7 +55,6 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
         assert not it.task.done()
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F10")
 async def test_a_save_that_did_not_happen_is_done_again_by_who_asked_for_it() -> None:
     async with bench() as it:
@@ -82,7 +73,6 @@ async def test_a_save_that_did_not_happen_is_done_again_by_who_asked_for_it() ->
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F9", "F10")
 async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> None:
     async with bench() as it:
@@ -112,7 +102,6 @@ async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> N
         assert not it.runner.coordinator.room.clients
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F10")
 async def test_a_client_that_was_assigned_in_a_lost_reply_gets_its_work_when_it_asks_again() -> None:
     async with bench() as it:
@@ -128,7 +117,6 @@ async def test_a_client_that_was_assigned_in_a_lost_reply_gets_its_work_when_it_
         assert answer.key.number == 1
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F10")
 async def test_many_lost_replies_never_look_like_another_server() -> None:
     async with bench() as it:
@@ -148,17 +136,15 @@ async def test_many_lost_replies_never_look_like_another_server() -> None:
         assert [row.from_state for row in rows[1:]] == [row.to_state for row in rows[:-1]]
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.fault("F9", "F10")
-async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards() -> None:
     async with bench() as it:
         await it.act(Action.START, "toy")
         lost = LostReplies(it)
         with pytest.raises(StoreUnavailableError):
             await it.act(Action.START)
         await lost.asked.wait()
-        clock = it.runner.now
-        monkeypatch.setattr(it.runner, "_clock", lambda: clock + 10_000.0)
+        it.clock.ahead_s = 10_000.0
         it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
         lost.open.set()
         await it.back()
@@ -167,7 +153,6 @@ async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards(monk
         assert it.runner.coordinator.jobs["toy"].failures == 1
 
 
-@pytest.mark.usefixtures("quick")
 async def test_stopping_while_in_doubt_stops() -> None:
     async with bench() as it:
         lost = LostReplies(it)

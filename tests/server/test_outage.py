@@ -12,7 +12,6 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server import runner
 from fedplat_server.errors import StoreUnavailableError
 from fedplat_server.rpc import health
 from server import harness
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.calm("says itself what fails when")
 
 @pytest.fixture(autouse=True)
 def _short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "STORE_RETRY_S", 0.02)
     monkeypatch.setattr(health, "CHECK_S", 0.02)
 
 

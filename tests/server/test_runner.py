@@ -12,7 +12,6 @@ from fedplat.rounds import Change
 from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import Action, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
-from fedplat_server import runner as module
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
 from server.harness import Gate
 from server.runner_bench import PATIENCE_S, bench, settle
@@ -70,8 +69,7 @@ async def test_a_cancelled_call_leaves_the_room_wherever_it_was() -> None:
             assert not it.runner.coordinator.room.clients
 
 
-async def test_an_outage_tells_callers_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STORE_RETRY_S", 0.01)
+async def test_an_outage_tells_callers_and_changes_nothing() -> None:
     async with bench() as it:
         waiting = it.wait_for_work(PATIENCE_S)
         await settle()
@@ -98,12 +96,10 @@ async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
 
 
-async def test_own_events_are_tried_until_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STORE_RETRY_S", 0.01)
+async def test_own_events_are_tried_until_they_are_stored() -> None:
     async with bench() as it:
         await it.act(Action.START, "toy")
-        clock = it.runner.now
-        monkeypatch.setattr(it.runner, "_clock", lambda: clock + 10_000.0)
+        it.clock.ahead_s = 10_000.0
         failed, tries = asyncio.Event(), 0
 
         async def fail_twice() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-
-import pytest
+from collections.abc import Callable, Sequence
 
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.test_replay import record
-from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
-from fedplat.rounds.commands import Command, SetTimer
+from fedplat.rounds import Change, Context, Coordinator, JobState, ModelVersion
+from fedplat.rounds.commands import Command
 from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.play import Simulation
-from fedplat_server import runner as module
-from fedplat_server.runner import Runner
+from fedplat_server.runner import Runner, Timer
 from fedplat_server.testing import MemoryStore
 
 SEED = 9
@@ -34,33 +31,38 @@ class Notes:
         self.changes += changes
 
 
-def ignore(_: SetTimer) -> None:
-    """A timer that never fires."""
+class SimulatedClock:
+    """Stands at the moment of a batch. Its timers never fire: those of the simulation are among its events."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        return asyncio.get_running_loop().call_later(3600.0, callback)
 
 
-async def test_the_daemon_stores_what_the_simulator_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_daemon_stores_what_the_simulator_decided() -> None:
     spec = job(rounds=4)
     batches = record(Simulation(spec=spec, fleet=make_fleet(40, **BAD), seed=SEED, model_bytes=4.0))
     state = JobState(spec.name, spec, ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=4))
-    store, notes, now = MemoryStore(), Notes(), 0.0
+    store, notes, clock = MemoryStore(), Notes(), SimulatedClock()
     await store.create_job(state, "", "key")
-    runner = Runner(Coordinator([state]), store)
-    monkeypatch.setattr(runner, "_clock", lambda: now)
-    rng = coordinator_rng(SEED)
-    monkeypatch.setattr(module, "new_rng", lambda: rng)
-    monkeypatch.setattr(runner, "_set_timer", ignore)  # the simulator's timers are among the events
-    monkeypatch.setattr(module, "new_token", Tokens())
+    rng, new_token = coordinator_rng(SEED), Tokens()
+    runner = Runner(Coordinator([state]), store, clock, lambda now: Context(now, rng, new_token))
     running = asyncio.create_task(runner.run(notes))
     try:
         for events, moment, proposal in batches:
-            now = moment
+            clock.now = moment
             notes.commands, notes.changes = [], []
             verdicts = await asyncio.gather(*(runner.submit(event) for event in events))
             while runner.has_events:
                 await asyncio.sleep(0)
             assert verdicts == proposal.verdicts
             assert notes.changes == proposal.changes
-            assert notes.commands == [each for each in proposal.commands if not isinstance(each, SetTimer)]
+            assert notes.commands == proposal.commands
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

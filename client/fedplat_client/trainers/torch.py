@@ -164,14 +164,16 @@ class _Clock:
     longest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._last_s = self._begin_s = self.task.remaining_s
+        self._now = self.task.control.options.clock  # not by what is left: the server may change that meanwhile
+        self._last_at = self._now()
+        self._begin_s = self.task.remaining_s
 
     def after_step(self, done: int, total: int) -> bool:
         """Whether to go on. Raises `Cancelled`."""
         self.task.progress(done / total)
         if not self.partial_work:
             return True
-        left_s = self.task.remaining_s
-        self.longest_s = max(self.longest_s, self._last_s - left_s)
-        self._last_s = left_s
-        return left_s > 2 * self.longest_s + self._begin_s / 20
+        now = self._now()
+        self.longest_s = max(self.longest_s, now - self._last_at)
+        self._last_at = now
+        return self.task.remaining_s > 2 * self.longest_s + self._begin_s / 20

@@ -529,6 +529,7 @@ class Round(_message.Message):
     MEAN_STALENESS_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     LARGEST_NORM_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     attempt: _builtins.int
     kind: Global___AttemptKind.ValueType
@@ -563,6 +564,10 @@ class Round(_message.Message):
     def server_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What the server's evaluator said of the version that this attempt committed."""
 
+    @_builtins.property
+    def progress(self) -> Global___AttemptProgress:
+        """Unset unless the attempt is open and clients work for it."""
+
     def __init__(
         self,
         *,
@@ -589,10 +594,11 @@ class Round(_message.Message):
         mean_staleness: _builtins.float = ...,
         max_staleness: _builtins.int = ...,
         largest_norm: _builtins.float | None = ...,
+        progress: Global___AttemptProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "largest_norm", b"largest_norm", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm", "assigned", b"assigned", "attempt", b"attempt", "base_version", b"base_version", "client_metrics", b"client_metrics", "dropped", b"dropped", "failed", b"failed", "goal", b"goal", "kind", b"kind", "largest_norm", b"largest_norm", "late", b"late", "max_staleness", b"max_staleness", "mean_staleness", b"mean_staleness", "minimum", b"minimum", "opened_unix_s", b"opened_unix_s", "phase", b"phase", "progress", b"progress", "reason", b"reason", "rejected", b"rejected", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_metrics", b"server_metrics", "surplus", b"surplus", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__largest_norm: _TypeAlias = _typing.Literal["largest_norm"]  # noqa: Y015
     _WhichOneofArgType__largest_norm: _TypeAlias = _typing.Literal["_largest_norm", b"_largest_norm"]  # noqa: Y015
@@ -601,23 +607,74 @@ class Round(_message.Message):
 Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
+class AttemptProgress(_message.Message):
+    """The progress of the clients of an open attempt, by their last heartbeats."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TRAINING_FIELD_NUMBER: _builtins.int
+    NUM_UPLOADING_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_FIELD_NUMBER: _builtins.int
+    MEDIAN_FIELD_NUMBER: _builtins.int
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    SLOWEST_CLIENT_ID_FIELD_NUMBER: _builtins.int
+    num_training: _builtins.int
+    """Clients that train (or evaluate), and clients that send their update."""
+    num_uploading: _builtins.int
+    num_known: _builtins.int
+    """How many of those that train have sent a heartbeat since the server started."""
+    median: _builtins.float
+    """The fraction of the work that these have done, 0 to 1. Unset while none is known."""
+    minimum: _builtins.float
+    slowest_client_id: _builtins.str
+    """The client with the least progress."""
+    def __init__(
+        self,
+        *,
+        num_training: _builtins.int = ...,
+        num_uploading: _builtins.int = ...,
+        num_known: _builtins.int = ...,
+        median: _builtins.float | None = ...,
+        minimum: _builtins.float | None = ...,
+        slowest_client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_median", b"_median", "_minimum", b"_minimum", "median", b"median", "minimum", b"minimum", "num_known", b"num_known", "num_training", b"num_training", "num_uploading", b"num_uploading", "slowest_client_id", b"slowest_client_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__median: _TypeAlias = _typing.Literal["median"]  # noqa: Y015
+    _WhichOneofArgType__median: _TypeAlias = _typing.Literal["_median", b"_median"]  # noqa: Y015
+    _WhichOneofReturnType__minimum: _TypeAlias = _typing.Literal["minimum"]  # noqa: Y015
+    _WhichOneofArgType__minimum: _TypeAlias = _typing.Literal["_minimum", b"_minimum"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__median) -> _WhichOneofReturnType__median | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__minimum) -> _WhichOneofReturnType__minimum | None: ...
+
+Global___AttemptProgress: _TypeAlias = AttemptProgress  # noqa: Y015
+
+@_typing.final
 class WatchJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PROGRESS_EVERY_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     after_sequence: _builtins.int
     """Start after this sequence number; 0 for all."""
+    progress_every_s: _builtins.float
+    """Also send events about the progress of the open attempt, at most one in so many seconds; 0: none."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         after_sequence: _builtins.int = ...,
+        progress_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "job", b"job", "progress_every_s", b"progress_every_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,10 +717,13 @@ class JobEvent(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     UPDATE_BYTES_FIELD_NUMBER: _builtins.int
     NORM_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     unix_s: _builtins.float
     entity: _builtins.str
-    """What changed: "job", "attempt", "assignment" or "version"."""
+    """What changed: "job", "attempt", "assignment" or "version". An event of "progress" is not part of the history: it has
+    the sequence number of the event before.
+    """
     round: _builtins.int
     attempt: _builtins.int
     client_id: _builtins.str
@@ -678,6 +738,10 @@ class JobEvent(_message.Message):
     """Of an assignment that was reported: L2 norm of its update. Unset in a private job."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def progress(self) -> Global___AttemptProgress:
+        """Of "progress"."""
+
     def __init__(
         self,
         *,
@@ -694,10 +758,11 @@ class JobEvent(_message.Message):
         kind: Global___AttemptKind.ValueType = ...,
         update_bytes: _builtins.int = ...,
         norm: _builtins.float | None = ...,
+        progress: Global___AttemptProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "norm", b"norm", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_norm", b"_norm", "attempt", b"attempt", "client_id", b"client_id", "entity", b"entity", "from_state", b"from_state", "kind", b"kind", "metrics", b"metrics", "norm", b"norm", "progress", b"progress", "reason", b"reason", "round", b"round", "sequence", b"sequence", "to_state", b"to_state", "unix_s", b"unix_s", "update_bytes", b"update_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__norm: _TypeAlias = _typing.Literal["norm"]  # noqa: Y015
     _WhichOneofArgType__norm: _TypeAlias = _typing.Literal["_norm", b"_norm"]  # noqa: Y015
@@ -823,6 +888,7 @@ class Client(_message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     population: _builtins.str
     state: _builtins.str
@@ -835,6 +901,8 @@ class Client(_message.Message):
     """Job that the client works for; empty when it is not busy."""
     enrolment_id: _builtins.str
     """The token that it has enrolled by; empty if it did before servers noted that."""
+    progress: _builtins.float
+    """The fraction of its open assignment that is done, 0 to 1; unset if it has none, or sent no heartbeat yet."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -849,12 +917,15 @@ class Client(_message.Message):
         software_version: _builtins.str = ...,
         job_id: _builtins.str = ...,
         enrolment_id: _builtins.str = ...,
+        progress: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrolment_id", b"enrolment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrolment_id", b"enrolment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "progress", b"progress", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
+    _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
 
 Global___Client: _TypeAlias = Client  # noqa: Y015
 

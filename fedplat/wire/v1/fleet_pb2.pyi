@@ -851,16 +851,20 @@ class Continue(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMAINING_S_FIELD_NUMBER: _builtins.int
+    UPLOADING_FIELD_NUMBER: _builtins.int
     remaining_s: _builtins.float
-    """Seconds until the deadline that holds now."""
+    """Seconds until the deadline that holds now: of the upload if the server receives one, else of the training."""
+    uploading: _builtins.bool
+    """Whether the server receives an upload of the update."""
     def __init__(
         self,
         *,
         remaining_s: _builtins.float = ...,
+        uploading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_s", b"remaining_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_s", b"remaining_s", "uploading", b"uploading"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeAlias
 
 from grpc import aio
@@ -30,9 +30,10 @@ from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.members import MembersMethods
 from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.rpc.privacy import PrivacyMethods
+from fedplat_server.rpc.progress_events import ProgressEvents
 from fedplat_server.rpc.versions import VersionMethods
 from fedplat_server.services import Services
-from fedplat_server.store.port import JobRecord
+from fedplat_server.store.port import AttemptRecord, JobRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
@@ -144,9 +145,10 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         return await self._act(request.job, Action.CANCEL)
 
     async def WatchJob(self, request: admin_pb2.WatchJobRequest, context: Context) -> AsyncIterator[admin_pb2.JobEvent]:
-        """The job's history, then every new row, until the job has ended and its last version is scored."""
+        """Send the job's history, then new rows and the progress, until it has ended and its last version is scored."""
         services = self._services
         job_id = services.jobs.find(request.job).state.job_id
+        progress = ProgressEvents(services, job_id, requests.progress_every_s(request.progress_every_s))
         sequence = min(request.after_sequence, 2**62)  # more than any database counts to
         while True:
             changed = services.jobs.next_change(job_id)
@@ -155,13 +157,15 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
             for record in rows:
                 sequence = record.sequence
                 yield convert.event(record)
+            if (event := progress.next_event(sequence)) is not None:
+                yield event
             if rows:
                 continue
             if over:
                 return
             if services.draining:  # an end without an error would say that the job has ended
                 raise RefusedError(Code.DRAINING)
-            await changed.wait()
+            await progress.wait(changed)
 
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
         """A page of the attempts of a job."""
@@ -176,7 +180,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         rounds, token = pages.cut(
             attempts,
             size,
-            lambda attempt: convert.round_(attempt, scores.get(attempt.key[1:], {})),
+            lambda attempt: self._round(attempt, scores.get(attempt.key[1:], {})),
             lambda attempt: f"{attempt.key.round}.{attempt.key.number}",
         )
         return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
@@ -191,7 +195,13 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
 
     async def _job(self, record: JobRecord) -> admin_pb2.Job:
         last = await self._services.store.last_attempt(record.state.job_id)
-        return convert.job(record, convert.round_(last, {}) if last is not None else None)
+        return convert.job(record, self._round(last, {}) if last is not None else None)
+
+    def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
+        attempt = self._services.jobs.state(record.key.job_id).open_attempt
+        if attempt is None or attempt.key != record.key:
+            return convert.round_(record, server_metrics)
+        return convert.round_(record, server_metrics, self._services.progress.summarize(attempt))
 
     def _parse(self, job_file: str) -> JobSpec:
         limit = self._services.config.limits.max_job_file_bytes

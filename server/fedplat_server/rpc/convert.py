@@ -12,6 +12,7 @@ from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.texts import shortened
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.progress import ProgressSummary
 from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
@@ -19,7 +20,7 @@ REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
 }
 _REASONS_BACK = {wire: reason for reason, wire in REASONS.items()}
 STATUSES = {status: admin_pb2.JobStatus.Value(f"JOB_STATUS_{status.name}") for status in JobStatus}
-_KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind in AttemptKind}
+KINDS = {kind: admin_pb2.AttemptKind.Value(f"ATTEMPT_KIND_{kind.name}") for kind in AttemptKind}
 _PHASES = {phase: admin_pb2.AttemptPhase.Value(f"ATTEMPT_PHASE_{phase.name}") for phase in AttemptPhase}
 TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb2.TASK_EVALUATE}
 
@@ -100,14 +101,28 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
     )
 
 
-def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
+def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
+    """Encode the progress of the clients of an attempt."""
+    return admin_pb2.AttemptProgress(
+        num_training=summary.num_training,
+        num_uploading=summary.num_uploading,
+        num_known=summary.num_known,
+        median=summary.median,
+        minimum=summary.minimum,
+        slowest_client_id=summary.slowest_client_id,
+    )
+
+
+def round_(
+    attempt: AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
+) -> admin_pb2.Round:
     """An attempt with its outcome counted."""
     counts = {state: attempt.counts.get(state, 0) for state in AssignmentState}
     ended = attempt.ended_unix_s
     return admin_pb2.Round(
         round=attempt.key.round,
         attempt=attempt.key.number,
-        kind=_KINDS[attempt.kind],
+        kind=KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
         reason=shortened(attempt.reason),
         base_version=attempt.base_version,
@@ -128,6 +143,7 @@ def round_(attempt: AttemptRecord, server_metrics: Mapping[str, float]) -> admin
         mean_staleness=attempt.staleness.mean,
         max_staleness=attempt.staleness.most,
         largest_norm=attempt.largest_norm,
+        progress=progress(summary) if summary is not None else None,
     )
 
 
@@ -167,7 +183,7 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         to_state=row.to_state,
         reason=shortened(row.reason),
         metrics=dict(row.metrics),
-        kind=_KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
+        kind=KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,
         norm=row.norm,
     )

@@ -24,7 +24,7 @@ from fedplat.rounds.events import (
     UpdateReported,
     UploadStarted,
 )
-from fedplat.rounds.states import FAILURES, AttemptKind, Reason
+from fedplat.rounds.states import FAILURES, AssignmentState, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, files, intake
 from fedplat_server.check_in import SOON, wait_for_work
@@ -183,13 +183,15 @@ class FleetService(MembershipService):
         return fleet_pb2.FailResponse()
 
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
-        """Says "go on" after a while, or "stop" at once."""
+        """Take the progress in; answer "go on" with the time that is left after a while, or "stop" at once."""
         client = await self._client(context)
+        progress = requests.progress(request.progress)
         found = await self._find(client, request.token)
         if found is None:
             return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, SOON))
         key, assignment = found
         if assignment.is_busy:
+            self._services.progress.record(assignment, progress)
             wait_s = requests.wait_s(request.wait_s, self._limits)
             with self._services.desk.working(key, client.client_id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
@@ -197,7 +199,9 @@ class FleetService(MembershipService):
             found = await self._find(client, request.token)
         if found is not None and found[1].is_busy:
             remaining_s = max(found[1].deadline_at - self._services.runner.now, 0.0)
-            return fleet_pb2.HeartbeatResponse(proceed=fleet_pb2.Continue(remaining_s=remaining_s))
+            uploading = found[1].state is AssignmentState.UPLOADING
+            proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
+            return fleet_pb2.HeartbeatResponse(proceed=proceed)
         reason = (found[1].reason if found is not None else None) or Reason.STALE
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
 

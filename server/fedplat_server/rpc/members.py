@@ -76,7 +76,9 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
         services = self._services
-        key = services.runner.coordinator.assignment_of(record.client_id)
+        coordinator = services.runner.coordinator
+        key = coordinator.assignment_of(record.client_id)
+        found = coordinator.find(key, record.client_id) if key is not None else None
         return admin_pb2.Client(
             client_id=record.client_id,
             population=record.population,
@@ -87,6 +89,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
             enrolment_id=record.token_id,
+            progress=services.progress.get(found[1]) if found is not None else None,
         )
 
     def _state(self, record: ClientRecord) -> str:

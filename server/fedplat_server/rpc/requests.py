@@ -15,6 +15,8 @@ from fedplat_server.rpc.errors import Code, RefusedError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
 _ENROLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
+MIN_PROGRESS_EVERY_S = 0.5
+"""Each event about the progress of an attempt costs a pass over its clients."""
 
 
 def is_name(text: str) -> bool:
@@ -101,6 +103,18 @@ def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
 def wait_s(given: float, limits: Limits) -> float:
     """How long a long poll waits: what the caller asks for, within the server's bound."""
     return min(max(given, 0.0), limits.max_wait_s) if math.isfinite(given) else 0.0
+
+
+def progress(given: float) -> float:
+    """Return the fraction of an assignment that is done. Raises `RefusedError`."""
+    if not 0.0 <= given <= 1.0:  # so is NaN
+        raise RefusedError(Code.INVALID_REQUEST, f"the progress is {given}; expected a fraction between 0 and 1")
+    return given
+
+
+def progress_every_s(given: float) -> float:
+    """Return the seconds between two events about the progress of an attempt; 0 if there are to be none."""
+    return max(given, MIN_PROGRESS_EVERY_S) if math.isfinite(given) and given > 0.0 else 0.0
 
 
 def protocol_version(given: int) -> None:

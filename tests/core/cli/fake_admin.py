@@ -41,6 +41,8 @@ class State:
     by_key: dict[str, str] = field(default_factory=dict[str, str])
     leader: dict[str, Any] = field(default_factory=dict[str, Any])
     watched_after: list[int] = field(default_factory=list[int])
+    progress_every_s: list[float] = field(default_factory=list[float])
+    """What each watch wanted."""
     operators: list[admin_pb2.Operator] = field(default_factory=list[admin_pb2.Operator])
     privacy: admin_pb2.ShowPrivacyResponse = field(default_factory=admin_pb2.ShowPrivacyResponse)
     budgets: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -185,6 +187,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     def WatchJob(self, request: admin_pb2.WatchJobRequest, context: grpc.ServicerContext):
         job = self._find(request.job, context)
         self.state.watched_after.append(request.after_sequence)
+        self.state.progress_every_s.append(request.progress_every_s)
         if self.state.ends_started_jobs:
             job.status = S.JOB_STATUS_COMPLETED
 

@@ -72,11 +72,13 @@ class Flaky(AdminClient):
         super().__init__(Profile(server, insecure=True))
         self.breaks_left = num_breaks
 
-    def watch_job(self, job: str, after_sequence: int = 0) -> Generator[admin_pb2.JobEvent]:
+    def watch_job(
+        self, job: str, after_sequence: int = 0, progress_every_s: float = 0.0
+    ) -> Generator[admin_pb2.JobEvent]:
         self.breaks_left -= 1
         if self.breaks_left >= 0:
             raise ServerUnreachableError("no server answers (gone again)", reason="gone again")
-        return super().watch_job(job, after_sequence)
+        return super().watch_job(job, after_sequence, progress_every_s)
 
 
 def test_a_watch_that_breaks_again_and_again_pauses_longer_and_longer(state: State, server: FakeServer):

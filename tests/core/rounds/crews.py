@@ -18,8 +18,8 @@ def check_crew(crew: Crew, cohorts: Mapping[AttemptKey, Mapping[str, Assignment]
     assert {state: count for state, count in crew.counts.items() if count} == dict(recount)
     deadlines = [row.deadline_at for row in rows.values() if row.is_busy]
     if deadlines:
-        assert crew.wakeup_at is not None
-        assert crew.wakeup_at <= min(deadlines)
+        assert crew.next_deadline is not None
+        assert crew.next_deadline <= min(deadlines)
     numbers = [each.report_number or 0 for each in crew.reported]
     assert len(set(numbers)) == len(numbers) == crew.num_reported
     assert all(1 <= number < crew.next_report for number in numbers)

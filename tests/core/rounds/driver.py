@@ -12,7 +12,7 @@ import numpy as np
 from core.rounds.invariants import Ledger
 from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
-from fedplat.rounds.commands import Abort, Assign, Commit, Fold, Refuse, SetTimer
+from fedplat.rounds.commands import Abort, Assign, Commit, Fold, Refuse
 from fedplat.rounds.events import (
     Action,
     AssignmentFailed,
@@ -28,7 +28,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import JobStatus, Reason
 
-_Command = TypeVar("_Command", Assign, Abort, Commit, Fold, Refuse, SetTimer)
+_Command = TypeVar("_Command", Assign, Abort, Commit, Fold, Refuse)
 _Item = TypeVar("_Item")
 TRAINER, EVALUATOR, POPULATION = "digits", "digits-eval", "demo"
 
@@ -115,11 +115,10 @@ class Driver:
         for event in events:
             if isinstance(event, TimerFired):
                 self.timers.pop(event.job_id, None)  # one that fired is gone
-        for command in proposal.commands:
-            if isinstance(command, SetTimer):
-                self.timers.pop(command.job_id, None)
-                if command.at is not None:
-                    self.timers[command.job_id] = command.at
+        for job_id, deadline_at in proposal.timers.items():
+            self.timers.pop(job_id, None)
+            if deadline_at is not None:
+                self.timers[job_id] = deadline_at
         self.ledger.check(events, proposal, self.now, self.timers)
         return proposal
 

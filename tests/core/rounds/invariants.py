@@ -169,7 +169,13 @@ class Ledger:
             cohort |= {name: _shifted(row, shift_s) for name, row in cohort.items()}
         for names in self.unended.values():
             names |= {(key, client_id): self.cohorts[key][client_id] for key, client_id in names}
-        moments = {"opened_at": 0.0, "selection_ends_at": 0.0, "ended_at": None, "wakeup_at": None, "closes_at": None}
+        moments = {
+            "opened_at": 0.0,
+            "selection_ends_at": 0.0,
+            "ended_at": None,
+            "next_deadline": None,
+            "closes_at": None,
+        }
         self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
             last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
@@ -227,7 +233,7 @@ class Ledger:
         for job_id, job in self.coordinator.jobs.items():
             self._check_rows(job)
             self._check_memory(job)
-            assert timers.get(job_id) == job.next_wakeup(), f"{job_id} would sleep for ever, or wake for nothing"
+            assert timers.get(job_id) == job.next_deadline, f"{job_id} would sleep for ever, or wake for nothing"
             if job.attempt is not None:
                 self._check_attempt(job, job.attempt)
         for event in events:

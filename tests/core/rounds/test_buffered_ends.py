@@ -8,7 +8,7 @@ from core.rounds.buffers import FIRST, SECOND, buffered, carried, play, stalenes
 from core.rounds.driver import Driver, aborted, commands_of, make_client
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AttemptKey
-from fedplat.rounds.commands import Abort, Assign, Commit, Fold, SetTimer
+from fedplat.rounds.commands import Abort, Assign, Commit, Fold
 from fedplat.rounds.events import Action, AggregationFailed, ClientLeft
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
@@ -195,7 +195,7 @@ def test_in_memory_updates_are_lost_and_clients_work_on() -> None:
     assert (driver.key, driver.states()) == (FIRST, {"c0": "DROPPED", "c1": "TRAINING", "c2": "TRAINING"})
     driver.check_in("c3")
     driver.report("c1", "c2", "c3")
-    assert commands_of(driver.commit(), SetTimer)
+    assert driver.commit().timers
     assert driver.job.latest.num_updates == 3
 
 

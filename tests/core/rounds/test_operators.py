@@ -14,7 +14,7 @@ from fedplat.rounds.events import (
     AssignmentFailed,
     AssignmentReclaimed,
     CandidatesDrawn,
-    JobEvent,
+    Event,
     OperatorCommand,
     RollbackOrdered,
     ServerRestarted,
@@ -235,10 +235,10 @@ def test_a_job_that_does_not_exist() -> None:
 # --- every event in every phase ---
 
 
-def events(driver: Driver) -> list[JobEvent]:
+def events(driver: Driver) -> list[Event]:
     key = driver.key if driver.job.attempt is not None else AttemptKey("j", 1, 1)
     old = key._replace(round=0)
-    of_client: list[JobEvent] = []
+    of_client: list[Event] = []
     for name in (key, old):
         for client_id in ("c0", "c1", "c2", "nobody"):
             of_client += [

@@ -85,7 +85,7 @@ def test_a_collection_goes_on_with_the_time_that_is_left() -> None:
     ]
     assert commands_of(proposal, Fold) == folds
     assert [driver.attempt.assignments[name].report_number for name in ("c3", "c1")] == [1, 2]
-    assert names(proposal) == ["Fold", "Fold", "SetTimer"]
+    assert names(proposal) == ["Fold", "Fold"]
 
 
 @pytest.mark.fault("F2")
@@ -189,7 +189,7 @@ def test_an_evaluation_goes_on_without_folding() -> None:
     proposal = driver.crash(down_s=3.0)
     assert (driver.key, driver.attempt.phase) == (key, AttemptPhase.COLLECTING)
     assert driver.attempt.assignments["c1"].deadline_at == pytest.approx(driver.now + 17.0)
-    assert names(proposal) == ["SetTimer"]
+    assert names(proposal) == []
     driver.report("c1", loss=3.0)
     assert driver.ledger.attempts[key].metrics == {"loss": 2.0}
 

@@ -15,7 +15,7 @@ from core.rounds.driver import (
     names,
 )
 from fedplat.rounds import Verdict
-from fedplat.rounds.commands import Assign, Commit, Fold, SetTimer
+from fedplat.rounds.commands import Assign, Commit, Fold
 from fedplat.rounds.events import (
     AssignmentFailed,
     UpdateRejected,
@@ -48,11 +48,11 @@ def test_the_goal_closes_the_attempt_and_the_rest_is_surplus() -> None:
     driver.upload("c2")
     assert names(driver.report("c0")) == ["Fold"]
     proposal = driver.report("c1", num_examples=3)
-    assert names(proposal) == ["Fold", "Abort", "Commit", "SetTimer"]
+    assert names(proposal) == ["Fold", "Abort", "Commit"]
     assert commands_of(proposal, Fold)[0].contribution.weight == 3
     assert aborted(proposal) == {"c2": "SURPLUS"}
     assert commands_of(proposal, Commit) == [Commit(driver.key, 0, 2)]
-    assert commands_of(proposal, SetTimer) == [SetTimer("j", None)]
+    assert proposal.timers == {"j": None}
     assert driver.states() == {"c0": "REPORTED", "c1": "REPORTED", "c2": "SURPLUS"}
     assert driver.coordinator.num_busy == 0
     assert driver.verdict(UpdateReported(driver.key, "c2", "d", 1)) == Verdict(Reason.SURPLUS)
@@ -180,12 +180,12 @@ def test_a_timer_that_fires_too_early_changes_nothing_and_is_set_again() -> None
     driver = collecting(2)
     proposal = driver.fire()
     assert proposal.changes == []
-    assert proposal.commands == [SetTimer("j", 100.0)]
+    assert (proposal.commands, proposal.timers) == ([], {"j": 100.0})
     selecting = Driver().start()
-    assert selecting.fire().commands == [SetTimer("j", 60.0)]
+    assert selecting.fire().timers == {"j": 60.0}
     driver.give_up("c0", "c1")
     assert driver.job.resume_at is not None
-    assert driver.fire().commands == [SetTimer("j", driver.job.resume_at)]
+    assert driver.fire().timers == {"j": driver.job.resume_at}
 
 
 # --- reports ---
@@ -245,7 +245,7 @@ def test_an_attempt_that_cannot_succeed_any_more_closes_early() -> None:
         "1 of at least 6 needed clients reported (4 failed, 1 rejected, 1 reported, 4 training)"
     )
     assert aborted(proposal) == {f"c{i}": "ATTEMPT_ABANDONED" for i in range(6, 10)}
-    assert names(proposal)[-2:] == ["Abandon", "SetTimer"]
+    assert names(proposal)[-1] == "Abandon"
     rejected = driver.attempt.assignments["c3"]
     assert (rejected.reason, rejected.text) == (Reason.REJECTED_NONFINITE, "NaN in layer1")
 
@@ -264,7 +264,7 @@ def test_an_attempt_closes_when_nobody_is_left_to_wait_for() -> None:
     driver = collecting(3, goal=3)
     driver.report("c0", "c1")
     proposal = driver.give_up("c2")
-    assert names(proposal) == ["Commit", "SetTimer"]
+    assert names(proposal) == ["Commit"]
 
 
 def test_a_failure_that_is_told_twice_is_told_the_same() -> None:
@@ -313,7 +313,7 @@ def test_after_max_attempts_the_job_fails_and_says_why() -> None:
     proposal = driver.give_up("c0", "c1")
     assert driver.job.status is JobStatus.FAILED
     assert driver.job.reason == ("round 1 failed 2 times; at last: 0 of at least 1 needed clients reported (2 failed)")
-    assert names(proposal) == ["Abandon", "SetTimer"]
+    assert names(proposal) == ["Abandon"]
     assert driver.timers == {}
     assert driver.leave_after_check_in("c0").reason is Reason.NO_WORK
 

@@ -72,7 +72,7 @@ def without_moments(job: JobState) -> JobState:
 
 def _timeless(crew: _Crew) -> _Crew:
     bare = [dataclasses.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
-    return dataclasses.replace(crew.with_assignments(bare), wakeup_at=None)
+    return dataclasses.replace(crew.with_assignments(bare), next_deadline=None)
 
 
 class Driver:

@@ -63,7 +63,7 @@ async def test_deadlines_come_back_on_the_clock_of_the_new_process(timed: Store,
     a, b = attempt.assignments["a"], attempt.assignments["b"]
     assert (a.assigned_at, a.deadline_at) == pytest.approx((5.0 - 37.0, 5.0 + 50.0 - 7.0), abs=1e-5)
     assert (b.assigned_at, b.deadline_at) == pytest.approx((5.0 - 37.0, 5.0 + 100.0 - 37.0), abs=1e-5)
-    assert attempt.wakeup_at == a.deadline_at
+    assert attempt.next_deadline == a.deadline_at
     assert (attempt.opened_at, attempt.selection_ends_at) == (0.0, 0.0)
 
 

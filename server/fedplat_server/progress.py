@@ -1,0 +1,73 @@
+"""The progress of clients with their open assignments, by their last heartbeats.
+
+It is kept in memory only, since thousands of clients send heartbeats. After a restart it is unknown until the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable
+
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Change
+from fedplat.rounds.states import AssignmentState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgressSummary:
+    """The progress of an attempt's clients: fractions of the work, 0 to 1, of those that train and sent a heartbeat.
+
+    `median` and `minimum` are None, and `slowest_client_id` is empty, while no such client is known. Of several clients
+    with the least fraction the slowest is the one that began first.
+    """
+
+    num_training: int
+    num_uploading: int
+    num_known: int = 0
+    median: float | None = None
+    minimum: float | None = None
+    slowest_client_id: str = ""
+
+
+class ProgressTracker:
+    """The last fraction that each open assignment's client sent.
+
+    A heartbeat and the end of an assignment cost one look-up, a summary one pass over the open assignments.
+    """
+
+    def __init__(self) -> None:
+        # With the hash of the assignment's token: a client that was restarted has another one, and begins anew.
+        self._fractions: dict[tuple[AttemptKey, str], tuple[bytes, float]] = {}
+
+    def record(self, assignment: Assignment, fraction: float) -> None:
+        """Keep the fraction that a heartbeat carried."""
+        self._fractions[assignment.key, assignment.client_id] = (assignment.token_hash, fraction)
+
+    def get(self, assignment: Assignment) -> float | None:
+        """Return the fraction of the work that is done; None before the first heartbeat."""
+        token_hash, fraction = self._fractions.get((assignment.key, assignment.client_id), (b"", None))
+        return fraction if token_hash == assignment.token_hash else None
+
+    def drop_ended(self, changes: Iterable[Change]) -> None:
+        """Forget the assignments that stored changes have ended."""
+        for change in changes:
+            for assignment in change.assignments:
+                if not assignment.is_busy:
+                    self._fractions.pop((assignment.key, assignment.client_id), None)
+
+    def summarize(self, attempt: Attempt) -> ProgressSummary | None:
+        """Return the progress of an attempt's clients; None if none of them is at work."""
+        if not attempt.num_busy:
+            return None
+        training = [each for each in attempt.busy if each.state is AssignmentState.TRAINING]
+        known = [
+            (fraction, each.assigned_at, each.client_id)
+            for each in training
+            if (fraction := self.get(each)) is not None
+        ]
+        summary = ProgressSummary(len(training), attempt.num_busy - len(training), len(known))
+        if not known:
+            return summary
+        median = statistics.median(fraction for fraction, _, _ in known)
+        minimum, _, slowest = min(known)
+        return dataclasses.replace(summary, median=median, minimum=minimum, slowest_client_id=slowest)

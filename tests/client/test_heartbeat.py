@@ -1,0 +1,87 @@
+"""Heartbeats: they carry the progress to the server, and its deadline to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from client.fake_fleet import FakeFleet
+from client.trainers import add_one
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client import Client, Task, TrainResult
+
+MakeClient = Callable[..., Client]
+
+
+def train_with(fleet: FakeFleet, client: Client, check: Callable[[Task], None]) -> None:
+    """One task; `check` is called when the answer to a heartbeat has been taken in."""
+    checked: list[Task] = []
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        task.progress(0.25)
+        fleet.wait_for("Heartbeat", fleet.calls.count("Heartbeat") + 2)
+        check(task)
+        checked.append(task)
+        return add_one(task)
+
+    client.run(max_tasks=1)
+    assert len(checked) == len(fleet.requests["Report"]) == 1
+
+
+@pytest.mark.parametrize("remaining_s", [5.0, 500.0])
+@pytest.mark.parametrize(("uploading", "upload_timeout_s"), [(False, 10.0), (True, 0.0)])
+def test_the_servers_deadline_replaces_the_clients(
+    fleet: FakeFleet,
+    make_client: MakeClient,
+    model: model_pb2.ModelRef,
+    remaining_s: float,
+    uploading: bool,
+    upload_timeout_s: float,
+) -> None:
+    """An earlier one and a later one: a server that was restarted may have either."""
+
+    def check(task: Task) -> None:
+        assert task.remaining_s == remaining_s
+        assert task.control.remaining_s == remaining_s + upload_timeout_s
+
+    fleet.proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
+    fleet.assign(model, training_timeout_s=100.0, upload_timeout_s=10.0, heartbeat_s=0.1)
+    train_with(fleet, make_client(clock=lambda: 0.0), check)
+
+
+def test_a_heartbeat_carries_the_progress(fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef) -> None:
+    fleet.assign(model, heartbeat_s=0.1)
+    train_with(fleet, make_client(), lambda _: None)
+    assert fleet.requests["Heartbeat"][-1].progress == 0.25
+
+
+@pytest.mark.fault("F1")
+def test_after_a_failed_heartbeat_the_server_is_asked_to_answer_at_once(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef
+) -> None:
+    fleet.failures["Heartbeat"] = [grpc.StatusCode.UNAVAILABLE] * 2
+    fleet.assign(model, heartbeat_s=0.1)
+    train_with(fleet, make_client(), lambda _: fleet.wait_for("Heartbeat", 4))
+    assert [request.wait_s for request in fleet.requests["Heartbeat"][:4]] == [0.1, 0.0, 0.0, 0.1]
+
+
+def test_a_training_ends_when_the_server_has_no_time_left_for_it(
+    fleet: FakeFleet, make_client: MakeClient, model: model_pb2.ModelRef, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.proceed = fleet_pb2.Continue(remaining_s=0.0)
+    fleet.assign(model, training_timeout_s=100.0, upload_timeout_s=0.0, heartbeat_s=0.1)
+    client = make_client(clock=lambda: 0.0)
+
+    @client.trainer("digits")
+    def train(task: Task) -> TrainResult:
+        task.control.signal.wait(30)
+        task.progress(0.5)
+        raise AssertionError("progress did not raise")
+
+    with caplog.at_level("WARNING"):
+        client.run(max_tasks=1)
+    assert "the deadline of the assignment has passed" in caplog.text
+    assert not {"Upload", "Report", "Fail"} & set(fleet.calls)

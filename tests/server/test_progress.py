@@ -1,0 +1,150 @@
+"""The progress of clients: their heartbeats carry it, operators see it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc import aio
+
+from core.rounds.driver import collecting
+from fedplat.wire.v1 import admin_pb2
+from fedplat_server.progress import ProgressSummary, ProgressTracker
+from server import harness
+from server.harness import Site, initial_model, job_file, update_of
+
+
+async def progress_of(site: Site, job: str) -> admin_pb2.AttemptProgress:
+    return (await site.operator.show(job)).current.progress
+
+
+async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=3))
+    clients = await site.fleet(3)
+    work = await site.assign(clients)
+    assert await progress_of(site, job) == admin_pb2.AttemptProgress(num_training=3)
+    for client, assignment, fraction in zip(clients, work, (0.5, 0.25, 1.0), strict=True):
+        await client.heartbeat(assignment.token, 0.0, progress=fraction)
+    expected = admin_pb2.AttemptProgress(
+        num_training=3, num_known=3, median=0.5, minimum=0.25, slowest_client_id=clients[1].client_id
+    )
+    assert await progress_of(site, job) == expected
+    (attempt,) = await site.operator.rounds(job)
+    assert attempt.progress == expected
+    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    assert {one.client_id: one.progress for one in listed} == {
+        client.client_id: fraction for client, fraction in zip(clients, (0.5, 0.25, 1.0), strict=True)
+    }
+
+    await clients[1].upload(work[1].token, update_of(initial_model(), 1).to_bytes(), end=10)
+    assert (await clients[1].heartbeat(work[1].token, 0.0)).proceed.uploading
+    assert not (await clients[0].heartbeat(work[0].token, 0.0)).proceed.uploading
+    await clients[2].deliver(work[2].token, update_of(initial_model(), 2))
+    assert await progress_of(site, job) == admin_pb2.AttemptProgress(
+        num_training=1,
+        num_uploading=1,
+        num_known=1,
+        median=0.5,
+        minimum=0.5,
+        slowest_client_id=clients[0].client_id,
+    )
+    await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    assert not (await site.operator.show(job)).current.HasField("progress")
+    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    assert not any(one.HasField("progress") for one in listed)
+
+
+async def test_a_client_that_was_restarted_begins_anew(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    first = await client.assignment()
+    await client.heartbeat(first.token, 0.0, progress=0.75)
+    second = await client.assignment()
+    assert await progress_of(site, job) == admin_pb2.AttemptProgress(num_training=1)
+    await client.heartbeat(second.token, 0.0, progress=0.0)
+    assert (await progress_of(site, job)).num_known == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01, 1.01])
+async def test_only_fractions_are_taken(site: Site, bad: float) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    with pytest.raises(aio.AioRpcError) as caught:
+        await client.heartbeat(token, 0.0, progress=bad)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "expected a fraction between 0 and 1" in (caught.value.details() or "")
+    assert (await progress_of(site, job)).num_known == 0
+
+
+@pytest.mark.calm("a watch may be cut")
+@pytest.mark.fault("F2")
+async def test_after_a_restart_progress_is_unknown_until_the_next_heartbeat(folder: Path) -> None:
+    async with harness.running(folder) as site:
+        job = await site.operator.start(job_file(goal=1))
+        client = await site.enrol()
+        token = (await client.assignment()).token
+        await client.heartbeat(token, 0.0, progress=0.75)
+    async with harness.running(folder) as site:
+        assert await progress_of(site, job) == admin_pb2.AttemptProgress(num_training=1)
+        client = client.over(site.channel)
+        await client.open_session()
+        await client.heartbeat(token, 0.0, progress=0.8)
+        assert (await progress_of(site, job)).minimum == 0.8
+
+
+@pytest.mark.calm("a watch may be cut")
+async def test_a_watch_that_asks_for_it_has_events_about_progress(site: Site) -> None:
+    job = await site.operator.start(job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    request = admin_pb2.WatchJobRequest(job=job, progress_every_s=0.01)
+    seen: list[admin_pb2.JobEvent] = []
+    fractions = iter((0.25, 0.5))
+    async with contextlib.aclosing(aiter_of(site, request)) as events:
+        async for event in events:
+            seen.append(event)
+            if event.entity != "progress":
+                continue
+            if (fraction := next(fractions, None)) is None:
+                break
+            await client.heartbeat(token, 0.0, progress=fraction)
+    told = [event for event in seen if event.entity == "progress"]
+    assert [event.progress.minimum for event in told] == [0.0, 0.25, 0.5]
+    assert [event.progress.num_known for event in told] == [0, 1, 1]
+    assert {(event.round, event.attempt, event.kind) for event in told} == {(1, 1, admin_pb2.ATTEMPT_KIND_TRAIN)}
+    history = [event.sequence for event in seen if event.entity != "progress"]
+    assert [event.sequence for event in told] == [history[-1]] * 3
+    assert history == sorted(set(history))
+
+
+async def aiter_of(site: Site, request: admin_pb2.WatchJobRequest):
+    call = site.operator.stub.WatchJob(request)
+    try:
+        async for event in call:
+            yield event
+    finally:
+        call.cancel()
+
+
+def test_the_slowest_of_equals_is_the_one_that_began_first() -> None:
+    driver, tracker = collecting(3, goal=3), ProgressTracker()
+    assert tracker.summarize(driver.attempt) == ProgressSummary(3, 0)
+    for client_id, fraction in (("c2", 0.25), ("c1", 0.25), ("c0", 0.75)):
+        tracker.record(driver.attempt.assignments[client_id], fraction)
+    assert tracker.summarize(driver.attempt) == ProgressSummary(3, 0, 3, 0.25, 0.25, "c1")
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    driver, tracker = collecting(2, goal=2), ProgressTracker()
+    before = driver.attempt.assignments
+    for assignment in before.values():
+        tracker.record(assignment, 0.5)
+    tracker.drop_ended(driver.report("c0").changes)
+    assert (tracker.get(before["c0"]), tracker.get(before["c1"])) == (None, 0.5)
+    tracker.drop_ended(driver.report("c1").changes)
+    assert tracker.get(before["c1"]) is None
+    assert tracker.summarize(driver.attempt) is None
