@@ -22,7 +22,7 @@ ServerError
 │   └── PoolWorkError           the ranks say why they cannot do it, or what their foreign code raised
 │       └── PoolMemoryError         it needs more memory than an accelerator has
 ├── UploadError            an upload that cannot go on (wrong offset, too many bytes, wrong digest)
-└── RefusedError           a request is refused: a `Code`, its public sentence, and a public detail
+└── RefusedError           a request is refused: a `Code`, its public message, and a public detail
 ```
 """
 
@@ -185,7 +185,7 @@ class Code(StrEnum):
     INTERNAL = "INTERNAL"
 
 
-SENTENCES: Mapping[Code, str] = {
+PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_OPERATOR: (
         "this needs an operator's token, which is in an operator's profile (an admin makes one: fedplat operator add "
         "NAME --out FILE; on the server's machine: fedplat-server operator add NAME --out FILE)"
@@ -241,9 +241,9 @@ SENTENCES: Mapping[Code, str] = {
     Code.STORAGE_FULL: "the server's disk is full; try again later",
     Code.INTERNAL: "the server failed; its log has the details under this number",
 }
-"""The public sentence of each code. Details go to the log only."""
+"""The public message of each code. Other details of errors go to the log only."""
 
-RETRY: Mapping[Code, RetryWindow] = {
+RETRY_WINDOWS: Mapping[Code, RetryWindow] = {
     Code.UPLOAD_INCOMPLETE: RetryWindow(0.0, 1.0),
     Code.TOO_SLOW: RetryWindow(1.0, 10.0),
     Code.TOO_MANY_CALLS: RetryWindow(1.0, 5.0),
@@ -265,6 +265,6 @@ class RefusedError(ServerError):
 
     def __init__(self, code: Code, detail: str = "", retry: RetryWindow | None = None) -> None:
         self.code = code
-        self.retry = retry or RETRY.get(code)
-        sentence = SENTENCES[code]
-        super().__init__(f"{sentence}: {detail}" if detail else sentence)
+        self.retry = retry or RETRY_WINDOWS.get(code)
+        message = PUBLIC_MESSAGES[code]
+        super().__init__(f"{message}: {detail}" if detail else message)

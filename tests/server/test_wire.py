@@ -23,7 +23,7 @@ from fedplat import wire
 from fedplat.rounds.states import REASON_TEXTS, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server import logs
-from fedplat_server.errors import SENTENCES, Code, RefusedError
+from fedplat_server.errors import PUBLIC_MESSAGES, Code, RefusedError
 from fedplat_server.rpc import convert, interceptor
 from fedplat_server.rpc.statuses import STATUSES
 from server import access
@@ -202,13 +202,13 @@ async def test_no_secret_is_logged_in_the_course_of_a_round(log: io.StringIO, si
 # --- the catalogue ---------------------------------------------------------------------------------------------------
 
 
-def test_every_code_has_a_status_and_a_sentence() -> None:
-    assert set(STATUSES) == set(SENTENCES) == set(Code)
+def test_every_code_has_a_status_and_a_message() -> None:
+    assert set(STATUSES) == set(PUBLIC_MESSAGES) == set(Code)
     for code, status in STATUSES.items():
         assert status is not grpc.StatusCode.OK
         refused = RefusedError(code, "because")
-        assert SENTENCES[code]
-        assert str(refused) == f"{SENTENCES[code]}: because"
+        assert PUBLIC_MESSAGES[code]
+        assert str(refused) == f"{PUBLIC_MESSAGES[code]}: because"
         may_pass = status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert refused.retry is not None or not may_pass
     assert [*STATUSES.values()].count(grpc.StatusCode.INTERNAL) == 1
