@@ -2,7 +2,7 @@
 
 ```
 ServerError
-├── ConfigError            the daemon cannot start as it was told to; says what to change
+├── ConfigError            the daemon cannot start with these options; the message names what to change
 ├── StoreError
 │   ├── StoreUnavailableError   the database does not answer; worth trying again
 │   │   └── StoreFullError          it has no room; worth trying again when there is
@@ -40,7 +40,7 @@ class ServerError(FedplatError):
 
 
 class ConfigError(ServerError):
-    """The daemon cannot start as it was told to."""
+    """The daemon cannot start with these options."""
 
 
 class StoreError(ServerError):
@@ -60,7 +60,7 @@ class EnrolmentError(StoreError):
 
 
 class TokenRefusedError(StoreError):
-    """An enrolment token that is unknown, of another population, or of no use any more; says which."""
+    """An enrolment token that is unknown, of another population, or no longer valid; the message names the reason."""
 
     def __init__(self, text: str, *, is_known: bool = True) -> None:
         super().__init__(text)

@@ -372,7 +372,7 @@ class Job(_message.Message):
     reason: _builtins.str
     """Why the job has this status, or what it waits for."""
     round: _builtins.int
-    """Committed rounds, and how many the job shall have."""
+    """Number of committed rounds, and of rounds in all."""
     num_rounds: _builtins.int
     created_unix_s: _builtins.float
     job_file: _builtins.str
@@ -917,7 +917,7 @@ class CreateEnrolmentRequest(_message.Message):
     expires_s: _builtins.float
     """From now."""
     address: _builtins.str
-    """host:port where the clients shall reach the server."""
+    """host:port under which clients reach the server."""
     def __init__(
         self,
         *,
