@@ -28,8 +28,8 @@ from grpc import aio
 
 import crowd
 from crowd import Member
-from fedplat.cli import profile, submission
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
+from fedplat.cli import submission
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters

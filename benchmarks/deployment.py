@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fedplat.cli import profile, submission
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
+from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from processes import FailedError, Processes, free_port

@@ -14,7 +14,7 @@ FedplatError
 ├── MissingExtraError an optional package is needed and not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
 ├── ProfileError      an operator's profile or certificates that are missing or cannot be used
-└── ServerUnreachableError, ServerRefusedError   what an operator's command may meet (fedplat.cli)
+└── ServerUnreachableError, ServerRefusedError   of calls of an operator (fedplat.admin)
 ```
 Each distribution above the core has one base error of its own below `FedplatError`: `fedplat_server.errors`
 and `fedplat_client.errors` draw theirs.

@@ -1,7 +1,8 @@
-"""Bounds text that comes from outside, before it is stored, logged, shown or sent on."""
+"""Text for people: durations, and foreign text, bounded before it is stored, logged, shown or sent on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 MAX_TEXT_BYTES = 2_000
@@ -48,3 +49,18 @@ def listed(numbers: Iterable[int]) -> str:
 def numeral(number: int) -> str:
     """Return a whole number as text, or its size if it has more than 128 bits."""
     return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration such as `230 ms`, `2.1 s`, `3 min 5 s`, `2 h 40 min` or `3 d 4 h`; `-` if it is not finite."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"

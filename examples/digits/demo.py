@@ -1,7 +1,7 @@
 """The main job, for real: one server daemon, ten client processes, handwritten digits. `make demo` runs it.
 
 Everything goes through what operators and clients use: the `fedplat-server` command, the client SDK and the
-Admin API, with TLS. Two clients are stragglers, and one is killed in the middle of a training and started again.
+operators' API, with TLS. Two clients are stragglers, and one is killed in the middle of a training and started again.
 
 When the server dies, the demo waits for it to come back: start it again with the line that is printed.
 """
@@ -31,8 +31,8 @@ from rich.live import Live
 from rich.table import Table
 
 import picture
-from fedplat.cli import formats, profile, submission, watch
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
+from fedplat.cli import formats, submission, watch
 from fedplat.cli.board import Board
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job

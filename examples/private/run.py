@@ -1,8 +1,8 @@
 """A private job, for real: one server, sixty clients, a stated (epsilon, delta). `make private` runs it.
 
 Everything goes through what operators and clients use, with TLS: the command `fedplat-server`, the client SDK, the
-Admin API and `fedplat privacy show`. Two clients miss a deadline, and one is killed while it trains; the model is a
-little worse for it, and the promise is the same.
+operators' API and `fedplat privacy show`. Two clients miss a deadline, and one is killed while it trains; the model is
+a little worse for it, and the promise is the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ sys.path.append(str(HERE.parent / "digits"))
 
 from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
 from digits import NUM_CLIENTS  # noqa: E402
-from fedplat.cli import profile, submission, watch  # noqa: E402
-from fedplat.cli.admin import AdminClient  # noqa: E402
+from fedplat.admin import AdminClient, profile  # noqa: E402
+from fedplat.cli import submission, watch  # noqa: E402
 from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 

@@ -1,7 +1,7 @@
 """A warm start on two ranks, then ten rounds; and the same once more without the pool. `make warm-start` runs it.
 
 Everything goes through what operators and clients use, with TLS: the commands `fedplat-server run` and
-`fedplat-server pool run`, the client SDK and the Admin API. Both runs have to make the same versions, bit for
+`fedplat-server pool run`, the client SDK and the operators' API. Both runs have to make the same versions, bit for
 bit: one before the rounds and one of each.
 """
 
@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "digits"))
 
 from demo import BIN, DemoError, Processes, ended_by_sigterm, free_port, make_empty  # noqa: E402
-from fedplat.cli import profile, submission, watch  # noqa: E402
-from fedplat.cli.admin import AdminClient  # noqa: E402
+from fedplat.admin import AdminClient, profile  # noqa: E402
+from fedplat.cli import submission, watch  # noqa: E402
 from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.wire.v1 import admin_pb2  # noqa: E402
 

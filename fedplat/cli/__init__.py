@@ -1,6 +1,6 @@
-"""The operator's command `fedplat` (extra "cli"), and its Python counterpart, `fedplat.cli.admin.AdminClient`.
+"""The operator's command `fedplat` (extra "cli"). Programs use `fedplat.admin` instead.
 
-Only the command needs typer, rich and platformdirs; `admin`, `profile`, `initial` and `submission` do without.
+Only the command needs typer, rich and platformdirs; the module `submission` does without.
 """
 
 from __future__ import annotations

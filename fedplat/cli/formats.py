@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from datetime import datetime
 
 from google.protobuf.descriptor import EnumDescriptor
 
+from fedplat import texts
 from fedplat.wire.v1 import admin_pb2
 
 NOTHING = "-"
+duration = texts.duration
 
 
 def size(num_bytes: float) -> str:
@@ -24,21 +25,6 @@ def size(num_bytes: float) -> str:
         if value < 1023.95 or unit == "TiB":
             return f"{value:.1f} {unit}"
     raise AssertionError("the last unit has no upper end")
-
-
-def duration(seconds: float) -> str:
-    """`230 ms`, `2.1 s`, `3 min 5 s`, `2 h 40 min`, `3 d 4 h`."""
-    if not math.isfinite(seconds):
-        return NOTHING
-    if seconds < 0.9995:
-        return f"{max(0.0, seconds) * 1000:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def moment(unix_s: float) -> str:

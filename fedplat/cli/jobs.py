@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fedplat.admin import AdminClient
 from fedplat.cli import formats, watch
-from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.patience import Patience
 from fedplat.cli.session import (

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from fedplat.cli import formats, profile
+from fedplat.admin import profile
+from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
 from fedplat.errors import ProfileError

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from fedplat.cli import admin, formats
+from fedplat import admin
+from fedplat.cli import formats
 
 PROGRESS_FROM_BYTES = 8 * 2**20
 """Smaller transfers are over before a bar is seen."""
@@ -93,7 +94,7 @@ class Output:
         self.console.file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
 
     @contextlib.contextmanager
-    def transfer(self, description: str) -> Generator[admin.Progress]:
+    def transfer(self, description: str) -> Generator[admin.ProgressCallback]:
         """A progress bar on stderr, if that is a terminal and the transfer is large."""
         if not self.messages.is_terminal:
             yield lambda done, total: None

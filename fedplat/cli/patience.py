@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fedplat.errors import ServerUnreachableError
 
 if TYPE_CHECKING:
-    from fedplat.cli.admin import AdminClient
+    from fedplat.admin import AdminClient
 
 DEFAULT_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0

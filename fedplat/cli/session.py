@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from fedplat.cli import profile
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
 from fedplat.cli.output import Output
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedplat import initial, wire
-from fedplat.cli.admin import AdminClient, Progress
+from fedplat.admin import AdminClient, ProgressCallback
 from fedplat.cli.patience import Patience
 from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
 from fedplat.job import JobSpec
@@ -47,7 +47,7 @@ def submit(
     *,
     start: bool = True,
     idempotency_key: str = "",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     patience: Patience | None = None,
 ) -> admin_pb2.Job:
     """Uploads the model, creates the job and starts it; the same key again returns the same job.

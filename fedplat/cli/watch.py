@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedplat.admin import AdminClient
 from fedplat.cli import formats
-from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.cli.output import Output, table, to_record
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience

@@ -20,8 +20,7 @@ from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
 from fedplat_server.accountant import Accountant, epsilon
 from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import PopulationChangedError
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, PopulationChangedError, RefusedError
 from fedplat_server.store.ledger import Budget, Population
 from fedplat_server.store.port import JobRecord, Store
 

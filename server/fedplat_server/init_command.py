@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import profile
+from fedplat.admin import profile
 from fedplat_server import private_pki
 from fedplat_server.audit import HOST, Action, AuditEntry
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect, with_store

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedplat.cli import profile
+from fedplat.admin import profile
 from fedplat_server import operators
 from fedplat_server.audit import HOST, Action, AuditEntry
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, with_store

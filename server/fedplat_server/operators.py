@@ -1,4 +1,4 @@
-"""Operators: people and programs that may use the Admin service, each with a name, a role and a token.
+"""Operators: people and programs that may use the services of `admin.proto`, each with a name, a role and a token.
 
 A token has 256 random bits and a prefix that scanners for leaked secrets can know it by; the database keeps its hash.
 """

@@ -16,6 +16,7 @@ from fedplat_server.cluster.lease import Lease
 from fedplat_server.config import ServerConfig
 from fedplat_server.conflicts import Conflicts
 from fedplat_server.desk import Desk
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.evaluation import Evaluation
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.callers import Callers
@@ -25,7 +26,6 @@ from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
 from fedplat_server.progress import ProgressTracker
 from fedplat_server.rpc.addresses import Origins
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedplat.cli import profile
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

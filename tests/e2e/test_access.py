@@ -10,8 +10,8 @@ import pytest
 
 from client.trainers import at_work
 from e2e import processes
+from fedplat.admin import AdminClient
 from fedplat.cli import submission, watch
-from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters

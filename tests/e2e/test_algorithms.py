@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from client.trainers import at_work
 from e2e import processes
+from fedplat.admin import AdminClient
 from fedplat.aggregate.scaffold import without_control
 from fedplat.backends.local import Learner
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

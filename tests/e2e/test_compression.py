@@ -14,8 +14,8 @@ import pytest
 from client.trainers import at_work
 from e2e import processes
 from fedplat import codecs
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.updates import Format

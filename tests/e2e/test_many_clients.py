@@ -12,8 +12,8 @@ import numpy as np
 
 from client.trainers import at_work
 from e2e import processes
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2

@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
 from e2e import processes
+from fedplat.admin import profile
 from fedplat.cli import app as operator
-from fedplat.cli import profile, submission, watch
+from fedplat.cli import submission, watch
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from e2e import processes
-from fedplat.cli import profile
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
 from fedplat_server.store import schema
 from server import databases

@@ -18,8 +18,8 @@ import pytest
 
 from client.trainers import at_work
 from e2e import processes
-from fedplat.cli import profile, submission, watch
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, profile
+from fedplat.cli import submission, watch
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerUnreachableError
 from fedplat.identity import Ticket

@@ -297,15 +297,16 @@ async def fencing(attack: Attack) -> None:
 
 async def viewer(attack: Attack) -> None:
     """An operator of the lowest role: costly reading, and calls that the role may not make."""
-    stub = admin_pb2_grpc.AdminStub(attack.channel)
+    clients, operators = admin_pb2_grpc.ClientsStub(attack.channel), admin_pb2_grpc.OperatorsStub(attack.channel)
+    privacy = admin_pb2_grpc.PrivacyStub(attack.channel)
     given: Any = {
         "metadata": ((wire.METADATA_AUTHORIZATION, f"Bearer {attack.target.viewer_token}"),),
         "timeout": ANSWER_S,
     }
     calls: list[Callable[[], Any]] = [
-        lambda: stub.ShowPrivacy(admin_pb2.ShowPrivacyRequest(), **given),
-        lambda: stub.ListClients(admin_pb2.ListClientsRequest(), **given),
-        lambda: stub.AddOperator(admin_pb2.AddOperatorRequest(name="x", role="admin"), **given),
+        lambda: privacy.ShowPrivacy(admin_pb2.ShowPrivacyRequest(), **given),
+        lambda: clients.ListClients(admin_pb2.ListClientsRequest(), **given),
+        lambda: operators.AddOperator(admin_pb2.AddOperatorRequest(name="x", role="admin"), **given),
     ]
     await attack.begins()
     await attack.at_rate(15.0, lambda: attack.call(attack.rng.choice(calls)()), at_once=8)
@@ -366,12 +367,12 @@ async def watches(attack: Attack) -> None:
 
 async def wrong_tokens(attack: Attack) -> None:
     """Operators' calls with tokens that are none."""
-    stub = admin_pb2_grpc.AdminStub(attack.channel)
+    jobs = admin_pb2_grpc.JobsStub(attack.channel)
     await attack.begins()
 
     def one() -> Awaitable[Any]:
         metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer fedplat_op_{attack.rng.randbytes(32).hex()[:43]}"),)
-        return attack.call(stub.ListJobs(admin_pb2.ListJobsRequest(), metadata=metadata, timeout=ANSWER_S))
+        return attack.call(jobs.ListJobs(admin_pb2.ListJobsRequest(), metadata=metadata, timeout=ANSWER_S))
 
     await attack.at_rate(20.0, one)
 

@@ -43,8 +43,8 @@ from e2e import processes
 from faults import attack_verdict, attackers, honest_fleet, least_squares
 from faults.attack_verdict import Plan
 from faults.soak import quarters, verify
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.model import Parameters

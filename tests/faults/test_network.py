@@ -217,5 +217,5 @@ async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
         for call in calls:  # the others wait for more work
             call.cancel()
         await asyncio.gather(*working, return_exceptions=True)
-        status = await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+        status = await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
         assert (status.num_clients, status.num_busy) == (count, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient
 from fedplat.errors import FedplatError
 
 

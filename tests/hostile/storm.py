@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from client.trainers import at_work
 from e2e import processes
 from fedplat import identity, wire
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
@@ -180,7 +180,7 @@ class Attacker:
 
     async def _call(self, attack: attacks.Attack) -> str:
         method, first = attack.method, attack.messages[0] if attack.messages else b""
-        if method.path.startswith("/fedplat.wire.v1.Admin/"):
+        if not method.path.startswith("/fedplat.wire.v1.Fleet/"):
             known = self._operator
         elif method.path.endswith(("/OpenSession", "/Enroll")):
             known = await self._proof(method.path, first)

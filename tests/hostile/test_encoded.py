@@ -14,8 +14,8 @@ from grpc import aio
 
 from e2e import processes
 from fedplat import codecs
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters

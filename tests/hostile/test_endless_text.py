@@ -16,8 +16,8 @@ import pytest
 from grpc import aio
 
 from e2e import processes
+from fedplat.admin import AdminClient
 from fedplat.cli import submission
-from fedplat.cli.admin import AdminClient
 from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters

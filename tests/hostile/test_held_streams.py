@@ -36,7 +36,7 @@ async def attacking(holders: list[Holder], address: str) -> AsyncGenerator[None]
 
 @pytest.mark.parametrize(
     ("method", "acknowledges"),
-    [("Fleet/GetChallenge", True), ("Fleet/GetChallenge", False), ("Admin/CreateJob", True)],
+    [("Fleet/GetChallenge", True), ("Fleet/GetChallenge", False), ("Jobs/CreateJob", True)],
 )
 @pytest.mark.fault("F38")
 async def test_streams_of_a_stranger_cost_little_memory(tmp_path: Path, method: str, acknowledges: bool) -> None:

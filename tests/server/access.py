@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
 from grpc import aio
 
+from fedplat.wire.v1 import admin_pb2
 from fedplat_server.errors import OperatorError
 from fedplat_server.operators import OperatorRecord, Role, hash_token
 from fedplat_server.store.port import Store
@@ -21,6 +23,12 @@ Stub = TypeVar("Stub")
 ADMIN_TOKEN = "fedplat_op_" + "x" * 43
 """Of an operator with the role admin."""
 ADMIN_METADATA = (("authorization", f"Bearer {ADMIN_TOKEN}"),)
+SERVICES = list(admin_pb2.DESCRIPTOR.services_by_name.values())
+"""The services for operators."""
+METHODS: dict[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods
+}
+"""Their methods, by path."""
 
 
 def name_of(token: str) -> str:
@@ -32,7 +40,7 @@ ADMIN_NAME = name_of(ADMIN_TOKEN)
 
 
 class _Authorized:
-    """The stub of the Admin service with a token in every call."""
+    """A stub that sends a token with every call."""
 
     def __init__(self, stub: object, token: str) -> None:
         self._stub = stub

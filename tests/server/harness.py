@@ -24,8 +24,8 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
+from fedplat_server.errors import Code
 from fedplat_server.faulty_store import Faults, FaultyStore
-from fedplat_server.rpc.errors import Code
 from fedplat_server.store.port import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.testing import MemoryStore
@@ -47,7 +47,7 @@ _AGAIN = {
 }
 _NOT_AGAIN = [
     {"service": "fedplat.wire.v1.Fleet"},
-    {"service": "fedplat.wire.v1.Admin", "method": "UploadModel"},
+    {"service": "fedplat.wire.v1.Jobs", "method": "UploadModel"},
 ]
 _METHODS = [{"name": [{}], "retryPolicy": _AGAIN}, {"name": _NOT_AGAIN}]
 RETRIES = (("grpc.service_config", json.dumps({"methodConfig": _METHODS})),)
@@ -103,7 +103,7 @@ class Gate:
 
 
 class _Patient:
-    """A stub of the Admin service whose calls are made again until the store does not fail.
+    """A stub of a service for operators whose calls are made again until the store does not fail.
 
     gRPC's own retries end after five, which is not enough for a test that makes hundreds of calls.
     """
@@ -124,13 +124,20 @@ class _Patient:
         return call
 
 
+def _patient(stub: object, token: str) -> _Patient:
+    return _Patient(authorized(stub, token))
+
+
 class Operator:
-    """What an operator says."""
+    """An operator: a stub of each service, and what tests ask for most."""
 
     def __init__(self, channel: aio.Channel, token: str = ADMIN_TOKEN) -> None:
-        self.stub = cast(
-            "admin_pb2_grpc.AdminAsyncStub", _Patient(authorized(admin_pb2_grpc.AdminStub(channel), token))
+        self.jobs = cast("admin_pb2_grpc.JobsAsyncStub", _patient(admin_pb2_grpc.JobsStub(channel), token))
+        self.clients = cast("admin_pb2_grpc.ClientsAsyncStub", _patient(admin_pb2_grpc.ClientsStub(channel), token))
+        self.operators = cast(
+            "admin_pb2_grpc.OperatorsAsyncStub", _patient(admin_pb2_grpc.OperatorsStub(channel), token)
         )
+        self.privacy = cast("admin_pb2_grpc.PrivacyAsyncStub", _patient(admin_pb2_grpc.PrivacyStub(channel), token))
         self._tickets = asyncio.Semaphore(16)  # an operator may have 32 calls open
 
     async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
@@ -138,36 +145,36 @@ class Operator:
             population=population, num_uses=num_uses, expires_s=expires_s, address="127.0.0.1:7443"
         )
         async with self._tickets:
-            return Ticket.from_text((await self.stub.CreateEnrolment(request)).ticket)
+            return Ticket.from_text((await self.clients.CreateEnrolment(request)).ticket)
 
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
         parts = [admin_pb2.UploadModelRequest(data=part) for part in in_parts(content)]
-        return (await again(lambda: self.stub.UploadModel(iter(parts)))).digest
+        return (await again(lambda: self.jobs.UploadModel(iter(parts)))).digest
 
     async def create(self, text: str, model: Parameters | None = None, key: str | None = None) -> admin_pb2.Job:
         digest = await self.upload(initial_model() if model is None else model)
         key = key or f"idempotency-{next(_keys)}"
         request = admin_pb2.CreateJobRequest(job_file=text, initial_digest=digest, idempotency_key=key)
-        return await self.stub.CreateJob(request)
+        return await self.jobs.CreateJob(request)
 
     async def start(self, text: str, model: Parameters | None = None) -> str:
         """Creates and starts a job; its id."""
         job = await self.create(text, model)
-        await self.stub.StartJob(admin_pb2.JobRequest(job=job.job_id))
+        await self.jobs.StartJob(admin_pb2.JobRequest(job=job.job_id))
         return job.job_id
 
     async def show(self, job: str) -> admin_pb2.Job:
-        return await self.stub.ShowJob(admin_pb2.JobRequest(job=job))
+        return await self.jobs.ShowJob(admin_pb2.JobRequest(job=job))
 
     async def rounds(self, job: str) -> list[admin_pb2.Round]:
-        return list((await self.stub.ListRounds(admin_pb2.ListRoundsRequest(job=job, all_attempts=True))).rounds)
+        return list((await self.jobs.ListRounds(admin_pb2.ListRoundsRequest(job=job, all_attempts=True))).rounds)
 
     async def versions(self, job: str) -> list[admin_pb2.ModelVersion]:
-        return list((await self.stub.ListModelVersions(admin_pb2.ListModelVersionsRequest(job=job))).versions)
+        return list((await self.jobs.ListModelVersions(admin_pb2.ListModelVersionsRequest(job=job))).versions)
 
     def watch(self, job: str, after: int = 0) -> aio.UnaryStreamCall[Any, admin_pb2.JobEvent]:
-        return self.stub.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after))
+        return self.jobs.WatchJob(admin_pb2.WatchJobRequest(job=job, after_sequence=after))
 
     async def follow(self, job: str, after: int = 0) -> AsyncGenerator[admin_pb2.JobEvent]:
         """The job's events to its end, also over interruptions."""
@@ -203,7 +210,7 @@ class Operator:
         if STORM is None or (await self.show(job)).status == admin_pb2.JOB_STATUS_DRAFT:
             return
         try:
-            await self.stub.StartJob(admin_pb2.JobRequest(job=job))  # changes nothing, and waits for its turn
+            await self.jobs.StartJob(admin_pb2.JobRequest(job=job))  # changes nothing, and waits for its turn
         except aio.AioRpcError as exc:
             if exc.code() is not grpc.StatusCode.FAILED_PRECONDITION:
                 raise
@@ -212,7 +219,7 @@ class Operator:
         request = admin_pb2.ExportModelRequest(job=job)
         if version is not None:
             request.version = version
-        return b"".join([part.data async for part in self.stub.ExportModel(request)])
+        return b"".join([part.data async for part in self.jobs.ExportModel(request)])
 
     async def model(self, job: str, version: int | None = None) -> Parameters:
         return Parameters.from_bytes(await self.export(job, version))
@@ -253,7 +260,7 @@ class Site:
         return self.channels[-1]
 
     async def status(self) -> admin_pb2.GetStatusResponse:
-        return await self.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+        return await self.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
 
     async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
         """A client with a session; the same `key` is the same client, with the same private key."""
@@ -300,7 +307,7 @@ class Site:
         """Returns when so many clients are in the waiting room."""
 
         async def there() -> bool:
-            return (await self.operator.stub.GetStatus(admin_pb2.GetStatusRequest())).num_waiting == count
+            return (await self.operator.operators.GetStatus(admin_pb2.GetStatusRequest())).num_waiting == count
 
         await until(there, f"{count} waiting clients")
 

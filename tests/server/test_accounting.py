@@ -50,7 +50,7 @@ def _nothing_cached() -> Generator[None]:
 
 def show(operator: Operator) -> asyncio.Task[admin_pb2.ShowPrivacyResponse]:
     async def ask() -> admin_pb2.ShowPrivacyResponse:
-        return await operator.stub.ShowPrivacy(admin_pb2.ShowPrivacyRequest())
+        return await operator.privacy.ShowPrivacy(admin_pb2.ShowPrivacyRequest())
 
     return asyncio.create_task(ask())
 

@@ -16,10 +16,9 @@ from fedplat_server import audit
 from fedplat_server.cluster import hop
 from fedplat_server.cluster.hop import Hop
 from fedplat_server.config import Limits
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, RefusedError
 from fedplat_server.rpc import addresses
 from fedplat_server.rpc.addresses import Origin, Origins, origin, parse_network
-from fedplat_server.rpc.errors import RefusedError
 from fedplat_server.rpc.quotas import Quotas
 from server import harness
 from server.access import ADMIN_TOKEN
@@ -167,7 +166,7 @@ async def test_behind_a_trusted_proxy_each_caller_has_its_own_address(folder: Pa
         assert answers[-1] == "TOO_MANY_REQUESTS"
         assert await code_of(asked("192.0.2.8")) == "ok"
         bad = [("authorization", f"Bearer {ADMIN_TOKEN[:-1]}y"), ("x-forwarded-for", "2001:db8::7")]
-        admin = site.channel.unary_unary("/fedplat.wire.v1.Admin/ListJobs")
+        admin = site.channel.unary_unary("/fedplat.wire.v1.Jobs/ListJobs")
         assert await code_of(admin(admin_pb2.ListJobsRequest().SerializeToString(), metadata=bad)) == "NO_OPERATOR"
         rows = await site.store.inner.list_audit()
         assert [row.actor for row in rows if row.action == audit.Action.LOGIN_REFUSED] == ["ipv6:2001:db8::7"]

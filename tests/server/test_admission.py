@@ -23,7 +23,7 @@ from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, update_of
 from server.raw_client import CHALLENGE
 
-FLEET, ADMIN = "/fedplat.wire.v1.Fleet/", "/fedplat.wire.v1.Admin/"
+FLEET = "/fedplat.wire.v1.Fleet/"
 UPDATE = update_of(initial_model(), 0).to_bytes()
 
 
@@ -79,9 +79,9 @@ async def test_without_a_credential_no_message_is_received(site: Site) -> None:
         for method in ("CheckIn", "Upload", "Report", "Download", "Heartbeat"):
             assert (await refusal_of(calls.start(FLEET + method)))[1] == "UNAUTHENTICATED"
             assert (await refusal_of(calls.start(FLEET + method, unknown)))[1] == "SESSION_UNKNOWN"
-        for method in ("CreateJob", "UploadModel", "GetStatus"):
-            assert (await refusal_of(calls.start(ADMIN + method)))[1] == "NO_OPERATOR"
-            assert (await refusal_of(calls.start(ADMIN + method, bearer)))[1] == "NO_OPERATOR"
+        for method in ("Jobs/CreateJob", "Jobs/UploadModel", "Operators/GetStatus"):
+            assert (await refusal_of(calls.start(f"/fedplat.wire.v1.{method}")))[1] == "NO_OPERATOR"
+            assert (await refusal_of(calls.start(f"/fedplat.wire.v1.{method}", bearer)))[1] == "NO_OPERATOR"
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) ->
             for method, metadata in (
                 (FLEET + "GetChallenge", ()),
                 (FLEET + "CheckIn", client.signed("CheckIn", None)),
-                (ADMIN + "GetStatus", ADMIN_METADATA),
+                ("/fedplat.wire.v1.Operators/GetStatus", ADMIN_METADATA),
                 ("/grpc.health.v1.Health/Check", ()),
             ):
                 status, code, _ = await refusal_of(calls.start(method, metadata))

@@ -38,15 +38,15 @@ async def refused(call: Awaitable[object], code: grpc.StatusCode = grpc.StatusCo
 
 async def budget(site: Site, epsilon: float, delta: float = DELTA) -> admin_pb2.PopulationPrivacy:
     request = admin_pb2.SetPrivacyBudgetRequest(population="demo", epsilon=epsilon, delta=delta)
-    return await site.operator.stub.SetPrivacyBudget(request)
+    return await site.operator.privacy.SetPrivacyBudget(request)
 
 
 async def show(site: Site, job: str = "") -> admin_pb2.ShowPrivacyResponse:
-    return await site.operator.stub.ShowPrivacy(admin_pb2.ShowPrivacyRequest(job=job))
+    return await site.operator.privacy.ShowPrivacy(admin_pb2.ShowPrivacyRequest(job=job))
 
 
 async def cancel(site: Site, job: str) -> None:
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
 
 
 def epsilon(releases: int, noise_multiplier: float = 10.0) -> float:
@@ -152,7 +152,7 @@ async def test_a_budget_is_no_less_than_what_is_planned(site: Site) -> None:
     await refused(site.operator.create(private(rounds=1)))
     remove = admin_pb2.RemovePrivacyBudgetRequest(population="demo")
     for _ in range(2):
-        await site.operator.stub.RemovePrivacyBudget(remove)
+        await site.operator.privacy.RemovePrivacyBudget(remove)
     await site.operator.create(job_file())
     noted = [(row.action, row.subject, row.details) for row in await site.store.list_audit() if "budget" in row.action]
     set_to = f'{{"delta":1e-06,"epsilon":{epsilon(4) * 1.001!r}}}'

@@ -92,7 +92,7 @@ async def test_who_is_too_far_behind_hears_it_at_once(site: Site) -> None:
     assert reason_name((await beating).stop.reason) == "TOO_STALE"
     refused = await slow.report_inline(work[2].token, content)
     assert reason_name(refused.refusal.reason) == "TOO_STALE"
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     assert (await site.operator.reasons(job))[slow.client_id] == "LATE TOO_STALE"
     await clean(site)
 
@@ -161,18 +161,18 @@ async def test_what_was_merged_leaves_the_spool_while_others_of_its_attempt_work
         return not [path for path in (site.folder / "uploads").rglob("*") if path.is_file()]
 
     await harness.until(empty, "an empty spool")
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     await site.operator.until(job, "job", "CANCELLED")
 
 
 async def test_a_pause_stops_who_works_and_a_revoked_client_leaves_the_rest_alone(site: Site) -> None:
     job, (a, b, c), work = await begun(site, text())
-    await site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=a.client_id))
+    await site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=a.client_id))
     beating = b.heartbeat(work[1].token)
     await c.deliver(work[2].token, update_of(initial_model(), 1))
-    await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
     assert reason_name((await beating).stop.reason) == "JOB_PAUSED"
-    await site.operator.stub.ResumeJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
     for client in (b, c):
         fresh = await client.assignment()
         await client.deliver(fresh.token, update_of(initial_model(), 2))

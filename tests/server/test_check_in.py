@@ -188,7 +188,7 @@ async def saved_while_waiting(
     await site.waiting(1)
     job = await site.operator.create(job_file(goal=1))
     site.store.before["save"] = gate
-    start = asyncio.ensure_future(site.operator.stub.StartJob(admin_pb2.JobRequest(job=job.job_id)))
+    start = asyncio.ensure_future(site.operator.jobs.StartJob(admin_pb2.JobRequest(job=job.job_id)))
     await gate.reached.wait()
     del site.store.before["save"]
     start.add_done_callback(lambda _: None)

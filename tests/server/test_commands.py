@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from fedplat.cli import profile
+from fedplat.admin import profile
 from fedplat_server import cli, private_pki
 from fedplat_server.audit import AuditRow
 from fedplat_server.command_options import database_url, with_store
@@ -151,7 +151,7 @@ def test_init_says_when_the_certificate_is_for_somebody_else(run: Run) -> None:
 KILLED = """
 import os, signal, sys
 from fedplat_server import cli, private_pki, init_command
-from fedplat.cli import profile
+from fedplat.admin import profile
 from fedplat_server.store import schema
 
 left = int(sys.argv.pop(1))

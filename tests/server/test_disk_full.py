@@ -39,7 +39,7 @@ async def is_full(call: object) -> None:
 
 
 async def num_full(site: Site) -> int:
-    return (await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())).num_storage_full
+    return (await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())).num_storage_full
 
 
 class Disk:

@@ -67,14 +67,14 @@ async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path
 async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, any_database: str, text: str) -> None:
     (tmp_path / "data").mkdir(exist_ok=True)
     async with harness.running(tmp_path / "data", database=any_database) as site:
-        stub = site.operator.stub
+        operator = site.operator
         stranger = RawClient(site.channel, private_key("a stranger"))
         stranger.client_id = text
         assert await opened(stranger) == "CLIENT_UNKNOWN"
         calls = {
-            "NO_SUCH_CLIENT": stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=text)),
-            "NO_SUCH_ENROLMENT": stub.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=text)),
-            "NO_SUCH_OPERATOR": stub.RemoveOperator(admin_pb2.RemoveOperatorRequest(name=text)),
+            "NO_SUCH_CLIENT": operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=text)),
+            "NO_SUCH_ENROLMENT": operator.clients.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=text)),
+            "NO_SUCH_OPERATOR": operator.operators.RemoveOperator(admin_pb2.RemoveOperatorRequest(name=text)),
         }
         for code, call in calls.items():
             with pytest.raises(aio.AioRpcError) as caught:
@@ -85,5 +85,5 @@ async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, any_datab
             admin_pb2.ListClientsRequest(population=f"{text}\x00"),
         ):
             with pytest.raises(aio.AioRpcError) as caught:
-                await stub.ListClients(request)
+                await operator.clients.ListClients(request)
             assert code_of(caught.value) == "INVALID_REQUEST"

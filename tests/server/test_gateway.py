@@ -52,7 +52,7 @@ async def gateway(leader: Site, postgres: str) -> AsyncGenerator[Site]:
 
 
 async def status(site: Site) -> admin_pb2.GetStatusResponse:
-    return await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+    return await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
 
 
 async def is_healthy(site: Site) -> bool:
@@ -126,12 +126,12 @@ async def test_a_stop_wakes_a_heartbeat_behind_the_gateway(leader: Site, gateway
     client = await gateway.enrol()
     token = (await client.assignment()).token
     heartbeat = client.heartbeat(token)
-    await leader.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    await leader.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
     assert reason_name((await heartbeat).stop.reason) == "JOB_PAUSED"
 
 
 async def test_a_message_beyond_the_limit_is_refused_and_one_of_the_largest_passes(gateway: Site) -> None:
-    raw = cast(Any, gateway.channel.stream_unary)("/fedplat.wire.v1.Admin/UploadModel")
+    raw = cast(Any, gateway.channel.stream_unary)("/fedplat.wire.v1.Jobs/UploadModel")
 
     def model(size: int) -> list[bytes]:
         return [admin_pb2.UploadModelRequest(data=bytes(size)).SerializeToString()]
@@ -249,10 +249,10 @@ async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
 @pytest.mark.fault("F21")
 async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(leader: Site, gateway: Site) -> None:
     forged = hop.marked(ADMIN_METADATA, "a guess", Hop("d-forged", "c-forged"))
-    stub = admin_pb2_grpc.AdminStub(leader.channel)
+    stub = admin_pb2_grpc.OperatorsStub(leader.channel)
     answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
     assert answer.gateway == ""
-    through = admin_pb2_grpc.AdminStub(gateway.channel)
+    through = admin_pb2_grpc.OperatorsStub(gateway.channel)
     call = through.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
     assert (await code_of(call))[0] is grpc.StatusCode.UNAVAILABLE
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from fedplat.wire.v1 import admin_pb2, fleet_pb2
+from fedplat.wire.v1 import fleet_pb2
 from server import access
 from server.harness import Site
 from server.raw_client import RawClient
@@ -21,7 +21,7 @@ GOLDEN = sorted(make_golden.FOLDER.parent.glob("*/*.bin"))
 TYPES = {descriptor.name: make_golden.class_of(descriptor) for descriptor in make_golden.descriptors()}
 METHODS: list[MethodDescriptor] = [
     *fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods,
-    *admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods,
+    *access.METHODS.values(),
 ]
 UNKNOWN_FIELDS = bytes.fromhex("f8ff0701") + bytes.fromhex("fabf3f03616263")  # a number and a text, high tags
 UNFIT = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED})

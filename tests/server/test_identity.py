@@ -13,9 +13,9 @@ from grpc import aio
 from fedplat import identity, wire
 from fedplat.identity import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.errors import RefusedError
 from fedplat_server.identity import revocation
 from fedplat_server.identity.book import ClientBook
-from fedplat_server.rpc.errors import RefusedError
 from fedplat_server.store.fleet import Enrolment, EnrolmentToken
 from fedplat_server.store.port import Store
 from fedplat_server.testing import MemoryStore
@@ -206,7 +206,7 @@ async def enrolling(client: RawClient, ticket: Ticket, **fields: Any) -> None:
 
 
 async def enrolments(site: Site) -> list[admin_pb2.Enrolment]:
-    return list((await site.operator.stub.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments)
+    return list((await site.operator.clients.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments)
 
 
 async def test_a_ticket_carries_what_a_client_needs(site: Site) -> None:
@@ -251,7 +251,7 @@ async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
     used, foreign, revoked = [await site.operator.ticket() for _ in range(3)]
     await enrolling(newcomer(site, "the first"), used, idempotency_key="the-first-key")
     listed = await enrolments(site)
-    await site.operator.stub.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=listed[2].enrolment_id))
+    await site.operator.clients.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=listed[2].enrolment_id))
     unknown = Ticket(used.server, "demo", "x" * 43)
     expired = await site.operator.ticket(expires_s=1e-6)
     cases = (
@@ -268,7 +268,7 @@ async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
         assert caught.value.code() is status
         assert ticket.secret not in (caught.value.details() or "") or not ticket.secret
     states = [
-        one.state for one in (await site.operator.stub.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments
+        one.state for one in (await site.operator.clients.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments
     ]
     assert states == ["used up", "open", "revoked", "expired"]
 
@@ -298,7 +298,7 @@ async def test_tokens_must_have_an_end(site: Site, fields: dict[str, Any]) -> No
 
 
 async def revoke(site: Site, client: RawClient) -> admin_pb2.Client:
-    return await site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
+    return await site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
 
 
 @pytest.mark.fault("F30")
@@ -312,7 +312,7 @@ async def test_revocation_works_at_the_next_request_whatever_it_is(site: Site) -
     again = client.enrol(population="demo", idempotency_key="the-one-client", token="x")
     assert await refused(again) == (S.PERMISSION_DENIED, "REVOKED")
     assert (await revoke(site, client)).state == "revoked"  # safe to repeat
-    unknown = site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id="c-nobody"))
+    unknown = site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id="c-nobody"))
     assert await refused(unknown) == (S.NOT_FOUND, "NO_SUCH_CLIENT")
 
 
@@ -329,13 +329,13 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
     polls = [thief.check_in() for thief in thieves]
     await site.waiting(len(thieves))
     (leaked,) = [one.enrolment_id for one in await enrolments(site) if one.num_uses == 20]
-    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert {one.client_id for one in listed if one.enrolment_id == leaked} == {one.client_id for one in thieves}
     enrolled = [row for row in await site.store.inner.list_audit() if row.action == "client enrolled"]
     assert sum(f'"enrolment":"{leaked}"' in row.details for row in enrolled) == len(thieves)
     request, counts = admin_pb2.RevokeEnrolmentRequest(enrolment_id=leaked, with_clients=True), list[int]()
     while not counts or request.page_token:
-        answer = await site.operator.stub.RevokeEnrolment(request)
+        answer = await site.operator.clients.RevokeEnrolment(request)
         assert answer.state == "revoked"
         counts.append(answer.num_revoked_clients)
         request.page_token = answer.next_page_token

@@ -18,7 +18,7 @@ JobCall = aio.UnaryUnaryMultiCallable[admin_pb2.JobRequest, admin_pb2.Job]
 
 
 async def act(site: Site, action: str, job: str) -> admin_pb2.Job:
-    call: JobCall = getattr(site.operator.stub, f"{action}Job")
+    call: JobCall = getattr(site.operator.jobs, f"{action}Job")
     return await call(admin_pb2.JobRequest(job=job))
 
 
@@ -28,7 +28,7 @@ async def test_create_is_idempotent(site: Site) -> None:
     assert (first.job_id, first.name) == (again.job_id, again.name)
     together = await asyncio.gather(*(site.operator.create(job_file("two"), key="another-key") for _ in range(5)))
     assert len({job.job_id for job in together}) == 1
-    listed = await site.operator.stub.ListJobs(admin_pb2.ListJobsRequest())
+    listed = await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())
     assert [job.name for job in listed.jobs] == ["one", "two"]
 
 
@@ -163,7 +163,7 @@ async def test_models_that_cannot_be_trained_are_refused(site: Site) -> None:
     await site.operator.create(job_file(more=scaffold), with_control(initial_model()))
     request = admin_pb2.CreateJobRequest(job_file=job_file(), initial_digest="0" * 64, idempotency_key="12345678")
     with pytest.raises(aio.AioRpcError) as caught:
-        await site.operator.stub.CreateJob(request)
+        await site.operator.jobs.CreateJob(request)
     assert "upload it first" in (caught.value.details() or "")
 
 
@@ -173,16 +173,16 @@ async def test_listing_clients_says_what_they_do(site: Site) -> None:
     await busy.assignment(labels={"region": "eu"})
     waiting = waits.check_in()
     await site.waiting(1)
-    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest(population="demo"))).clients
+    listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest(population="demo"))).clients
     assert [client.state for client in listed] == ["busy", "waiting", "away"]
     assert dict(listed[0].labels) == {"region": "eu"}
     assert listed[0].job_id
     assert listed[0].last_seen_unix_s > 0.0
     assert listed[2].client_id == away.client_id
-    assert not (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest(population="other"))).clients
-    first = await site.operator.stub.ListClients(admin_pb2.ListClientsRequest(page_size=2))
+    assert not (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest(population="other"))).clients
+    first = await site.operator.clients.ListClients(admin_pb2.ListClientsRequest(page_size=2))
     request = admin_pb2.ListClientsRequest(page_size=2, page_token=first.next_page_token)
-    last = await site.operator.stub.ListClients(request)
+    last = await site.operator.clients.ListClients(request)
     ids = [client.client_id for client in (*first.clients, *last.clients)]
     assert (ids, last.next_page_token) == ([client.client_id for client in listed], "")
     waiting.cancel()

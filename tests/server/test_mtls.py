@@ -99,7 +99,7 @@ async def test_no_certificate_leads_to_the_next_one(place: Place) -> None:
 
 async def test_operators_need_their_token_on_this_port_too(place: Place) -> None:
     client = await place.site.enrol()
-    stub = admin_pb2_grpc.AdminStub(place.channel(await place.certificate(client)))
+    stub = admin_pb2_grpc.OperatorsStub(place.channel(await place.certificate(client)))
     assert await refused(stub.GetStatus(admin_pb2.GetStatusRequest())) == (S.UNAUTHENTICATED, "NO_OPERATOR")
     await authorized(stub).GetStatus(admin_pb2.GetStatusRequest())
 
@@ -110,7 +110,7 @@ async def test_revocation_works_at_the_next_request(place: Place) -> None:
     shown = await place.certificate(client)
     certified = place.certified(client, shown)
     await certified.refusal()
-    await place.site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
+    await place.site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
     assert await refused(certified.check_in(0.0)) == (S.PERMISSION_DENIED, "REVOKED")
     assert await refused(place.certified(client, shown).check_in(0.0)) == (S.PERMISSION_DENIED, "REVOKED")
     assert await refused(place.certificate(client)) == (S.PERMISSION_DENIED, "REVOKED")
@@ -120,7 +120,7 @@ async def test_certificates_are_noted_once_an_hour_for_each_client(place: Place)
     clients = await place.site.fleet(3)
     for _ in range(3):
         await asyncio.gather(*(place.certificate(client) for client in clients))
-    audit = (await place.site.operator.stub.ListAudit(admin_pb2.ListAuditRequest())).events
+    audit = (await place.site.operator.operators.ListAudit(admin_pb2.ListAuditRequest())).events
     issued = [event.subject for event in audit if event.action == "client certificate issued"]
     assert sorted(issued) == sorted(client.client_id for client in clients)
 
@@ -134,7 +134,7 @@ async def test_a_new_session_fences_the_certificates_of_older_ones(place: Place)
     for _ in range(2):
         assert await refused(certified.check_in(0.0)) == (S.PERMISSION_DENIED, "FENCED")
     await place.certified(again, await place.certificate(again)).refusal()
-    audit = (await place.site.operator.stub.ListAudit(admin_pb2.ListAuditRequest())).events
+    audit = (await place.site.operator.operators.ListAudit(admin_pb2.ListAuditRequest())).events
     assert [event.subject for event in audit if event.action == "client fenced"] == [client.client_id]
 
 
@@ -274,8 +274,8 @@ async def test_a_client_that_is_revoked_ends(place: Place, tmp_path: Path) -> No
     client = await place.sdk(tmp_path / "client", add_one)
     working = asyncio.create_task(asyncio.to_thread(client.run))
     await place.site.waiting(1)
-    listed = await place.site.operator.stub.ListClients(admin_pb2.ListClientsRequest())
-    await place.site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=listed.clients[0].client_id))
+    listed = await place.site.operator.clients.ListClients(admin_pb2.ListClientsRequest())
+    await place.site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=listed.clients[0].client_id))
     with pytest.raises(RevokedError):
         await working
 
@@ -328,6 +328,6 @@ async def test_a_gateway_tells_the_leader_whose_certificate_it_saw(tmp_path: Pat
         assert await refused(plain.stub.CheckIn(request)) == (S.UNAUTHENTICATED, "UNAUTHENTICATED")
         clock.ahead_s = 90_000.0
         assert await refused(certified.check_in(0.0)) == (S.UNAUTHENTICATED, "CERTIFICATE_EXPIRED")
-        await gateway.site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
+        await gateway.site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=client.client_id))
         clock.ahead_s = 0.0
         assert await refused(certified.check_in(0.0)) == (S.PERMISSION_DENIED, "REVOKED")

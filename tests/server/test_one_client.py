@@ -130,7 +130,7 @@ async def test_the_report_of_a_client_that_is_revoked_is_not_merged(site: Site) 
     clients = await site.fleet(4)
     work = await site.assign(clients)
     assert (await clients[0].deliver(work[0].token, filled(666.0))).HasField("receipt")
-    await site.operator.stub.RevokeClient(admin_pb2.RevokeClientRequest(client_id=clients[0].client_id))
+    await site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=clients[0].client_id))
     for client, one in list(zip(clients, work, strict=True))[1:]:
         assert (await client.deliver(one.token, filled(0.0))).HasField("receipt")
     await site.operator.until(job, "version", "1")

@@ -10,30 +10,32 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
 
 from fedplat import wire
-from fedplat.cli.admin import AdminClient
-from fedplat.cli.profile import Profile
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.errors import ServerRefusedError
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, options_pb2
 from fedplat_server import audit
 from fedplat_server.config import Limits
 from fedplat_server.operators import Role, new_operator_token
-from fedplat_server.rpc import gate
+from fedplat_server.rpc import operator_access
+from fedplat_server.rpc.operator_access import NEEDED_ROLES
 from fedplat_server.store.sql import open_store
 from server import access, harness
 from server.access import ADMIN_NAME, ADMIN_TOKEN
 from server.harness import Operator, Site, digest_of, job_file, update_of
 
 pytestmark = pytest.mark.calm  # they look at single answers
-SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
-METHODS = [method.name for method in SERVICE.methods]
+LIST_JOBS, GET_STATUS = "/fedplat.wire.v1.Jobs/ListJobs", "/fedplat.wire.v1.Operators/GetStatus"
 
 
 def call(site: Site, method: str, *metadata: tuple[str, str]) -> Any:
-    """A call of any method, as bytes; what comes back is its first response."""
-    made = site.channel.stream_stream(f"/{SERVICE.full_name}/{method}")(iter([b""]), metadata=metadata)
+    """A call of any method (`/service/name`), as bytes; what comes back is its first response."""
+    made = site.channel.stream_stream(method)(iter([b""]), metadata=metadata)
     return anext(aiter(made))
 
 
@@ -58,10 +60,45 @@ async def noted(site: Site) -> list[tuple[str, str, str]]:
 
 
 def test_every_method_has_a_least_role() -> None:
-    assert set(gate.NEEDED_ROLES) == set(METHODS)
+    assert set(operator_access.NEEDED_ROLES) == set(access.METHODS)
+    by_role = {
+        role: [name.rpartition("/")[2] for name in access.METHODS if NEEDED_ROLES[name] is role] for role in Role
+    }
+    assert by_role == {
+        Role.VIEWER: [
+            *("ListJobs", "ShowJob", "WatchJob", "ListRounds", "ListModelVersions", "ExportModel"),
+            *("ListClients", "GetStatus", "ShowPrivacy"),
+        ],
+        Role.OPERATOR: [
+            *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "RollbackJob"),
+            *("RevokeClient", "CreateEnrolment", "ListEnrolments", "RevokeEnrolment", "ListAudit"),
+        ],
+        Role.ADMIN: ["AddOperator", "ListOperators", "RemoveOperator", "SetPrivacyBudget", "RemovePrivacyBudget"],
+    }
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_a_method_without_a_role_is_an_error_when_the_server_starts() -> None:
+    """The roles are read when the module is imported, before a daemon has taken its port."""
+    file = descriptor_pb2.FileDescriptorProto(name="roleless.proto", package="test", syntax="proto3")
+    file.message_type.add(name="Nothing")
+    service = file.service.add(name="Roleless")
+    with_role = service.method.add(name="Look", input_type=".test.Nothing", output_type=".test.Nothing")
+    with_role.options.Extensions[options_pb2.needed_role] = options_pb2.ROLE_VIEWER
+    assert operator_access.read_needed_roles([described(file)]) == {"/test.Roleless/Look": Role.VIEWER}
+    service.method.add(name="Change", input_type=".test.Nothing", output_type=".test.Nothing")
+    with pytest.raises(ValueError, match=r"test.Roleless.Change names no role .*needed_role"):
+        operator_access.read_needed_roles([described(file)])
+
+
+def described(file: descriptor_pb2.FileDescriptorProto) -> ServiceDescriptor:
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(descriptor_pb2.DESCRIPTOR.serialized_pb)
+    pool.AddSerializedFile(options_pb2.DESCRIPTOR.serialized_pb)
+    pool.Add(file)
+    return pool.FindServiceByName("test.Roleless")
+
+
+@pytest.mark.parametrize("method", access.METHODS)
 async def test_nobody_gets_in_without_a_token(site: Site, method: str) -> None:
     code, text = await refusal(call(site, method))
     assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -72,9 +109,9 @@ async def test_nobody_gets_in_without_a_token(site: Site, method: str) -> None:
 @pytest.mark.parametrize("role", Role)
 async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, role: Role) -> None:
     token = await token_of(site, role)
-    for method in METHODS:
-        needed = gate.NEEDED_ROLES[method]
-        made = site.channel.stream_stream(f"/{SERVICE.full_name}/{method}")(iter([b""]), metadata=(bearer(token),))
+    for method in access.METHODS:
+        needed = NEEDED_ROLES[method]
+        made = site.channel.stream_stream(method)(iter([b""]), metadata=(bearer(token),))
         if role.includes(needed):
             # It passes the gate: what comes then is the handler's business.
             result = (await asyncio.gather(anext(aiter(made), None), return_exceptions=True))[0]
@@ -101,29 +138,27 @@ async def test_each_role_may_call_what_needs_it_and_nothing_more(site: Site, rol
     ],
 )
 async def test_what_is_no_known_token_is_refused(site: Site, metadata: list[tuple[str, str]]) -> None:
-    code, _ = await refusal(call(site, "ListJobs", *metadata))
+    code, _ = await refusal(call(site, LIST_JOBS, *metadata))
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_client_is_no_operator(site: Site) -> None:
     client = await site.enrol()
-    code, _ = await refusal(
-        site.channel.unary_unary(f"/{SERVICE.full_name}/ListJobs")(b"", metadata=client.signed_bytes("ListJobs", b""))
-    )
+    code, _ = await refusal(site.channel.unary_unary(LIST_JOBS)(b"", metadata=client.signed_bytes("ListJobs", b"")))
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_token_expires(site: Site) -> None:
     good = await token_of(site, Role.VIEWER, expires_unix_s=time.time() + 3600)
     over = await token_of(site, Role.ADMIN, expires_unix_s=1.6e9)
-    await call(site, "GetStatus", bearer(good))
-    code, text = await refusal(call(site, "GetStatus", bearer(over)))
+    await call(site, GET_STATUS, bearer(good))
+    code, text = await refusal(call(site, GET_STATUS, bearer(over)))
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert text.endswith("expired 2020-09-13 12:26 UTC")
 
 
 async def test_an_operator_is_added_works_and_is_removed(site: Site) -> None:
-    admin = site.operator.stub
+    admin = site.operator.operators
     made = await admin.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="operator", expires_in_s=3600))
     assert made.token.startswith("fedplat_op_")
     ben = Operator(site.channel, made.token)
@@ -165,18 +200,18 @@ async def test_an_operator_is_added_works_and_is_removed(site: Site) -> None:
 async def test_operators_that_cannot_be_made(
     site: Site, request_: admin_pb2.AddOperatorRequest, code: grpc.StatusCode
 ) -> None:
-    assert (await refusal(site.operator.stub.AddOperator(request_)))[0] is code
+    assert (await refusal(site.operator.operators.AddOperator(request_)))[0] is code
 
 
 async def test_the_last_admin_stays(site: Site) -> None:
     request = admin_pb2.RemoveOperatorRequest(name=ADMIN_NAME)
     await token_of(site, Role.ADMIN, expires_unix_s=1.0)  # one whose token is not good any more does not count
-    assert (await refusal(site.operator.stub.RemoveOperator(request)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await refusal(site.operator.operators.RemoveOperator(request)))[0] is grpc.StatusCode.FAILED_PRECONDITION
     other = await token_of(site, Role.ADMIN)
-    await site.operator.stub.RemoveOperator(request)
-    assert (await refusal(call(site, "ListJobs", bearer(ADMIN_TOKEN))))[0] is grpc.StatusCode.UNAUTHENTICATED
-    await call(site, "ListJobs", bearer(other))
-    unknown = Operator(site.channel, other).stub.RemoveOperator(admin_pb2.RemoveOperatorRequest(name="nobody"))
+    await site.operator.operators.RemoveOperator(request)
+    assert (await refusal(call(site, LIST_JOBS, bearer(ADMIN_TOKEN))))[0] is grpc.StatusCode.UNAUTHENTICATED
+    await call(site, LIST_JOBS, bearer(other))
+    unknown = Operator(site.channel, other).operators.RemoveOperator(admin_pb2.RemoveOperatorRequest(name="nobody"))
     assert (await refusal(unknown))[0] is grpc.StatusCode.NOT_FOUND
 
 
@@ -191,7 +226,7 @@ async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any
 
         site.store.before["remove_operator"] = together
         names = {ADMIN_TOKEN: access.name_of(other), other: ADMIN_NAME}
-        stubs = {token: Operator(site.channel, token).stub for token in names}
+        stubs = {token: Operator(site.channel, token).operators for token in names}
         answers = await asyncio.gather(
             *(stubs[token].RemoveOperator(admin_pb2.RemoveOperatorRequest(name=name)) for token, name in names.items()),
             return_exceptions=True,
@@ -204,13 +239,13 @@ async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
     """The delay is longer than the test: those who are over the limit are refused at once, the others wait."""
     async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
-        stub = admin_pb2_grpc.AdminStub(site.channel)
-        guesses = [stub.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(gate.MAX_PENDING + 1)]
+        stub = admin_pb2_grpc.JobsStub(site.channel)
+        guesses = [stub.ListJobs(admin_pb2.ListJobsRequest()) for _ in range(operator_access.MAX_PENDING + 1)]
         done, waiting = await asyncio.wait(
             [asyncio.ensure_future(refusal(guess)) for guess in guesses], return_when=asyncio.FIRST_COMPLETED
         )
         assert [task.result()[0] for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
-        await site.operator.stub.ListJobs(admin_pb2.ListJobsRequest())  # from the same address, with a good token
+        await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())  # from the same address, with a good token
 
         async def refused() -> list[tuple[str, str, str]]:
             return [entry for entry in await noted(site) if entry[1] == audit.Action.LOGIN_REFUSED]
@@ -219,7 +254,7 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
             return bool(await refused())
 
         await harness.until(is_noted, "the note of a refused call")
-        assert await refused() == [("ipv4:127.0.0.1", "login refused", f"/{SERVICE.full_name}/ListJobs")]
+        assert await refused() == [("ipv4:127.0.0.1", "login refused", LIST_JOBS)]
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -228,14 +263,16 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
 async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path) -> None:
     async with harness.running(folder, limits=Limits(refusal_delay_s=3600.0)) as site:
         token = await token_of(site, Role.VIEWER)
-        stub = Operator(site.channel, token).stub
-        tries = [stub.AddOperator(admin_pb2.AddOperatorRequest()) for _ in range(gate.MAX_PENDING + 1)]
+        viewer = Operator(site.channel, token)
+        tries = [
+            viewer.operators.AddOperator(admin_pb2.AddOperatorRequest()) for _ in range(operator_access.MAX_PENDING + 1)
+        ]
         done, waiting = await asyncio.wait(
             [asyncio.ensure_future(refusal(one)) for one in tries], return_when=asyncio.FIRST_COMPLETED
         )
         assert [task.result()[0] for task in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
-        await stub.ListJobs(admin_pb2.ListJobsRequest())  # what the role may do goes on
-        await site.operator.stub.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="viewer"))
+        await viewer.jobs.ListJobs(admin_pb2.ListJobsRequest())  # what the role may do goes on
+        await site.operator.operators.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="viewer"))
 
         async def rows() -> list[audit.AuditRow]:
             found = await site.store.inner.list_audit()
@@ -246,7 +283,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
 
         await harness.until(is_noted, "the note of a refused call")
         (row,) = await rows()
-        assert (row.actor, row.subject) == (access.name_of(token), f"/{SERVICE.full_name}/AddOperator")
+        assert (row.actor, row.subject) == (access.name_of(token), "/fedplat.wire.v1.Operators/AddOperator")
         assert json.loads(row.details)["why"].startswith("AddOperator needs the role admin")
         for task in waiting:
             task.cancel()
@@ -263,9 +300,9 @@ async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> 
                 "x-forwarded-for",
                 f"2001:db8:{number:x}::1" if number % 2 else f"10.0.{number // 256}.{number % 256}",
             )
-            await refusal(call(site, "ListJobs", address))
+            await refusal(call(site, LIST_JOBS, address))
         for number in range(300):  # one customer of a provider: all in one /64
-            await refusal(call(site, "ListJobs", ("x-forwarded-for", f"2001:db8:ffff::{number:x}")))
+            await refusal(call(site, LIST_JOBS, ("x-forwarded-for", f"2001:db8:ffff::{number:x}")))
     store = await open_store(f"sqlite:///{folder / 'fedplat.sqlite'}")
     rows = await store.list_audit()
     assert audit.check_chain(rows, await store.audit_head()) == []
@@ -307,7 +344,7 @@ async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folde
     async with harness.running(folder, limits=limits) as site:
         token = await token_of(site, Role.VIEWER)
         greedy = bearer(token)
-        answers = await asyncio.gather(*(call(site, "GetStatus", greedy) for _ in range(30)), return_exceptions=True)
+        answers = await asyncio.gather(*(call(site, GET_STATUS, greedy) for _ in range(30)), return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, aio.AioRpcError)]
         assert len(answers) - len(refused) in (10, 11, 12)
         trailers = dict(refused[0].trailing_metadata() or ())
@@ -319,7 +356,7 @@ async def test_an_operators_requests_are_counted_and_those_of_others_go_on(folde
             pytest.raises(ServerRefusedError, match=r"at most 10 a minute; try again in [0-9.]+ s to [0-9.]+ s$"),
         ):
             await asyncio.to_thread(client.list_jobs)
-        await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())
+        await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
 
 
 async def test_an_operators_calls_under_way_are_counted_until_they_end(folder: Path) -> None:
@@ -375,7 +412,7 @@ async def test_the_audit_log_is_read_in_pages(site: Site) -> None:
     seen: list[admin_pb2.AuditEvent] = []
     while True:
         after = seen[-1].sequence if seen else 0
-        page = await site.operator.stub.ListAudit(admin_pb2.ListAuditRequest(after_sequence=after))
+        page = await site.operator.operators.ListAudit(admin_pb2.ListAuditRequest(after_sequence=after))
         if not page.events:
             break
         seen += page.events

@@ -48,8 +48,8 @@ async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: S
         one.report(tokens[0], digests[0]),
         two.upload(tokens[1], updates[1].to_bytes()),
         two.fail(tokens[1], model_pb2.REASON_TRAINER_ERROR),
-        site.operator.stub.PauseJob(request),
-        site.operator.stub.ListJobs(admin_pb2.ListJobsRequest()),
+        site.operator.jobs.PauseJob(request),
+        site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest()),
         site.operator.create(job_file()),
         site.enrol(),
     ):
@@ -144,7 +144,7 @@ async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
 @pytest.mark.fault("F9")
 async def test_readiness_follows_the_database_and_liveness_does_not(site: Site) -> None:
     serving, away = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    names = ("", "fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin")
+    names = ("", "fedplat.wire.v1.Fleet", "fedplat.wire.v1.Jobs")
     assert [await site.readiness(name) for name in (*names, "liveness")] == [serving] * 4
     for _ in range(2):
         site.store.outage = True

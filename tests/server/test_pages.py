@@ -15,13 +15,13 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat.cli.admin import AdminClient
-from fedplat.cli.profile import Profile
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.texts import MAX_TEXT_BYTES
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server import audit
 from fedplat_server.rpc import pages
-from server import harness
+from server import access, harness
 from server.access import ADMIN_TOKEN
 from server.harness import Site, job_file
 
@@ -99,7 +99,7 @@ async def test_metrics_of_earlier_versions_cut_the_pages_of_rounds(site: Site) -
         json.dumps({f"{n:03}{i:02}" + WIDE * 98: 0.5 for i in range(64)}, ensure_ascii=False) for n in range(360)
     ]
     execute(site.folder, ATTEMPTS, ((job, n + 1, n, metrics[n]) for n in range(360)))
-    found = await each_page(site.operator.stub.ListRounds, admin_pb2.ListRoundsRequest(job=job))
+    found = await each_page(site.operator.jobs.ListRounds, admin_pb2.ListRoundsRequest(job=job))
     assert [one.round for page in found for one in page.rounds] == list(range(1, 361))
     assert all(len(one.client_metrics) == 64 for page in found for one in page.rounds)
     assert len(found) > 8
@@ -112,7 +112,7 @@ async def test_labels_of_earlier_versions_cut_the_pages_of_clients(site: Site) -
     labels = json.dumps({chr(0x20000 + n) * 63: WIDE * 200 for n in range(64)})
     ids = [f"c-{n:016x}" for n in range(130)]
     execute(site.folder, CLIENTS, ((name, labels, name, name.encode()) for name in ids))
-    found = await each_page(site.operator.stub.ListClients, admin_pb2.ListClientsRequest())
+    found = await each_page(site.operator.clients.ListClients, admin_pb2.ListClientsRequest())
     assert [one.client_id for page in found for one in page.clients] == ids
     assert max(sizes(found)) < pages.MAX_BYTES + 2**16
 
@@ -131,7 +131,7 @@ async def test_labels_are_bounded_in_bytes(site: Site) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
     most = {f"label_{n}": WIDE * 50 for n in range(39)}
     await client.check_in(0.0, most)
-    (listed,) = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    (listed,) = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert listed.labels == most
 
 
@@ -139,7 +139,7 @@ async def test_labels_are_bounded_in_bytes(site: Site) -> None:
 async def test_jobs_are_listed_without_their_files(site: Site) -> None:
     padding = "#" * (2**20 - 2**12)
     jobs = [(await site.operator.create(job_file(f"job-{n}", more=padding))).job_id for n in range(9)]
-    found = await each_page(site.operator.stub.ListJobs, admin_pb2.ListJobsRequest())
+    found = await each_page(site.operator.jobs.ListJobs, admin_pb2.ListJobsRequest())
     assert [one.job_id for page in found for one in page.jobs] == jobs
     assert sum(sizes(found)) < 2**14
     assert padding in (await site.operator.show(jobs[0])).job_file
@@ -147,28 +147,35 @@ async def test_jobs_are_listed_without_their_files(site: Site) -> None:
 
 @pytest.mark.fault("F47")
 async def test_every_list_has_pages(site: Site) -> None:
-    stub = site.operator.stub
+    jobs, clients, operators = site.operator.jobs, site.operator.clients, site.operator.operators
     for n in range(3):
         await site.enrol()
-        await stub.AddOperator(admin_pb2.AddOperatorRequest(name=f"anna-{n}", role="viewer"))
+        await operators.AddOperator(admin_pb2.AddOperatorRequest(name=f"anna-{n}", role="viewer"))
         await site.operator.create(job_file(f"job-{n}", close="deadline", more=PRIVATE))
     job = (await site.operator.show("job-0")).job_id
     execute(site.folder, ATTEMPTS, ((job, n, n, "{}") for n in (1, 2, 3)))
     execute(site.folder, VERSIONS, ((job, n, n, f"{n:064}", "{}") for n in (1, 2, 3)))
-    lists: dict[str, tuple[Any, Callable[[Any], Sequence[Message]]]] = {
-        "ListJobs": (admin_pb2.ListJobsRequest(), lambda page: page.jobs),
-        "ListRounds": (admin_pb2.ListRoundsRequest(job=job), lambda page: page.rounds),
-        "ListClients": (admin_pb2.ListClientsRequest(), lambda page: page.clients),
-        "ListEnrolments": (admin_pb2.ListEnrolmentsRequest(), lambda page: page.enrolments),
-        "ListModelVersions": (admin_pb2.ListModelVersionsRequest(job=job), lambda page: page.versions),
-        "ListOperators": (admin_pb2.ListOperatorsRequest(), lambda page: page.operators),
-        "ListAudit": (admin_pb2.ListAuditRequest(), lambda page: page.events),
-        "ShowPrivacy": (admin_pb2.ShowPrivacyRequest(), lambda page: [*page.jobs, *page.populations]),
+    lists: dict[str, tuple[Any, Any, Callable[[Any], Sequence[Message]]]] = {
+        "ListJobs": (jobs.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs),
+        "ListRounds": (jobs.ListRounds, admin_pb2.ListRoundsRequest(job=job), lambda page: page.rounds),
+        "ListClients": (clients.ListClients, admin_pb2.ListClientsRequest(), lambda page: page.clients),
+        "ListEnrolments": (clients.ListEnrolments, admin_pb2.ListEnrolmentsRequest(), lambda page: page.enrolments),
+        "ListModelVersions": (
+            jobs.ListModelVersions,
+            admin_pb2.ListModelVersionsRequest(job=job),
+            lambda page: page.versions,
+        ),
+        "ListOperators": (operators.ListOperators, admin_pb2.ListOperatorsRequest(), lambda page: page.operators),
+        "ListAudit": (operators.ListAudit, admin_pb2.ListAuditRequest(), lambda page: page.events),
+        "ShowPrivacy": (
+            site.operator.privacy.ShowPrivacy,
+            admin_pb2.ShowPrivacyRequest(),
+            lambda page: [*page.jobs, *page.populations],
+        ),
     }
-    methods = [method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods]
+    methods = [method.name for method in access.METHODS.values()]
     assert {name for name in methods if name.startswith("List")} == {name for name in lists if name.startswith("List")}
-    for name, (request, rows) in lists.items():
-        method = getattr(stub, name)
+    for name, (method, request, rows) in lists.items():
         (whole,) = await each_page(method, request)
         request.page_size = 2
         found = await each_page(method, request)
@@ -185,7 +192,7 @@ async def test_every_list_has_pages(site: Site) -> None:
 async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
     entries = [audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n), {"much": "x" * 20_000}) for n in range(200)]
     await site.store.inner.append_audit(entries)
-    found = await each_page(site.operator.stub.ListAudit, admin_pb2.ListAuditRequest(after_sequence=7))
+    found = await each_page(site.operator.operators.ListAudit, admin_pb2.ListAuditRequest(after_sequence=7))
     (last,) = await site.store.inner.list_audit(200)  # the start of the server is noted, too
     assert [event.sequence for page in found for event in page.events] == list(range(8, last.sequence + 1))
     assert max(sizes(found)) < pages.MAX_BYTES + 2**16
@@ -217,7 +224,7 @@ async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
 async def _looks_short(site: Site, job: str) -> None:
     await site.operator.until(job, "assignment", "TRAINING")
     shown = await site.operator.show(job)
-    rounds = (await site.operator.stub.ListRounds(admin_pb2.ListRoundsRequest(job=job))).rounds
+    rounds = (await site.operator.jobs.ListRounds(admin_pb2.ListRoundsRequest(job=job))).rounds
     for reason in (shown.reason, shown.current.reason, rounds[0].reason):
         assert len(reason.encode()) <= MAX_TEXT_BYTES
         assert "\x1b" not in reason

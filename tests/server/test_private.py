@@ -149,10 +149,10 @@ async def test_a_job_pauses_at_its_budget(site: Site) -> None:
     shown = await site.operator.show(job)
     assert (shown.round, shown.reason) == (2, words)
     with pytest.raises(aio.AioRpcError) as caught:
-        await site.operator.stub.ResumeJob(admin_pb2.JobRequest(job=job))
+        await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert (caught.value.details() or "").endswith(f"cannot resume: {words}")
-    (found,) = (await site.operator.stub.ShowPrivacy(admin_pb2.ShowPrivacyRequest(job=job))).jobs
+    (found,) = (await site.operator.privacy.ShowPrivacy(admin_pb2.ShowPrivacyRequest(job=job))).jobs
     released = [Charge(Mechanism("fixed", 5.0), 2)]
     assert (found.released, found.adjacency, found.participation) == (found.planned, "zero-out", "fixed")
     assert found.released.epsilon == accounting.epsilon(released, 1e-6)

@@ -103,7 +103,9 @@ class Caller(Signing):
     def __init__(self, made: grpc.Channel, before: Caller | None = None) -> None:
         super().__init__(before.key if before is not None else Ed25519PrivateKey.generate())
         self.fleet = fleet_pb2_grpc.FleetStub(made)
-        self.admin = authorized(admin_pb2_grpc.AdminStub(made))
+        self.jobs = authorized(admin_pb2_grpc.JobsStub(made))
+        self.clients = authorized(admin_pb2_grpc.ClientsStub(made))
+        self.operators = authorized(admin_pb2_grpc.OperatorsStub(made))
         self.client_id = before.client_id if before is not None else self.enrol()
         request = self.opening()
         self.opened(self.fleet.OpenSession(request, metadata=self.proof("OpenSession", request)))
@@ -114,7 +116,7 @@ class Caller(Signing):
             population="demo",
             idempotency_key=os.urandom(8).hex(),
             protocol_version=wire.PROTOCOL_VERSION,
-            token=Ticket.from_text(self.admin.CreateEnrolment(wanted).ticket).secret,
+            token=Ticket.from_text(self.clients.CreateEnrolment(wanted).ticket).secret,
             public_key=self.public_key,
         )
         return self.fleet.Enroll(request, metadata=self.proof("Enroll", request)).client_id
@@ -128,12 +130,12 @@ class Caller(Signing):
 
     def start_job(self, text: str) -> str:
         content = initial_model().to_bytes()
-        digest = self.admin.UploadModel(iter([admin_pb2.UploadModelRequest(data=content)])).digest
+        digest = self.jobs.UploadModel(iter([admin_pb2.UploadModelRequest(data=content)])).digest
         key = os.urandom(8).hex()
-        job = self.admin.CreateJob(
+        job = self.jobs.CreateJob(
             admin_pb2.CreateJobRequest(job_file=text, initial_digest=digest, idempotency_key=key)
         ).job_id
-        self.admin.StartJob(admin_pb2.JobRequest(job=job))
+        self.jobs.StartJob(admin_pb2.JobRequest(job=job))
         return job
 
     def train(self) -> None:
@@ -147,7 +149,7 @@ class Caller(Signing):
 
     def until(self, job: str, entity: str, to_state: str = "") -> None:
         """Waits for an event."""
-        watching = self.admin.WatchJob(admin_pb2.WatchJobRequest(job=job))
+        watching = self.jobs.WatchJob(admin_pb2.WatchJobRequest(job=job))
         for event in watching:
             if event.entity == entity and to_state in ("", event.to_state):
                 watching.cancel()
@@ -155,7 +157,7 @@ class Caller(Signing):
         raise AssertionError(f"the job ended before {entity} became {to_state}")
 
     def num_waiting(self) -> int:
-        return self.admin.GetStatus(admin_pb2.GetStatusRequest()).num_waiting
+        return self.operators.GetStatus(admin_pb2.GetStatusRequest()).num_waiting
 
 
 def until_waiting(caller: Caller, count: int) -> None:
@@ -192,7 +194,7 @@ def test_ctrl_c_in_the_middle_of_a_job_and_a_restart(folder: Path) -> None:
         again = Caller(made, caller)
         again.train()
         again.until(job, "job", "COMPLETED")
-        assert again.admin.ShowJob(admin_pb2.JobRequest(job=job)).model.version == 2
+        assert again.jobs.ShowJob(admin_pb2.JobRequest(job=job)).model.version == 2
         assert server.stop() == 0
 
 

@@ -34,7 +34,7 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
     assert await progress_of(site, job) == expected
     (attempt,) = await site.operator.rounds(job)
     assert attempt.progress == expected
-    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert {one.client_id: one.progress for one in listed} == {
         client.client_id: fraction for client, fraction in zip(clients, (0.5, 0.25, 1.0), strict=True)
     }
@@ -53,7 +53,7 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
     )
     await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
     assert not (await site.operator.show(job)).current.HasField("progress")
-    listed = (await site.operator.stub.ListClients(admin_pb2.ListClientsRequest())).clients
+    listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert not any(one.HasField("progress") for one in listed)
 
 
@@ -122,7 +122,7 @@ async def test_a_watch_that_asks_for_it_has_events_about_progress(site: Site) ->
 
 
 async def aiter_of(site: Site, request: admin_pb2.WatchJobRequest):
-    call = site.operator.stub.WatchJob(request)
+    call = site.operator.jobs.WatchJob(request)
     try:
         async for event in call:
             yield event

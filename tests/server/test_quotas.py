@@ -19,9 +19,9 @@ from fedplat import wire
 from fedplat.rounds import AttemptKey
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.config import Limits
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity import book
 from fedplat_server.rpc import quotas
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.quotas import Bucket, Buckets, Progress, Quotas
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of

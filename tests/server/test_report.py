@@ -244,7 +244,7 @@ async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site:
     await two.query(tokens[1], "0" * 64)  # later than the heartbeats, on the same connection
     heartbeats[0].cancel()
     await two.query(tokens[1], "0" * 64)
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     for beat in heartbeats[1:]:
         assert reason_name((await beat).stop.reason) == "JOB_CANCELLED"
     assert await one.stop_reason(tokens[0]) == "JOB_CANCELLED"

@@ -37,7 +37,7 @@ async def play(site: Site, clients: list[RawClient], job: str, version: int, *va
 
 
 async def roll_back(site: Site, job: str, version: int) -> admin_pb2.RollbackJobResponse:
-    return await site.operator.stub.RollbackJob(admin_pb2.RollbackJobRequest(job=job, version=version))
+    return await site.operator.jobs.RollbackJob(admin_pb2.RollbackJobRequest(job=job, version=version))
 
 
 async def values(site: Site, job: str, version: int | None = None) -> list[float]:
@@ -74,7 +74,7 @@ async def test_a_job_whose_model_was_destroyed_goes_on_from_the_initial_one(fold
         told = [event.reason for event in await site.operator.events(job) if event.entity in ("version", "attempt")]
         assert "rolled back to version 0" in told
         assert "the job was rolled back to version 0" in told
-        noted = (await site.operator.stub.ListAudit(admin_pb2.ListAuditRequest())).events
+        noted = (await site.operator.operators.ListAudit(admin_pb2.ListAuditRequest())).events
         (entry,) = (one for one in noted if one.action == "job rolled back")
         assert entry.subject == job
         assert '"from":1' in entry.details.replace(" ", "")
@@ -125,14 +125,14 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
     train, update = test_tree_seeds.train, test_tree_seeds.update
     async with harness.running(folder) as site:
         job = await train(site, range(1, 3))
-        await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+        await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
         before = (await site.store.inner.list_versions(job))[-1].version
         done = await roll_back(site, job, 1)
         assert (done.rule_state, done.job.restored_from) == ("latest", 1)
         latest = (await site.store.inner.list_versions(job))[-1].version
         assert (latest.state_digest, latest.round) == (before.state_digest, 0)
         assert len(await site.store.inner.ledger(job)) == 2
-        await site.operator.stub.ResumeJob(admin_pb2.JobRequest(job=job))
+        await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
         client = await site.enrol(key="client 1")
         work = await client.assignment()
         await client.deliver(work.token, update(3))

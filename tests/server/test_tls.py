@@ -13,8 +13,8 @@ import pytest
 import structlog
 from grpc import aio
 
-from fedplat.cli.admin import AdminClient
-from fedplat.cli.profile import Profile
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire import handshake
 from fedplat_server import pki, private_pki, tls

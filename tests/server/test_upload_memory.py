@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import intake
 from fedplat_server.config import Limits
-from fedplat_server.rpc.errors import RefusedError
+from fedplat_server.errors import RefusedError
 from fedplat_server.rpc.memory import MemoryBudget
 from server import harness
 from server.harness import Site, digest_of, job_file

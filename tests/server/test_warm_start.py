@@ -34,7 +34,7 @@ async def warmed(site: Site, name: str, more: str = "", **options: object) -> st
 async def warm_version(site: Site, job: str) -> str:
     """The digest of version 1; the job wants no clients then."""
     await site.operator.until(job, "attempt", "COMMITTED")
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     return (await site.operator.versions(job))[1].model.digest
 
 
@@ -82,12 +82,12 @@ async def stopped_by_an_operator(site: Site) -> None:
     table = learning("warm_start", epochs=1_000_000, checkpoint_every=5)
     job = await site.operator.start(job_file("long", more=RANKS + table))
     await checkpointed(site, job)
-    paused = await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    paused = await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
     assert (paused.status, paused.current.phase) == (admin_pb2.JOB_STATUS_PAUSED, admin_pb2.ATTEMPT_PHASE_ABANDONED)
     assert await warmed(site, "meanwhile"), "the ranks are free"
     await checkpointed(site, job)
-    await site.operator.stub.ResumeJob(admin_pb2.JobRequest(job=job))
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     assert (await site.operator.show(job)).model.version == 0
     assert await warmed(site, "afterwards"), "the ranks are free"
 

@@ -71,7 +71,7 @@ async def test_watchers_that_go_away_are_forgotten(site: Site) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.events("no such job")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     assert (await site.operator.events(job))[-1].to_state == "CANCELLED"
 
 

@@ -23,15 +23,19 @@ from fedplat import wire
 from fedplat.rounds.states import REASON_TEXTS, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server import logs
-from fedplat_server.rpc import boundary, convert
-from fedplat_server.rpc.errors import CATALOGUE, Code, RefusedError
+from fedplat_server.errors import PUBLIC_MESSAGES, Code, RefusedError
+from fedplat_server.rpc import convert, interceptor
+from fedplat_server.rpc.statuses import STATUSES
+from server import access
 from server.access import ADMIN_METADATA
 from server.harness import Site, initial_model, job_file, running, update_of
 
 METHODS = [
     *(f"/fedplat.wire.v1.Fleet/{method.name}" for method in fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].methods),
-    *(f"/fedplat.wire.v1.Admin/{method.name}" for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods),
+    *access.METHODS,
 ]
+
+OUR_SERVICES = [f"fedplat.wire.v1.{name}" for name in ("Fleet", "Jobs", "Clients", "Operators", "Privacy")]
 
 
 def raw(channel: aio.Channel, method: str) -> aio.UnaryUnaryMultiCallable[bytes, bytes]:
@@ -40,7 +44,7 @@ def raw(channel: aio.Channel, method: str) -> aio.UnaryUnaryMultiCallable[bytes,
 
 
 async def alive(site: Site) -> None:
-    assert (await site.operator.stub.GetStatus(admin_pb2.GetStatusRequest())).process_id == os.getpid()
+    assert (await site.operator.operators.GetStatus(admin_pb2.GetStatusRequest())).process_id == os.getpid()
 
 
 async def code_of(call: Any) -> grpc.StatusCode:
@@ -63,14 +67,14 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
     await alive(site)
 
 
-@pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Admin/StartJob"])
+@pytest.mark.parametrize("method", ["/fedplat.wire.v1.Fleet/Report", "/fedplat.wire.v1.Jobs/StartJob"])
 @pytest.mark.fault("F27")
 async def test_messages_that_are_too_large_are_refused(site: Site, method: str) -> None:
     """By gRPC while they come, if they are larger than any; else by us, before they are decoded."""
     client = await site.enrol()
     for size, status in (
         (wire.MAX_REQUEST_BYTES + 1, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (boundary.max_bytes(method) + 1, grpc.StatusCode.INVALID_ARGUMENT),
+        (interceptor.max_bytes(method) + 1, grpc.StatusCode.INVALID_ARGUMENT),
     ):
         metadata = client.signed(method.rpartition("/")[2], None) if "Fleet" in method else ADMIN_METADATA
         assert await code_of(raw(site.channel, method)(bytes(size), metadata=metadata)) is status
@@ -92,12 +96,14 @@ async def test_a_compressed_bomb_is_not_inflated(site: Site) -> None:
 
 
 async def test_methods_that_do_not_exist(site: Site) -> None:
-    assert await code_of(raw(site.channel, "/fedplat.wire.v1.Fleet/Nothing")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+    for method in ("Fleet/Nothing", "Jobs/Nothing", "Admin/ListJobs"):  # the last one is of older versions
+        call = raw(site.channel, f"/fedplat.wire.v1.{method}")(b"", metadata=ADMIN_METADATA)
+        assert await code_of(call) is grpc.StatusCode.UNIMPLEMENTED, method
 
 
 async def test_health_of_each_service(site: Site) -> None:
     stub: Any = health_pb2_grpc.HealthStub(site.channel)
-    for service in ("", "fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin"):
+    for service in ("", *OUR_SERVICES):
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert await code_of(stub.Check(health_pb2.HealthCheckRequest(service="x"))) is grpc.StatusCode.NOT_FOUND
@@ -124,7 +130,7 @@ async def test_reflection_names_the_services_if_the_operator_wants_that(folder: 
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     async with running(folder, reflection=True) as site:
         found = await asyncio.to_thread(names, site.address)
-    assert {"fedplat.wire.v1.Fleet", "fedplat.wire.v1.Admin", "grpc.health.v1.Health"} <= found
+    assert {*OUR_SERVICES, "grpc.health.v1.Health"} <= found
 
 
 # --- handlers that fail ----------------------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ async def test_an_unexpected_error_is_a_number_for_the_caller_and_a_traceback_in
     site.store.before["count_clients"] = bug
     site.store.before["find_assignment"] = bug
     for call in (
-        site.operator.stub.GetStatus(admin_pb2.GetStatusRequest()),
+        site.operator.operators.GetStatus(admin_pb2.GetStatusRequest()),
         client.heartbeat("a-secret-token", 0.0),
         client.upload("a-secret-token", b"content"),
     ):
@@ -196,16 +202,16 @@ async def test_no_secret_is_logged_in_the_course_of_a_round(log: io.StringIO, si
 # --- the catalogue ---------------------------------------------------------------------------------------------------
 
 
-def test_every_code_has_a_status_and_a_sentence() -> None:
-    assert set(CATALOGUE) == set(Code)
-    for code, (status, sentence) in CATALOGUE.items():
+def test_every_code_has_a_status_and_a_message() -> None:
+    assert set(STATUSES) == set(PUBLIC_MESSAGES) == set(Code)
+    for code, status in STATUSES.items():
         assert status is not grpc.StatusCode.OK
-        assert sentence
         refused = RefusedError(code, "because")
-        assert (refused.status, str(refused)) == (status, f"{sentence}: because")
+        assert PUBLIC_MESSAGES[code]
+        assert str(refused) == f"{PUBLIC_MESSAGES[code]}: because"
         may_pass = status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert refused.retry is not None or not may_pass
-    assert [status for status, _ in CATALOGUE.values()].count(grpc.StatusCode.INTERNAL) == 1
+    assert [*STATUSES.values()].count(grpc.StatusCode.INTERNAL) == 1
 
 
 def test_every_reason_has_words_and_goes_over_the_wire_and_back() -> None:

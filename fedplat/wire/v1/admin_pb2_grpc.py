@@ -25,8 +25,9 @@ if _version_not_supported:
     )
 
 
-class AdminStub:
-    """Missing associated documentation comment in .proto file."""
+class JobsStub:
+    """Jobs, their rounds and their models.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,146 +35,76 @@ class AdminStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.GetStatus = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/GetStatus',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
-                _registered_method=True)
         self.UploadModel = channel.stream_unary(
-                '/fedplat.wire.v1.Admin/UploadModel',
+                '/fedplat.wire.v1.Jobs/UploadModel',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.UploadModelRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.UploadModelResponse.FromString,
                 _registered_method=True)
         self.CreateJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/CreateJob',
+                '/fedplat.wire.v1.Jobs/CreateJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateJobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.ListJobs = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListJobs',
+                '/fedplat.wire.v1.Jobs/ListJobs',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
         self.ShowJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ShowJob',
+                '/fedplat.wire.v1.Jobs/ShowJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.StartJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/StartJob',
+                '/fedplat.wire.v1.Jobs/StartJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.PauseJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/PauseJob',
+                '/fedplat.wire.v1.Jobs/PauseJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.ResumeJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ResumeJob',
+                '/fedplat.wire.v1.Jobs/ResumeJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.CancelJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/CancelJob',
+                '/fedplat.wire.v1.Jobs/CancelJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
                 _registered_method=True)
         self.RollbackJob = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/RollbackJob',
+                '/fedplat.wire.v1.Jobs/RollbackJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobResponse.FromString,
                 _registered_method=True)
         self.WatchJob = channel.unary_stream(
-                '/fedplat.wire.v1.Admin/WatchJob',
+                '/fedplat.wire.v1.Jobs/WatchJob',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.JobEvent.FromString,
                 _registered_method=True)
         self.ListRounds = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListRounds',
+                '/fedplat.wire.v1.Jobs/ListRounds',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
                 _registered_method=True)
-        self.ListClients = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListClients',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
-                _registered_method=True)
-        self.RevokeClient = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/RevokeClient',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
-                _registered_method=True)
-        self.CreateEnrolment = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/CreateEnrolment',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
-                _registered_method=True)
-        self.ListEnrolments = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListEnrolments',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
-                _registered_method=True)
-        self.RevokeEnrolment = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/RevokeEnrolment',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
-                _registered_method=True)
         self.ListModelVersions = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListModelVersions',
+                '/fedplat.wire.v1.Jobs/ListModelVersions',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsResponse.FromString,
                 _registered_method=True)
         self.ExportModel = channel.unary_stream(
-                '/fedplat.wire.v1.Admin/ExportModel',
+                '/fedplat.wire.v1.Jobs/ExportModel',
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.FromString,
                 _registered_method=True)
-        self.AddOperator = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/AddOperator',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.FromString,
-                _registered_method=True)
-        self.ListOperators = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListOperators',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.FromString,
-                _registered_method=True)
-        self.RemoveOperator = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/RemoveOperator',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.FromString,
-                _registered_method=True)
-        self.ListAudit = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ListAudit',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
-                _registered_method=True)
-        self.ShowPrivacy = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/ShowPrivacy',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.FromString,
-                _registered_method=True)
-        self.SetPrivacyBudget = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/SetPrivacyBudget',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.FromString,
-                _registered_method=True)
-        self.RemovePrivacyBudget = channel.unary_unary(
-                '/fedplat.wire.v1.Admin/RemovePrivacyBudget',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.FromString,
-                _registered_method=True)
 
 
-class AdminServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+class JobsServicer:
+    """Jobs, their rounds and their models.
+    """
 
     def UploadModel(self, request_iterator, context):
         """Stores a model file (safetensors) that a job may start from.
@@ -183,7 +114,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateJob(self, request, context):
-        """Makes a job in state DRAFT. Idempotent per idempotency_key.
+        """Creates a job in state DRAFT. Idempotent per idempotency_key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,7 +157,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RollbackJob(self, request, context):
-        """Lets a running or paused job go on from an older version: it becomes a new one, the latest.
+        """Makes a running or paused job continue from an older version, which becomes a new version, the latest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,40 +176,6 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListClients(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RevokeClient(self, request, context):
-        """Ends a client's membership for good, from its next request on; its open assignment fails, and what it has reported
-        to an attempt that still collects is dropped.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CreateEnrolment(self, request, context):
-        """Makes a token by which clients enrol.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListEnrolments(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RevokeEnrolment(self, request, context):
-        """Lets no client enrol by the token any more; clients that have enrolled stay, unless they are to go with it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ListModelVersions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -292,62 +189,9 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AddOperator(self, request, context):
-        """Makes an operator; its token is told once, here.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
-    def ListOperators(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RemoveOperator(self, request, context):
-        """The operator's token is refused from the next call on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListAudit(self, request, context):
-        """Rows of the audit log, oldest first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ShowPrivacy(self, request, context):
-        """What private jobs have released and may release, what that costs, and the budgets of populations.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SetPrivacyBudget(self, request, context):
-        """Bounds what all private jobs of a population may cost together; from then on it takes no others.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RemovePrivacyBudget(self, request, context):
-        """A population without a budget stays as it is.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_AdminServicer_to_server(servicer, server):
+def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
-            ),
             'UploadModel': grpc.stream_unary_rpc_method_handler(
                     servicer.UploadModel,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.UploadModelRequest.FromString,
@@ -403,31 +247,6 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsResponse.SerializeToString,
             ),
-            'ListClients': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListClients,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.SerializeToString,
-            ),
-            'RevokeClient': grpc.unary_unary_rpc_method_handler(
-                    servicer.RevokeClient,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.SerializeToString,
-            ),
-            'CreateEnrolment': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateEnrolment,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.SerializeToString,
-            ),
-            'ListEnrolments': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListEnrolments,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.SerializeToString,
-            ),
-            'RevokeEnrolment': grpc.unary_unary_rpc_method_handler(
-                    servicer.RevokeEnrolment,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.SerializeToString,
-            ),
             'ListModelVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModelVersions,
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsRequest.FromString,
@@ -438,78 +257,17 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.SerializeToString,
             ),
-            'AddOperator': grpc.unary_unary_rpc_method_handler(
-                    servicer.AddOperator,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.SerializeToString,
-            ),
-            'ListOperators': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListOperators,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.SerializeToString,
-            ),
-            'RemoveOperator': grpc.unary_unary_rpc_method_handler(
-                    servicer.RemoveOperator,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.SerializeToString,
-            ),
-            'ListAudit': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListAudit,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
-            ),
-            'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
-                    servicer.ShowPrivacy,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.SerializeToString,
-            ),
-            'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetPrivacyBudget,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.SerializeToString,
-            ),
-            'RemovePrivacyBudget': grpc.unary_unary_rpc_method_handler(
-                    servicer.RemovePrivacyBudget,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'fedplat.wire.v1.Admin', rpc_method_handlers)
+            'fedplat.wire.v1.Jobs', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('fedplat.wire.v1.Admin', rpc_method_handlers)
+    server.add_registered_method_handlers('fedplat.wire.v1.Jobs', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Admin:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def GetStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/GetStatus',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
+class Jobs:
+    """Jobs, their rounds and their models.
+    """
 
     @staticmethod
     def UploadModel(request_iterator,
@@ -525,7 +283,7 @@ class Admin:
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/fedplat.wire.v1.Admin/UploadModel',
+            '/fedplat.wire.v1.Jobs/UploadModel',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.UploadModelRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.UploadModelResponse.FromString,
             options,
@@ -552,7 +310,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/CreateJob',
+            '/fedplat.wire.v1.Jobs/CreateJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateJobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -579,7 +337,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ListJobs',
+            '/fedplat.wire.v1.Jobs/ListJobs',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
             options,
@@ -606,7 +364,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ShowJob',
+            '/fedplat.wire.v1.Jobs/ShowJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -633,7 +391,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/StartJob',
+            '/fedplat.wire.v1.Jobs/StartJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -660,7 +418,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/PauseJob',
+            '/fedplat.wire.v1.Jobs/PauseJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -687,7 +445,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ResumeJob',
+            '/fedplat.wire.v1.Jobs/ResumeJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -714,7 +472,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/CancelJob',
+            '/fedplat.wire.v1.Jobs/CancelJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.Job.FromString,
             options,
@@ -741,7 +499,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/RollbackJob',
+            '/fedplat.wire.v1.Jobs/RollbackJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RollbackJobResponse.FromString,
             options,
@@ -768,7 +526,7 @@ class Admin:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/fedplat.wire.v1.Admin/WatchJob',
+            '/fedplat.wire.v1.Jobs/WatchJob',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.WatchJobRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.JobEvent.FromString,
             options,
@@ -795,144 +553,9 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ListRounds',
+            '/fedplat.wire.v1.Jobs/ListRounds',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListClients(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/ListClients',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RevokeClient(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/RevokeClient',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CreateEnrolment(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/CreateEnrolment',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListEnrolments(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/ListEnrolments',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RevokeEnrolment(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fedplat.wire.v1.Admin/RevokeEnrolment',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
             options,
             channel_credentials,
             insecure,
@@ -957,7 +580,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ListModelVersions',
+            '/fedplat.wire.v1.Jobs/ListModelVersions',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListModelVersionsResponse.FromString,
             options,
@@ -984,9 +607,402 @@ class Admin:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ExportModel',
+            '/fedplat.wire.v1.Jobs/ExportModel',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ExportModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ClientsStub:
+    """Clients, and the tokens with which they enrol.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListClients = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/ListClients',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
+                _registered_method=True)
+        self.RevokeClient = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/RevokeClient',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+                _registered_method=True)
+        self.CreateEnrolment = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/CreateEnrolment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+                _registered_method=True)
+        self.ListEnrolments = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/ListEnrolments',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+                _registered_method=True)
+        self.RevokeEnrolment = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/RevokeEnrolment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
+                _registered_method=True)
+
+
+class ClientsServicer:
+    """Clients, and the tokens with which they enrol.
+    """
+
+    def ListClients(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeClient(self, request, context):
+        """Ends a client's membership for good, from its next request on. Its open assignment fails, and its report to an
+        attempt that still collects is dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateEnrolment(self, request, context):
+        """Creates a token with which clients enrol.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEnrolments(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeEnrolment(self, request, context):
+        """Lets no more clients enrol with the token. Clients that have enrolled stay, unless the request revokes them too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ClientsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListClients': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClients,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.SerializeToString,
+            ),
+            'RevokeClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeClient,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.SerializeToString,
+            ),
+            'CreateEnrolment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateEnrolment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.SerializeToString,
+            ),
+            'ListEnrolments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnrolments,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.SerializeToString,
+            ),
+            'RevokeEnrolment': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeEnrolment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fedplat.wire.v1.Clients', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fedplat.wire.v1.Clients', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Clients:
+    """Clients, and the tokens with which they enrol.
+    """
+
+    @staticmethod
+    def ListClients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/ListClients',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListClientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/RevokeClient',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateEnrolment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/CreateEnrolment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEnrolments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/ListEnrolments',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeEnrolment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Clients/RevokeEnrolment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class OperatorsStub:
+    """The server itself: its status, its operators and its audit log.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetStatus = channel.unary_unary(
+                '/fedplat.wire.v1.Operators/GetStatus',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+                _registered_method=True)
+        self.AddOperator = channel.unary_unary(
+                '/fedplat.wire.v1.Operators/AddOperator',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.FromString,
+                _registered_method=True)
+        self.ListOperators = channel.unary_unary(
+                '/fedplat.wire.v1.Operators/ListOperators',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.FromString,
+                _registered_method=True)
+        self.RemoveOperator = channel.unary_unary(
+                '/fedplat.wire.v1.Operators/RemoveOperator',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.FromString,
+                _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/fedplat.wire.v1.Operators/ListAudit',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
+                _registered_method=True)
+
+
+class OperatorsServicer:
+    """The server itself: its status, its operators and its audit log.
+    """
+
+    def GetStatus(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddOperator(self, request, context):
+        """Adds an operator. Only this response has its token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOperators(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveOperator(self, request, context):
+        """The operator's token is refused from the next call on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAudit(self, request, context):
+        """Rows of the audit log, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_OperatorsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'AddOperator': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddOperator,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.SerializeToString,
+            ),
+            'ListOperators': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOperators,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.SerializeToString,
+            ),
+            'RemoveOperator': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveOperator,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fedplat.wire.v1.Operators', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fedplat.wire.v1.Operators', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Operators:
+    """The server itself: its status, its operators and its audit log.
+    """
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedplat.wire.v1.Operators/GetStatus',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1011,7 +1027,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/AddOperator',
+            '/fedplat.wire.v1.Operators/AddOperator',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.AddOperatorResponse.FromString,
             options,
@@ -1038,7 +1054,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ListOperators',
+            '/fedplat.wire.v1.Operators/ListOperators',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListOperatorsResponse.FromString,
             options,
@@ -1065,7 +1081,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/RemoveOperator',
+            '/fedplat.wire.v1.Operators/RemoveOperator',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RemoveOperatorResponse.FromString,
             options,
@@ -1092,7 +1108,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ListAudit',
+            '/fedplat.wire.v1.Operators/ListAudit',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
             options,
@@ -1104,6 +1120,89 @@ class Admin:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PrivacyStub:
+    """The privacy costs of jobs, and the privacy budgets of populations.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ShowPrivacy = channel.unary_unary(
+                '/fedplat.wire.v1.Privacy/ShowPrivacy',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.FromString,
+                _registered_method=True)
+        self.SetPrivacyBudget = channel.unary_unary(
+                '/fedplat.wire.v1.Privacy/SetPrivacyBudget',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.FromString,
+                _registered_method=True)
+        self.RemovePrivacyBudget = channel.unary_unary(
+                '/fedplat.wire.v1.Privacy/RemovePrivacyBudget',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.FromString,
+                _registered_method=True)
+
+
+class PrivacyServicer:
+    """The privacy costs of jobs, and the privacy budgets of populations.
+    """
+
+    def ShowPrivacy(self, request, context):
+        """The releases of private jobs so far and at most, their costs, and the budgets of populations.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPrivacyBudget(self, request, context):
+        """Bounds the total cost of all private jobs of a population, which accepts no other jobs from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePrivacyBudget(self, request, context):
+        """A population without a budget stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PrivacyServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ShowPrivacy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShowPrivacy,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.SerializeToString,
+            ),
+            'SetPrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrivacyBudget,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.SerializeToString,
+            ),
+            'RemovePrivacyBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePrivacyBudget,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fedplat.wire.v1.Privacy', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fedplat.wire.v1.Privacy', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Privacy:
+    """The privacy costs of jobs, and the privacy budgets of populations.
+    """
 
     @staticmethod
     def ShowPrivacy(request,
@@ -1119,7 +1218,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/ShowPrivacy',
+            '/fedplat.wire.v1.Privacy/ShowPrivacy',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.ShowPrivacyResponse.FromString,
             options,
@@ -1146,7 +1245,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/SetPrivacyBudget',
+            '/fedplat.wire.v1.Privacy/SetPrivacyBudget',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.SetPrivacyBudgetRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.PopulationPrivacy.FromString,
             options,
@@ -1173,7 +1272,7 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Admin/RemovePrivacyBudget',
+            '/fedplat.wire.v1.Privacy/RemovePrivacyBudget',
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetRequest.SerializeToString,
             fedplat_dot_wire_dot_v1_dot_admin__pb2.RemovePrivacyBudgetResponse.FromString,
             options,

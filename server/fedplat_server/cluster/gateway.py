@@ -18,9 +18,10 @@ from fedplat import identity, wire
 from fedplat_server.cluster import hop
 from fedplat_server.cluster.hop import Hop
 from fedplat_server.cluster.lease import Lease
-from fedplat_server.cluster.switch import Calls, Handler
-from fedplat_server.rpc import boundary, memory
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.cluster.switch import Calls
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import interceptor, memory
+from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.tls import TlsFiles
 
@@ -144,7 +145,7 @@ class Gateway:
             case "Upload":
                 return self._memory.uploads.share(memory.UPLOAD_BYTES)
             case "Report":
-                return self._memory.reports.share(boundary.max_bytes(method))
+                return self._memory.reports.share(interceptor.max_bytes(method))
             case _:
                 return contextlib.nullcontext()
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc
-from grpc import aio
 
-from fedplat_server.rpc.errors import Code, RefusedError
-
-Handler = Any  # grpc.RpcMethodHandler, generic for the type checker only
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import handlers
+from fedplat_server.rpc.handlers import Behavior, Context, Handler, StartedRequests
 
 
 class Turn(Protocol):
@@ -108,17 +106,17 @@ class Here:
         self.calls = Calls()
         self._handlers = handlers
         self._admit = admit
-        self._counted: dict[str, Handler] = {}
+        self._wrapped: dict[str, Handler] = {}
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """The method of a service: the same for all its calls, which would hold one each otherwise."""
-        known = self._counted.get(details.method)
+        known = self._wrapped.get(details.method)
         if known is not None:
             return known
-        for handlers in self._handlers:
-            if (found := handlers.service(details)) is not None:
-                counted = _counted(found, self.calls, functools.partial(self._admit, details.method))
-                return self._counted.setdefault(details.method, counted)
+        for generic in self._handlers:
+            if (found := generic.service(details)) is not None:
+                wrapped = _wrap(found, self.calls, functools.partial(self._admit, details.method))
+                return self._wrapped.setdefault(details.method, wrapped)
         return None
 
 
@@ -156,72 +154,40 @@ class Collector:
         """The same handlers once more, for servers that know methods in advance."""
 
 
-def _counted(handler: Handler, calls: Calls, admit: Callable[[Any], AbstractAsyncContextManager[Turn]]) -> Handler:
-    """The handler, as one that takes a stream of messages, none of which is received before the call is let in."""
-    codec = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
-    if handler.unary_unary or handler.stream_unary:
-        inner = handler.stream_unary or _of_one(handler.unary_unary)
-        return grpc.stream_unary_rpc_method_handler(_unary(inner, calls, admit), **codec)
-    inner = handler.stream_stream or _of_one(handler.unary_stream)
-    # The health service writes its responses; all others yield them.
-    wrap = _stream if inspect.isasyncgenfunction(handler.stream_stream or handler.unary_stream) else _unary
-    return grpc.stream_stream_rpc_method_handler(wrap(inner, calls, admit), **codec)
+def _wrap(handler: Handler, calls: Calls, admit: Callable[[Any], AbstractAsyncContextManager[Turn]]) -> Handler:
+    """Return a handler that admits each call before it receives a message, and counts it while it lasts."""
+    return handlers.wrap(
+        handler,
+        handler.request_deserializer,
+        functools.partial(_wrap_returning, calls=calls, admit=admit),
+        functools.partial(_wrap_yielding, calls=calls, admit=admit),
+    )
 
 
-def _of_one(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A handler that takes one message, for a stream that was begun by `_begun`."""
-
-    def begun(requests: _Begun, context: Any) -> Any:
-        return inner(requests.message, context)
-
-    return begun
-
-
-class _Begun:
-    """The messages of a call, the first of which is there."""
-
-    def __init__(self, message: Any, rest: AsyncIterator[Any]) -> None:
-        self.message = message
-        self._rest = rest
-        self._is_first = True
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        if self._is_first:
-            self._is_first = False
-            return self.message
-        return await anext(self._rest)
-
-
-def _unary(
+def _wrap_returning(
     inner: Callable[[Any, Any], Awaitable[Any]],
     calls: Calls,
     admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
-) -> Any:
-    async def call(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> Any:
+) -> Behavior:
+    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
         with calls.one():
             async with admit(context) as turn:
-                return await inner(_Begun(await turn.first(requests), requests), context)
+                return await inner(StartedRequests(await turn.first(requests), requests), context)
 
     return call
 
 
-def _stream(
+def _wrap_yielding(
     inner: Callable[[Any, Any], AsyncGenerator[Any]],
     calls: Calls,
     admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
-) -> Any:
-    async def call(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+) -> Behavior:
+    async def call(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
         async with contextlib.AsyncExitStack() as stack:
             with calls.one():
                 turn = await stack.enter_async_context(admit(context))
-                begun = _Begun(await turn.first(requests), requests)
-            responses = await stack.enter_async_context(contextlib.aclosing(inner(begun, context)))
+                started = StartedRequests(await turn.first(requests), requests)
+            responses = await stack.enter_async_context(contextlib.aclosing(inner(started, context)))
             while True:
                 with calls.one():  # not while gRPC sends a response: it must not be cancelled there
                     try:

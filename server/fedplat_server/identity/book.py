@@ -8,8 +8,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from fedplat_server.bounded_audit import Recent
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.gathered import Gathered
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store
 

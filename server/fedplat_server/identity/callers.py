@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedplat import identity
 from fedplat_server.audit import SERVER, Action, AuditEntry
 from fedplat_server.bounded_audit import BoundedAudit, Recent
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
 from fedplat_server.identity.sessions import Session, Sessions
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 
 

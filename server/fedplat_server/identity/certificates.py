@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat_server import pki
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.store.fleet import ClientRecord
 
 VALID = datetime.timedelta(hours=24)

@@ -10,9 +10,8 @@ from uuid import uuid4
 
 from fedplat.identity import Ticket
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.errors import EnrolmentError, TokenRefusedError
+from fedplat_server.errors import Code, EnrolmentError, RefusedError, TokenRefusedError
 from fedplat_server.identity.book import ClientBook
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import hash_secret, new_token
 from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
 from fedplat_server.store.port import Store

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from fedplat.rounds.events import ClientRevoked
 from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.desk import Desk
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity.book import ClientBook
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import Runner
 from fedplat_server.store.fleet import ClientRecord
 from fedplat_server.store.port import Store

@@ -14,13 +14,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
 
+from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.cluster import hop
 from fedplat_server.config import Limits
-from fedplat_server.rpc import boundary, gate
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import interceptor
 from fedplat_server.rpc.addresses import Origins
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.memory import Share, UploadMemory
+from fedplat_server.rpc.operator_access import OperatorAccess
 
+FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+"""The service for clients; all others need an operator."""
 NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
 READS_PER_CONNECTION = 2
@@ -127,7 +131,7 @@ class Reads:
         if self._known[name] >= limits.max_calls:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limits.max_calls} may be sent at a time")
         with _counted(self._known, name):
-            yield max(limits.idle_s, boundary.max_bytes(method) / limits.min_bytes_per_s)
+            yield max(limits.idle_s, interceptor.max_bytes(method) / limits.min_bytes_per_s)
 
     @contextlib.contextmanager
     def open_call(self, network: str) -> Generator[None]:
@@ -180,25 +184,25 @@ class Turn:
         if message is None:
             raise RefusedError(Code.INVALID_REQUEST, "the call ended without a message")
         if self._share is not None:
-            self._share.shrink(len(boundary.INCOMING.get().request))
+            self._share.shrink(len(interceptor.INCOMING.get().request))
         return message
 
 
 class Admission:
-    """Lets calls of the Fleet and the Admin service in. Raises `RefusedError`.
+    """Admits calls of clients, and of operators. Raises `RefusedError`.
 
-    `claimed` tells which client a call names. Nothing is proven by that: the signature covers the message, too.
+    `claimed` returns the client that a call names. Nothing is proven by that: the signature covers the message, too.
     """
 
     def __init__(
         self,
-        guard: gate.Gate,
+        operator_access: OperatorAccess,
         claimed: Callable[[str, Context], Awaitable[str]],
         origins: Origins,
         reads: Reads,
         memory: UploadMemory,
     ) -> None:
-        self._gate = guard
+        self._operator_access = operator_access
         self._claimed = claimed
         self._origins = origins
         self._reads = reads
@@ -207,10 +211,10 @@ class Admission:
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[Turn]:
         """Let a call in, and hold what it needs while it lasts."""
-        await self._gate.admit(method, context)
         service, _, name = method.removeprefix("/").partition("/")
-        if service == gate.ADMIN:
-            read = self._reads.of_known(f"operator {gate.caller()}", method)
+        if service != FLEET:
+            operator = await self._operator_access.admit(method, context)
+            read = self._reads.of_known(f"operator {operator}", method)
         elif name in NEWCOMERS:
             connection, network = self._origins.connection(context), self._origins.of(context).network
             await _let_gateway_go_ahead(context)
@@ -222,7 +226,7 @@ class Admission:
             await _let_gateway_go_ahead(context)
             yield Turn(read)
             return
-        async with self._memory.reports.share(boundary.max_bytes(method)) as share:
+        async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
             await _let_gateway_go_ahead(context)
             yield Turn(read, share)
 
@@ -244,5 +248,5 @@ class OpenAdmission:
 
 async def _let_gateway_go_ahead(context: Context) -> None:
     """A gateway, which knows neither sessions nor tokens, receives no message before the leader has let a call in."""
-    if hop.is_marked(boundary.INCOMING.get().metadata.items()):
+    if hop.is_marked(interceptor.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

@@ -28,9 +28,8 @@ from fedplat.rounds.states import FAILURES, AssignmentState, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__, files, intake
 from fedplat_server.check_in import SOON, wait_for_work
-from fedplat_server.errors import SpoolError
+from fedplat_server.errors import Code, RefusedError, SpoolError
 from fedplat_server.rpc import convert, memory, reports, requests, streams
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
 from fedplat_server.services import Services

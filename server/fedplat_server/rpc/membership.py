@@ -13,11 +13,11 @@ from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.gathered import Gathered
 from fedplat_server.identity.callers import Call
 from fedplat_server.identity.enrolment import Newcomer
-from fedplat_server.rpc import boundary, requests
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc import interceptor, requests
 from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord
 
@@ -130,7 +130,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         return await self._services.callers.authenticate(_call(self._by_certificate(context)))
 
     def _by_certificate(self, context: Context) -> str:
-        incoming = boundary.INCOMING.get()
+        incoming = interceptor.INCOMING.get()
         if incoming.certified is None:
             passed_on = hop.read(incoming.metadata.items(), self._services.lease.secret)
             certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
@@ -157,5 +157,5 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
 
 def _call(certified: str = "") -> Call:
     """What is known of the call that this task serves."""
-    incoming = boundary.INCOMING.get()
+    incoming = interceptor.INCOMING.get()
     return Call(incoming.method, incoming.metadata, incoming.request, certified)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 
 from fedplat import wire
 from fedplat_server.config import Limits
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
 
 UPLOAD_BYTES = 2 * wire.CHUNK_BYTES
 """The most that one upload holds: a chunk that is being written, and one that is being received."""

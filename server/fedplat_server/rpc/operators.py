@@ -1,34 +1,65 @@
-"""The methods of `admin.proto` about operators and the audit log."""
+"""The service `Operators`: the status of the server, its operators and its audit log."""
 
 from __future__ import annotations
 
 import math
+import os
+import resource
 import time
-from typing import Any
+from collections import Counter
 
-from grpc import aio
+from typing_extensions import override
 
+from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import operators
+from fedplat_server import __version__, files, operators
 from fedplat_server.audit import Action, AuditEntry, AuditRow
-from fedplat_server.errors import ConfigError, LastAdminError, OperatorError
+from fedplat_server.cluster import hop
+from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.operators import OperatorRecord
-from fedplat_server.rpc import gate, pages
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc import pages
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.services import Services
 
-Context = aio.ServicerContext
 
+class OperatorsService(admin_pb2_grpc.OperatorsServicer):
+    """The handlers of the service."""
 
-class OperatorMethods(admin_pb2_grpc.AdminServicer):
-    """What `AdminService` answers about operators and the audit log."""
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
-    _services: Services
+    @override
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+        services = self._services
+        coordinator, certificates = services.runner.coordinator, services.certificates
+        jobs = Counter(record.state.status.value for record in services.jobs.all())
+        return admin_pb2.GetStatusResponse(
+            software_version=__version__,
+            protocol_version=wire.PROTOCOL_VERSION,
+            uptime_s=time.time() - services.started_unix_s,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            num_clients=await services.store.count_clients(),
+            num_waiting=len(coordinator.room.clients),
+            num_busy=coordinator.num_busy,
+            num_jobs=dict(jobs),
+            process_id=os.getpid(),
+            evaluators=services.evaluation.names,
+            trainers=sorted(services.config.trainers),
+            num_storage_full=files.num_full(),
+            leader=services.lease.holder,
+            leader_address=services.lease.address,
+            term=services.lease.term,
+            gateway=hop.of(context, services.lease.secret).gateway,
+            insecure=services.certificates is None,
+            certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
+            certificate_days_left=certificates.days_left if certificates else 0.0,
+        )
 
+    @override
     async def AddOperator(
-        self, request: admin_pb2.AddOperatorRequest, context: Context[Any, Any]
+        self, request: admin_pb2.AddOperatorRequest, context: Context
     ) -> admin_pb2.AddOperatorResponse:
-        """Makes an operator and tells its token."""
         try:
             name, role = operators.checked_name(request.name), operators.parse_role(request.role)
         except ConfigError as exc:
@@ -38,29 +69,29 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
         now = time.time()
         record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
         token, token_hash = operators.new_operator_token()
-        entry = AuditEntry(gate.caller(), Action.OPERATOR_ADDED, name, {"role": role})
+        entry = AuditEntry(current_operator(), Action.OPERATOR_ADDED, name, {"role": role})
         try:
             await self._services.store.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
             raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
         return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
 
+    @override
     async def ListOperators(
-        self, request: admin_pb2.ListOperatorsRequest, context: Context[Any, Any]
+        self, request: admin_pb2.ListOperatorsRequest, context: Context
     ) -> admin_pb2.ListOperatorsResponse:
-        """A page of the operators."""
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
         found = await self._services.store.list_operators(after=after, limit=size + 1)
         page, token = pages.cut(found, size, _operator, lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
+    @override
     async def RemoveOperator(
-        self, request: admin_pb2.RemoveOperatorRequest, context: Context[Any, Any]
+        self, request: admin_pb2.RemoveOperatorRequest, context: Context
     ) -> admin_pb2.RemoveOperatorResponse:
-        """Removes an operator, unless nobody would be left who can make one."""
         if not operators.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
-        entry = AuditEntry(gate.caller(), Action.OPERATOR_REMOVED, request.name)
+        entry = AuditEntry(current_operator(), Action.OPERATOR_REMOVED, request.name)
         try:
             await self._services.store.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
@@ -69,10 +100,8 @@ class OperatorMethods(admin_pb2_grpc.AdminServicer):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80])) from exc
         return admin_pb2.RemoveOperatorResponse()
 
-    async def ListAudit(
-        self, request: admin_pb2.ListAuditRequest, context: Context[Any, Any]
-    ) -> admin_pb2.ListAuditResponse:
-        """A page of the rows of the audit log."""
+    @override
+    async def ListAudit(self, request: admin_pb2.ListAuditRequest, context: Context) -> admin_pb2.ListAuditResponse:
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
         after = given[0] if given is not None else min(request.after_sequence, 2**62)
         rows = await self._services.store.list_audit(after, size + 1)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
 
 MAX_ROWS = 250
 """Rows of a page at most, which bounds what a query reads for it: no row has more than some 100 KiB."""

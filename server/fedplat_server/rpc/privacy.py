@@ -1,54 +1,55 @@
-"""The methods of `admin.proto` about private jobs: what they have released, what it costs, and budgets."""
+"""The service `Privacy`: the releases of private jobs, their costs, and the budgets of populations."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from grpc import aio
+from typing_extensions import override
 
 from fedplat.job import JobSpec
 from fedplat.privacy import Charge, words
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server import accountant
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.rpc import convert, gate, pages, requests
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.rpc import convert, pages, requests
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.services import Services
 from fedplat_server.store.ledger import Account, Budget, Population
 from fedplat_server.store.port import JobRecord
 
-Context = aio.ServicerContext
 MAX_EPSILON = 1e6
 _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
 
 
-class PrivacyMethods(admin_pb2_grpc.AdminServicer):
-    """What `AdminService` answers about privacy."""
+class PrivacyService(admin_pb2_grpc.PrivacyServicer):
+    """The handlers of the service."""
 
-    _services: Services
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
+    @override
     async def ShowPrivacy(
-        self, request: admin_pb2.ShowPrivacyRequest, context: Context[Any, Any]
+        self, request: admin_pb2.ShowPrivacyRequest, context: Context
     ) -> admin_pb2.ShowPrivacyResponse:
-        """One job, or a page of all that are private; what each costs follows from the ledger."""
         services = self._services
         if request.job:
             record = services.jobs.find(request.job)
-            records, found = [record], [await services.store.population(record.state.spec.population)]
+            records, populations = [record], [await services.store.population(record.state.spec.population)]
         else:
-            records, found = services.jobs.all(), await services.store.populations()
+            records, populations = services.jobs.all(), await services.store.populations()
             records = [record for record in records if record.state.spec.privacy is not None]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)
-        return await services.budgets.accountant.run(_response, records, found, token, size)
+        return await services.budgets.accountant.run(_page, records, populations, token, size)
 
+    @override
     async def SetPrivacyBudget(
-        self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context[Any, Any]
+        self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context
     ) -> admin_pb2.PopulationPrivacy:
-        """Bounds what all private jobs of a population may cost together."""
         name = requests.name(request.population, "population")
         if not 0.0 < request.epsilon <= MAX_EPSILON:
             text = f"epsilon is {request.epsilon:g}; expected a number above 0, {MAX_EPSILON:g} at most"
@@ -57,27 +58,27 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
             text = f"delta is {request.delta:g}; expected a number between 0 and 1, such as 1e-6"
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
-        entry = AuditEntry(gate.caller(), Action.BUDGET_SET, name, terms)
-        held = self._services.budgets
-        population = await held.set(name, Budget(**terms), [entry])
-        return await held.accountant.run(_population, population)
+        entry = AuditEntry(current_operator(), Action.BUDGET_SET, name, terms)
+        budgets = self._services.budgets
+        population = await budgets.set(name, Budget(**terms), [entry])
+        return await budgets.accountant.run(_population, population)
 
+    @override
     async def RemovePrivacyBudget(
-        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context[Any, Any]
+        self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
-        """Takes a population's budget away, if it has one."""
         name = requests.name(request.population, "population")
-        await self._services.budgets.remove(name, [AuditEntry(gate.caller(), Action.BUDGET_REMOVED, name)])
+        await self._services.budgets.remove(name, [AuditEntry(current_operator(), Action.BUDGET_REMOVED, name)])
         return admin_pb2.RemovePrivacyBudgetResponse()
 
 
-def _response(
-    records: Sequence[JobRecord], found: Sequence[Population], after: str, size: int
+def _page(
+    records: Sequence[JobRecord], populations: Sequence[Population], after: str, size: int
 ) -> admin_pb2.ShowPrivacyResponse:
-    """A page of the jobs, and then of the populations; only what is on it is computed."""
-    accounts = {account.job_id: account for population in found for account in population.accounts}
+    """Return a page of the jobs, then of the populations. Only costs on this page are computed: it takes seconds."""
+    accounts = {account.job_id: account for population in populations for account in population.accounts}
     jobs = {f"job:{record.state.job_id}": record for record in records}
-    others = {f"population:{one.name}": one for one in found if one.budget is not None or _num_private(one)}
+    others = {f"population:{one.name}": one for one in populations if one.budget is not None or _num_private(one)}
     keys = [*jobs, *others]
     rest = keys if not after else keys[keys.index(after) + 1 :] if after in keys else []
 
@@ -143,7 +144,7 @@ def _num_private(population: Population) -> int:
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
     epsilon = accountant.epsilon(charges, delta)
-    # Where the one is infinite, the other is of no use as a check, and may not be computable at all.
+    # Where the first is infinite, the second is useless as a check, and perhaps cannot be computed.
     checked = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
     return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)

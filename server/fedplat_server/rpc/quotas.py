@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import RetryWindow
 from fedplat_server.config import Limits
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
 
 MAX_REMEMBERED = 50_000
 """Callers whose use is remembered; who called longest ago is forgotten, and has everything again."""

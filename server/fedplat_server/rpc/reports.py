@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from fedplat.rounds.states import Reason
 from fedplat_server import logs
-from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import BlobError, BlobFullError, Code, RefusedError, SpoolError, UploadError
 from fedplat_server.uploads import UploadKey, UploadStore
 
 Check = Callable[[Path], float | tuple[Reason, str]]

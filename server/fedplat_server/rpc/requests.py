@@ -1,4 +1,4 @@
-"""Checks of what callers send, before anything is done with it. All raise `RefusedError`."""
+"""Validation of the fields of requests. All functions raise `RefusedError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from fedplat import texts, wire
 from fedplat_server import files
 from fedplat_server.config import Limits
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import Code, RefusedError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
@@ -20,12 +20,12 @@ MIN_PROGRESS_EVERY_S = 0.5
 
 
 def is_name(text: str) -> bool:
-    """Whether a text may name a population, a trainer or an evaluator."""
+    """Return whether a text is a valid name of a population, a trainer or an evaluator."""
     return _NAME.fullmatch(text) is not None
 
 
 def name(text: str, what: str) -> str:
-    """A name of a population, a label, a trainer: letters, digits, `_.-`, at most 63."""
+    """Return a valid name, as of a population: at most 63 letters, digits or `_.-`. `what` names the field."""
     if not is_name(text):
         shown = text if len(text) <= 80 else text[:77] + "..."
         raise RefusedError(
@@ -35,31 +35,31 @@ def name(text: str, what: str) -> str:
 
 
 def client_id(text: str, unknown: Code) -> str:
-    """Return an id that this server may have given to a client; refuse others with `unknown` before any look-up."""
+    """Return an id of the form that servers give to clients; refuse others with `unknown` before any look-up."""
     return _id(_CLIENT_ID, text, unknown)
 
 
 def enrolment_id(text: str) -> str:
-    """Return an id that this server may have given to an enrolment token."""
+    """Return an id of an enrolment token, of the form that servers give out."""
     return _id(_ENROLMENT_ID, text, Code.NO_SUCH_ENROLMENT)
 
 
 def _id(form: re.Pattern[str], text: str, unknown: Code) -> str:
-    # What no server has made is in no database, and some databases refuse to be asked for it (NUL in PostgreSQL).
+    # An id of another form is in no database, and some databases fail at the query (PostgreSQL does for NUL).
     if not form.fullmatch(text):
         raise RefusedError(unknown, repr(text[:80]))
     return text
 
 
 def digest(text: str) -> str:
-    """A SHA-256 in lower-case hexadecimal."""
+    """Return a SHA-256 in lower-case hexadecimal."""
     if not files.is_digest(text):
         raise RefusedError(Code.INVALID_REQUEST, "a digest must be 64 lower-case hexadecimal digits")
     return text
 
 
 def names(given: Collection[str], what: str, limits: Limits) -> frozenset[str]:
-    """The names of a client's trainers or evaluators."""
+    """Return valid names of a client's trainers or evaluators."""
     if len(given) > limits.max_names:
         raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} {what}s; at most {limits.max_names} are accepted")
     return _names(tuple(given), what)
@@ -67,24 +67,24 @@ def names(given: Collection[str], what: str, limits: Limits) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _names(given: tuple[str, ...], what: str) -> frozenset[str]:
-    # Clients with the same software say the same: ten thousand that wait hold one set.
-    return frozenset(name(one, what) for one in given)
+    # Clients with the same software send the same names: ten thousand that wait share one set.
+    return frozenset(name(text, what) for text in given)
 
 
 def text(given: str, max_bytes: int) -> str:
-    """Return text for people, shortened and without what could steer an operator's terminal."""
+    """Return text for people, shortened and without control characters for an operator's terminal."""
     return texts.shortened(given, max_bytes)
 
 
 def key(text: str) -> str:
-    """An idempotency key."""
+    """Return a valid idempotency key."""
     if not 8 <= len(text.encode()) <= 200 or not text.isprintable():
         raise RefusedError(Code.INVALID_REQUEST, "an idempotency key must have 8 to 200 bytes of printable UTF-8")
     return text
 
 
 def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """Return the labels of a client, bounded in bytes of UTF-8, singly and together. Raises `RefusedError`."""
+    """Return valid labels of a client, bounded in bytes of UTF-8, each and all together."""
     if len(given) > limits.max_labels:
         raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} labels; at most {limits.max_labels} are accepted")
     for label, text in given.items():
@@ -101,7 +101,7 @@ def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
 
 
 def wait_s(given: float, limits: Limits) -> float:
-    """How long a long poll waits: what the caller asks for, within the server's bound."""
+    """Return how long a long poll may wait: as the caller asks, up to the server's limit."""
     return min(max(given, 0.0), limits.max_wait_s) if math.isfinite(given) else 0.0
 
 
@@ -118,7 +118,7 @@ def progress_every_s(given: float) -> float:
 
 
 def protocol_version(given: int) -> None:
-    """Refuses a caller that speaks another protocol, naming ours."""
+    """Refuse a caller of another protocol version, and name this one."""
     if given != wire.PROTOCOL_VERSION:
         raise RefusedError(
             Code.UNSUPPORTED_VERSION,
@@ -127,7 +127,7 @@ def protocol_version(given: int) -> None:
 
 
 def why_metrics_are_bad(metrics: Mapping[str, float], limits: Limits) -> str:
-    """Return what is wrong with reported metrics, bounded in bytes of UTF-8; empty when nothing is."""
+    """Return why reported metrics are invalid, or "" if they are valid; names are bounded in bytes of UTF-8."""
     if len(metrics) > limits.max_metrics:
         return f"{len(metrics)} metrics; at most {limits.max_metrics} are accepted"
     for metric, number in metrics.items():

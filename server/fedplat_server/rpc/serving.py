@@ -13,28 +13,30 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from fedplat import wire
-from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
-from fedplat_server.cluster.switch import Collector, Handler, Here, Switch
+from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from fedplat_server.cluster.switch import Collector, Here, Switch
 from fedplat_server.config import ServerConfig
 from fedplat_server.errors import ConfigError
 from fedplat_server.identity.certificates import Issuer, Peers
 from fedplat_server.private_pki import PkiFolder
+from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.addresses import Origins
-from fedplat_server.rpc.admin import AdminService
-from fedplat_server.rpc.admission import Admission, OpenAdmission, Reads
-from fedplat_server.rpc.boundary import Boundary
+from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
+from fedplat_server.rpc.clients import ClientsService
 from fedplat_server.rpc.fleet import FleetService
-from fedplat_server.rpc.gate import Gate
+from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.health import Health
+from fedplat_server.rpc.interceptor import ErrorInterceptor
+from fedplat_server.rpc.jobs import JobsService
+from fedplat_server.rpc.operator_access import OperatorAccess
+from fedplat_server.rpc.operators import OperatorsService
+from fedplat_server.rpc.privacy import PrivacyService
 from fedplat_server.rpc.streams import Part
 from fedplat_server.services import Services
 from fedplat_server.shared_port import Claim
 from fedplat_server.tls import Certificates, TlsFiles
 
-_SERVICES = (
-    fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name,
-    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-)
+_SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
 MAX_STREAMS = 100
 """Calls that a connection may have open at a time; each may hold a window of `WINDOW_BYTES` before it is read."""
 WINDOW_BYTES = 2**14
@@ -59,13 +61,15 @@ OPTIONS = (
 
 
 def route(services: Services, reads: Reads) -> Here:
-    """Where calls go in a daemon that leads: to its own services, past the gate."""
-    gate = Gate(services)
-    collector = cast(Any, Collector())  # what the generated code takes for a server
+    """Return the route of a daemon that leads: to its own services, for calls that are admitted."""
+    collector = cast(Any, Collector())  # generated code takes it for a server
     fleet = FleetService(services)
     fleet_pb2_grpc.add_FleetServicer_to_server(fleet, collector)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(services), collector)
-    admission = Admission(gate, fleet.claimed, services.origins, reads, services.memory)
+    admin_pb2_grpc.add_JobsServicer_to_server(JobsService(services), collector)
+    admin_pb2_grpc.add_ClientsServicer_to_server(ClientsService(services), collector)
+    admin_pb2_grpc.add_OperatorsServicer_to_server(OperatorsService(services), collector)
+    admin_pb2_grpc.add_PrivacyServicer_to_server(PrivacyService(services), collector)
+    admission = Admission(OperatorAccess(services), fleet.claimed, services.origins, reads, services.memory)
     return Here([_streams(fleet), *collector.handlers], admission.admit)
 
 
@@ -92,7 +96,7 @@ def _streams(fleet: FleetService) -> grpc.GenericRpcHandler:
             response_serializer=fleet_pb2.UploadResponse.SerializeToString,
         ),
     }
-    return grpc.method_handlers_generic_handler(_SERVICES[0], methods)
+    return grpc.method_handlers_generic_handler(FLEET, methods)
 
 
 def _of_both(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCredentials:
@@ -137,7 +141,7 @@ class Endpoint:
         # Without --share-port a second daemon on the port must fail, not share it.
         options = (*OPTIONS, *_ageing(config), ("grpc.so_reuseport", int(config.share_port)))
         self._server = aio.server(
-            interceptors=(Boundary(),), options=options, compression=grpc.Compression.NoCompression
+            interceptors=(ErrorInterceptor(),), options=options, compression=grpc.Compression.NoCompression
         )
         self.health = Health(_SERVICES)
         origins = Origins(config.trusted_proxies, secrets.token_hex())  # no hop of a gateway ends here

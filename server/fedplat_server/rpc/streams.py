@@ -17,9 +17,8 @@ from fedplat_server import crash, files, intake
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.chunks import Chunks
 from fedplat_server.config import Limits
-from fedplat_server.errors import UploadError
+from fedplat_server.errors import Code, RefusedError, UploadError
 from fedplat_server.rpc import quotas, requests
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.uploads import Upload, UploadKey, UploadStore
 
 

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from core.cli.fake_admin import FakeServer, State
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
-from fedplat.cli.profile import Profile
 
 Run = Callable[..., Result]
 TOKEN = "fedplat_op_" + "t" * 43

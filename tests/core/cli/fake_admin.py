@@ -1,4 +1,4 @@
-"""A scripted Admin service on a loopback port; `State` survives its servers, as a database would."""
+"""A scripted server for operators on a loopback port; `State` survives its servers, as a database would."""
 
 from __future__ import annotations
 
@@ -104,31 +104,19 @@ class State:
             self.changed.notify_all()
 
 
-class FakeAdmin(admin_pb2_grpc.AdminServicer):
-    """The handlers."""
-
+class _Service:
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def GetStatus(self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext):
-        self._check(context)
-        return admin_pb2.GetStatusResponse(
-            software_version="0.1.0",
-            protocol_version=1,
-            uptime_s=3725.0,
-            peak_rss_bytes=200 * 2**20,
-            num_clients=12,
-            num_waiting=9,
-            num_busy=3,
-            num_jobs={"RUNNING": 2, "DRAFT": 1},
-            process_id=4711,
-            evaluators=["digits"],
-            **self.state.leader,
-            insecure=self.state.insecure,
-            certificate_expires_unix_s=T0,
-            certificate_days_left=30.4,
-        )
+    def _check(self, context: grpc.ServicerContext) -> None:
+        self.state.tokens.append(str(dict(context.invocation_metadata()).get("authorization")))
+        if self.state.refusal is not None:
+            if self.state.refusal_code:
+                context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
+            _refuse(context, *self.state.refusal)
 
+
+class FakeJobs(_Service, admin_pb2_grpc.JobsServicer):
     def UploadModel(self, request_iterator: Iterator[admin_pb2.UploadModelRequest], context: grpc.ServicerContext):
         self._check(context)
         data = b"".join(request.data for request in request_iterator)
@@ -219,6 +207,55 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         rounds, token = _page(found, request)
         return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
 
+    def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        versions, token = _page(self.state.versions, request)
+        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
+
+    def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
+        self._find(request.job, context)
+        if self.state.damage == "empty":
+            return
+        wanted = request.version if request.HasField("version") else self.state.versions[-1].model.version
+        found = [v.model for v in self.state.versions if v.model.version == wanted]
+        if not found:
+            _refuse(context, grpc.StatusCode.NOT_FOUND, f"the job has no version {wanted}")
+        yield admin_pb2.ExportModelResponse(model=found[0])
+        data = self.state.models[found[0].digest]
+        match self.state.damage:
+            case "bytes":
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            case "short":
+                data = data[:-1]
+            case "long":
+                data += b"x"
+            case _:
+                pass
+        for start in range(0, len(data), 2**20):
+            yield admin_pb2.ExportModelResponse(data=data[start : start + 2**20])
+
+    def _answer(self, method: str, context: grpc.ServicerContext) -> None:
+        if method in self.state.lost_answers:
+            self.state.lost_answers.remove(method)
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    def _find(self, name: str, context: grpc.ServicerContext) -> admin_pb2.Job:
+        self._check(context)
+        for job in self.state.jobs.values():
+            if name in (job.job_id, job.name):
+                return job
+        _refuse(context, grpc.StatusCode.NOT_FOUND, f"there is no job {name!r}")
+
+    def _change(self, name: str, before: Status, after: Status, context: grpc.ServicerContext) -> admin_pb2.Job:
+        job = self._find(name, context)
+        if job.status != before:
+            text = f"job {job.name!r} is {S.Name(job.status)[11:]}; expected {S.Name(before)[11:]}"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+        job.status = after
+        return job
+
+
+class FakeClients(_Service, admin_pb2_grpc.ClientsServicer):
     def ListClients(self, request: admin_pb2.ListClientsRequest, context: grpc.ServicerContext):
         self._check(context)
         found = (c for c in self.state.clients if request.population in ("", c.population))
@@ -258,32 +295,26 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
             answer.next_page_token = str(len(self.state.pages)) if len(self.state.pages) < 3 else ""
         return answer
 
-    def ListModelVersions(self, request: admin_pb2.ListModelVersionsRequest, context: grpc.ServicerContext):
-        self._find(request.job, context)
-        versions, token = _page(self.state.versions, request)
-        return admin_pb2.ListModelVersionsResponse(versions=versions, next_page_token=token)
 
-    def ExportModel(self, request: admin_pb2.ExportModelRequest, context: grpc.ServicerContext):
-        self._find(request.job, context)
-        if self.state.damage == "empty":
-            return
-        wanted = request.version if request.HasField("version") else self.state.versions[-1].model.version
-        found = [v.model for v in self.state.versions if v.model.version == wanted]
-        if not found:
-            _refuse(context, grpc.StatusCode.NOT_FOUND, f"the job has no version {wanted}")
-        yield admin_pb2.ExportModelResponse(model=found[0])
-        data = self.state.models[found[0].digest]
-        match self.state.damage:
-            case "bytes":
-                data = data[:-1] + bytes([data[-1] ^ 1])
-            case "short":
-                data = data[:-1]
-            case "long":
-                data += b"x"
-            case _:
-                pass
-        for start in range(0, len(data), 2**20):
-            yield admin_pb2.ExportModelResponse(data=data[start : start + 2**20])
+class FakeOperators(_Service, admin_pb2_grpc.OperatorsServicer):
+    def GetStatus(self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext):
+        self._check(context)
+        return admin_pb2.GetStatusResponse(
+            software_version="0.1.0",
+            protocol_version=1,
+            uptime_s=3725.0,
+            peak_rss_bytes=200 * 2**20,
+            num_clients=12,
+            num_waiting=9,
+            num_busy=3,
+            num_jobs={"RUNNING": 2, "DRAFT": 1},
+            process_id=4711,
+            evaluators=["digits"],
+            **self.state.leader,
+            insecure=self.state.insecure,
+            certificate_expires_unix_s=T0,
+            certificate_days_left=30.4,
+        )
 
     def AddOperator(self, request: admin_pb2.AddOperatorRequest, context: grpc.ServicerContext):
         self._check(context)
@@ -309,6 +340,8 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         events, token = _page(later, request)
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
 
+
+class FakePrivacy(_Service, admin_pb2_grpc.PrivacyServicer):
     def ShowPrivacy(self, request: admin_pb2.ShowPrivacyRequest, context: grpc.ServicerContext):
         self._check(context)
         return self.state.privacy
@@ -325,33 +358,6 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         self._check(context)
         del self.state.budgets[request.population]
         return admin_pb2.RemovePrivacyBudgetResponse()
-
-    def _check(self, context: grpc.ServicerContext) -> None:
-        self.state.tokens.append(str(dict(context.invocation_metadata()).get("authorization")))
-        if self.state.refusal is not None:
-            if self.state.refusal_code:
-                context.set_trailing_metadata((("fedplat-code", self.state.refusal_code),))
-            _refuse(context, *self.state.refusal)
-
-    def _answer(self, method: str, context: grpc.ServicerContext) -> None:
-        if method in self.state.lost_answers:
-            self.state.lost_answers.remove(method)
-            _refuse(context, grpc.StatusCode.UNAVAILABLE, "Socket closed")
-
-    def _find(self, name: str, context: grpc.ServicerContext) -> admin_pb2.Job:
-        self._check(context)
-        for job in self.state.jobs.values():
-            if name in (job.job_id, job.name):
-                return job
-        _refuse(context, grpc.StatusCode.NOT_FOUND, f"there is no job {name!r}")
-
-    def _change(self, name: str, before: Status, after: Status, context: grpc.ServicerContext) -> admin_pb2.Job:
-        job = self._find(name, context)
-        if job.status != before:
-            text = f"job {job.name!r} is {S.Name(job.status)[11:]}; expected {S.Name(before)[11:]}"
-            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
-        job.status = after
-        return job
 
 
 def _page(rows: Iterable[Row], request: Any) -> tuple[list[Row], str]:
@@ -381,7 +387,10 @@ class FakeServer:
 
     def _start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
-        admin_pb2_grpc.add_AdminServicer_to_server(FakeAdmin(self.state), self._server)
+        admin_pb2_grpc.add_JobsServicer_to_server(FakeJobs(self.state), self._server)
+        admin_pb2_grpc.add_ClientsServicer_to_server(FakeClients(self.state), self._server)
+        admin_pb2_grpc.add_OperatorsServicer_to_server(FakeOperators(self.state), self._server)
+        admin_pb2_grpc.add_PrivacyServicer_to_server(FakePrivacy(self.state), self._server)
         address = f"127.0.0.1:{self.port}"
         if self._tls is None:
             self.port = self._server.add_insecure_port(address)

@@ -1,4 +1,4 @@
-"""The history of a job, as a scripted Admin service tells it."""
+"""The history of a job, as a scripted server sends it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import pytest
 from core.cli.fake_admin import FakeServer, S, State
 from core.cli.story import ending, script
 from faults import proxy
-from fedplat.cli.admin import AdminClient
-from fedplat.cli.profile import Profile
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.errors import FedplatError, ModelError, ServerRefusedError, ServerUnreachableError
 
 JOB = 'name = "a"\npopulation = "p"\ntrainer = "t"\nrounds = 2\nmodel.initial = "m:f"\nselection.goal = 4\n'
@@ -104,7 +104,9 @@ def test_another_grpc_server_is_named_as_such():
     try:
         with (
             AdminClient(Profile(address, insecure=True)) as client,
-            pytest.raises(ServerRefusedError, match="is it a fedplat server"),
+            pytest.raises(
+                ServerRefusedError, match="it is not a fedplat server, or its version is not that of this program"
+            ),
         ):
             client.status()
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from core.cli.conftest import Run, parsed
 from core.cli.fake_admin import T0, State
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient
 from fedplat.wire.v1 import admin_pb2
 
 

@@ -17,11 +17,10 @@ from core.cli.conftest import TOKEN, Run
 from core.cli.fake_admin import FakeServer, S, State
 from core.cli.story import ending, script
 from core.cli.test_process import start
-from fedplat.cli import admin
-from fedplat.cli.admin import AdminClient
+from fedplat.admin import AdminClient, connection
+from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
 from fedplat.cli.patience import Patience
-from fedplat.cli.profile import Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.model import Parameters
 
@@ -263,7 +262,7 @@ def test_a_name_that_is_not_known_yet(server: FakeServer, monkeypatch: pytest.Mo
             told.append(text)
             names.knows.set()
 
-        monkeypatch.setattr(admin, "_channel", channel)
+        monkeypatch.setattr(connection, "_open_channel", channel)
         with AdminClient(Profile(f"fed.example.invalid:{server.port}", insecure=True)) as client:
             assert Patience(PATIENCE_S, tell).run(client, client.status).process_id == 4711
     assert told == [f"waiting for fed.example.invalid:{server.port}: the host name is not known; trying for 60 s"]

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from core.cli import conftest
 from core.cli.fake_admin import FakeServer, State
-from fedplat.cli import profile
+from fedplat.admin import profile
+from fedplat.admin.profile import Profile
 from fedplat.cli.app import app
-from fedplat.cli.profile import Profile
 from fedplat.errors import ProfileError
 from fedplat.wire.v1 import admin_pb2
 

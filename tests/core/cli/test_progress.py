@@ -11,8 +11,8 @@ from rich.console import Console
 from core.cli.conftest import Run, parsed
 from core.cli.fake_admin import S, State
 from core.cli.story import script
+from fedplat.admin import AdminClient
 from fedplat.cli import watch
-from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.cli.output import Output
 from fedplat.wire.v1 import admin_pb2

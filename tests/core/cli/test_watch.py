@@ -9,12 +9,12 @@ from rich.console import Console
 
 from core.cli.fake_admin import FakeServer, S, State
 from core.cli.story import ending, script
+from fedplat.admin import AdminClient
+from fedplat.admin.profile import Profile
 from fedplat.cli import watch
-from fedplat.cli.admin import AdminClient
 from fedplat.cli.board import Board
 from fedplat.cli.output import Output
 from fedplat.cli.patience import Patience
-from fedplat.cli.profile import Profile
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2
 

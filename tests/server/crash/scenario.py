@@ -170,7 +170,7 @@ async def operate(world: World, text: str) -> None:
         except aio.AioRpcError as exc:  # the uploaded model was an orphan when the server died
             if exc.code() is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
-    await world.ask(lambda site: site.operator.stub.StartJob(admin_pb2.JobRequest(job=world.job)))
+    await world.ask(lambda site: site.operator.jobs.StartJob(admin_pb2.JobRequest(job=world.job)))
 
 
 @dataclasses.dataclass

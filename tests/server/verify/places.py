@@ -83,8 +83,8 @@ async def live(site: Site) -> dict[str, str]:
         await clients[number].deliver(tokens[number], update_of(initial_model(), number), number + 0.1)
     tokens = [one.token for one in await site.assign(clients)]
     await clients[0].deliver(tokens[0], update_of(initial_model(), 0))
-    await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=done))
-    await site.operator.stub.ResumeJob(admin_pb2.JobRequest(job=done))
+    await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=done))
+    await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=done))
     tokens = [one.token for one in await site.assign(clients)]
     for number in (0, 1):
         await clients[number].deliver(tokens[number], update_of(initial_model(), number), 0.1)

@@ -1,4 +1,4 @@
-"""The operator's profile: how a server is reached and who asks, in one file for its owner only.
+"""An operator's profile: the server's address, its certificates and the operator's token, in a file for its owner only.
 
 ```toml
 server = "fed.example.org:7443"
@@ -37,14 +37,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_path() -> Path:
-    """Where a profile is looked for when none is named."""
+    """Return the path of the profile that is used when none is named."""
     import platformdirs  # programs that name their profile do without
 
     return platformdirs.user_config_path("fedplat") / "profile.toml"
 
 
 def load(path: Path) -> Profile:
-    """Reads a profile. Raises `ProfileError`."""
+    """Read a profile. Raises `ProfileError`."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Profile)
     except OSError as exc:
@@ -54,7 +54,7 @@ def load(path: Path) -> Profile:
 
 
 def load_ca(path: Path) -> str:
-    """Reads a file of trusted certificates. Raises `ProfileError`."""
+    """Read a file of trusted certificates. Raises `ProfileError`."""
     try:
         text = path.read_text()
     except OSError as exc:
@@ -67,7 +67,7 @@ def load_ca(path: Path) -> str:
 
 
 def dump(profile: Profile) -> str:
-    """The text of a profile's file."""
+    """Return the text of a profile's file."""
     lines = [f"server = {json.dumps(profile.server)}"]
     if profile.token:
         lines.append(f"token = {json.dumps(profile.token)}")

@@ -1,11 +1,10 @@
-"""Where exceptions become gRPC statuses: once, for every method of every service."""
+"""The interceptor of every call: bounds its messages, and turns exceptions into gRPC statuses."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import inspect
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -16,51 +15,57 @@ from urllib.parse import quote, unquote
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
+from typing_extensions import override
 
 from fedplat import identity, wire
 from fedplat_server import logs
-from fedplat_server.errors import BlobFullError, LeadershipLostError, StoreFullError, StoreUnavailableError
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.errors import (
+    BlobFullError,
+    Code,
+    LeadershipLostError,
+    RefusedError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+from fedplat_server.rpc import handlers
+from fedplat_server.rpc.handlers import Behavior, Context, Handler
+from fedplat_server.rpc.statuses import STATUSES
 
 MAX_QUOTED = 6000
-"""Bytes of a message as gRPC quotes it in the trailers, of which it takes 8 KiB in all."""
+"""Most bytes of a status message, quoted as in the trailers, which may have 8 KiB in all."""
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 # A string: these classes are generic for the type checker only.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
-class Boundary(aio.ServerInterceptor):
-    """Turns what a handler raises into what a caller may know; the rest goes to the log, under a number."""
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Turns exceptions of handlers into statuses. The details of unexpected ones go to the log only, under a number."""
 
     def __init__(self) -> None:
-        # Calls that wait would hold on to a handler each otherwise.
-        self._translating = functools.lru_cache(maxsize=64)(_translating)
+        # Otherwise each open call would hold a handler of its own.
+        self._wrap = functools.lru_cache(maxsize=64)(_wrap)
 
+    @override
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the handler of a call."""
         handler: Any = await continuation(handler_call_details)
-        return self._translating(handler, handler_call_details.method) if handler is not None else None
+        return self._wrap(handler, handler_call_details.method) if handler is not None else None
 
 
-def _translating(handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """The handler of a method; all of them take a stream: see `admission`."""
-    codec: dict[str, Any] = {
-        "request_deserializer": _decoder(handler.request_deserializer, max_bytes(method)),
-        "response_serializer": handler.response_serializer,
-    }
-    if handler.stream_unary:
-        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), **codec)
-    assert handler.stream_stream, f"{method} would receive a message before anybody could refuse it"
-    # A handler either yields its responses or writes them (that of the health service does).
-    wrap = _stream if inspect.isasyncgenfunction(handler.stream_stream) else _unary
-    return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream, method), **codec)
+def _wrap(handler: Handler, method: str) -> Handler:
+    assert handler.request_streaming, f"{method} would receive a message before the call is admitted"
+    return handlers.wrap(
+        handler,
+        _decoder(handler.request_deserializer, max_bytes(method)),
+        functools.partial(_wrap_returning, method=method),
+        functools.partial(_wrap_yielding, method=method),
+    )
 
 
 SMALL_BYTES = 128 * 2**10
-"""The most that a message may have where the table below has no other number."""
+"""Most bytes of a message of a method that is not in the table below."""
 _NEWCOMER_BYTES = 64 * 2**10
 _MAX_BYTES = {
     "GetChallenge": _NEWCOMER_BYTES,
@@ -74,16 +79,16 @@ _MAX_BYTES = {
 
 
 def max_bytes(method: str) -> int:
-    """The most bytes that a message of a method (`/service/name`) may have."""
+    """Return the most bytes of a message of a method (`/service/name`)."""
     return _MAX_BYTES.get(method.rpartition("/")[2], SMALL_BYTES)
 
 
 @dataclasses.dataclass(slots=True)
 class Incoming:
-    """The call that a task serves; `request` is its first message as it came, since that is what clients sign.
+    """The call that this task serves. `request` has the bytes of its first message, which clients sign.
 
-    `metadata` is read once, since gRPC copies it each time. `certified`: see `identity.callers.Call`; None until it is
-    known.
+    `metadata` is read once, since gRPC copies it each time. `certified` (see `identity.callers.Call`) is None until it
+    is known.
     """
 
     method: str
@@ -92,7 +97,7 @@ class Incoming:
     certified: str | None = None
 
     @classmethod
-    def of(cls, method: str, context: aio.ServicerContext[Any, Any]) -> Incoming:
+    def of(cls, method: str, context: Context) -> Incoming:
         """Return a call of which no message was received yet."""
         return cls(method, {str(key): value for key, value in context.invocation_metadata() or ()})
 
@@ -102,13 +107,13 @@ INCOMING: ContextVar[Incoming] = ContextVar("incoming")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Received:
-    """A message and its bytes; None if they were not decoded. gRPC itself would log a traceback for each."""
+    """A message and its bytes, or why they were refused. If decoding raised, gRPC would log a traceback each time."""
 
     message: Any
     data: bytes
     refused: RefusedError | None = None
 
-    def well_formed(self) -> Any:
+    def unwrap(self) -> Any:
         if self.refused is not None:
             raise self.refused
         return self.message
@@ -131,12 +136,12 @@ def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callabl
 
 
 class _Messages:
-    """The messages of a call, well-formed, each received when it is asked for.
+    """The decoded messages of a call, each received when it is asked for.
 
-    No generator: one that is left before its end, as that of a call with one message is, costs asyncio a task.
+    Not a generator: asyncio would need a task to close each one that is left before its end, as most are.
     """
 
-    def __init__(self, context: aio.ServicerContext[Any, Any], incoming: Incoming) -> None:
+    def __init__(self, context: Context, incoming: Incoming) -> None:
         self._read: Callable[[], Awaitable[Any]] = context.read
         self._incoming = incoming
         self._is_first = True
@@ -150,25 +155,25 @@ class _Messages:
             raise StopAsyncIteration
         if self._is_first:
             self._incoming.request, self._is_first = received.data, False
-        return received.well_formed()
+        return received.unwrap()
 
 
-def _unary(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Any:
-    async def call(_: object, context: aio.ServicerContext[Any, Any]) -> Any:
+def _wrap_returning(inner: Callable[[Any, Any], Awaitable[Any]], method: str) -> Behavior:
+    async def call(_: object, context: Context) -> Any:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
-        async with _translated(context, method):
+        async with _translate_errors(context, method):
             return await inner(_Messages(context, incoming), context)
 
     return call
 
 
-def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Any:
-    async def call(_: object, context: aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+def _wrap_yielding(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> Behavior:
+    async def call(_: object, context: Context) -> AsyncGenerator[Any]:
         incoming = Incoming.of(method, context)
         INCOMING.set(incoming)
         async with (
-            _translated(context, method),
+            _translate_errors(context, method),
             contextlib.aclosing(inner(_Messages(context, incoming), context)) as responses,
         ):
             async for response in responses:
@@ -178,7 +183,7 @@ def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any]], method: str) -> An
 
 
 @contextlib.asynccontextmanager
-async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> AsyncGenerator[None]:
+async def _translate_errors(context: Context, method: str) -> AsyncGenerator[None]:
     try:
         yield
     except RefusedError as exc:
@@ -191,20 +196,20 @@ async def _translated(context: aio.ServicerContext[Any, Any], method: str) -> As
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
     except aio.AbortError:
         raise
-    except Exception:  # the RPC boundary: logged with its traceback, told to nobody
+    except Exception:  # the RPC boundary: logged with its traceback, and not sent to the caller
         number = secrets.token_hex(4)
         logs.get().exception("a call failed", method=method, number=number)
         await _abort(context, RefusedError(Code.INTERNAL, number))
 
 
-async def _abort(context: aio.ServicerContext[Any, Any], refused: RefusedError) -> None:
+async def _abort(context: Context, refused: RefusedError) -> None:
     trailers = [(identity.METADATA_CODE, refused.code.value)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
-    await context.abort(refused.status, _shortened(str(refused)), tuple(trailers))
+    await context.abort(STATUSES[refused.code], _shorten(str(refused)), tuple(trailers))
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     quoted = quote(text, safe=_PLAIN)
     if len(quoted) <= MAX_QUOTED:
         return text

@@ -1,78 +1,79 @@
-"""The part of `admin.proto` about clients and the tokens by which they enrol."""
+"""The service `Clients`: clients, and the tokens with which they enrol."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, TypeAlias
 
-from grpc import aio
+from typing_extensions import override
 
 from fedplat.identity import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity.revocation import Enrolled
-from fedplat_server.rpc import gate, pages, requests
-from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.rpc import pages, requests
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.services import Services
 from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
 
-Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
+class ClientsService(admin_pb2_grpc.ClientsServicer):
+    """The handlers of the service."""
 
-class MembersMethods(admin_pb2_grpc.AdminServicer):
-    """What `AdminService` answers about who takes part, and who may."""
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
-    _services: Services
-
+    @override
     async def ListClients(
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
-        """A page of the enrolled clients, and what each of them does."""
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         population = requests.name(request.population, "population") if request.population else None
         records = await self._services.store.list_clients(population, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
         return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
+    @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
-        """Ends a client's membership."""
         services, client_id = self._services, requests.client_id(request.client_id, Code.NO_SUCH_CLIENT)
-        return self._client(await services.revocation.revoke(client_id, gate.caller(), services.runner, services.desk))
+        record = await services.revocation.revoke(client_id, current_operator(), services.runner, services.desk)
+        return self._client(record)
 
+    @override
     async def CreateEnrolment(
         self, request: admin_pb2.CreateEnrolmentRequest, context: Context
     ) -> admin_pb2.CreateEnrolmentResponse:
-        """Makes a token and the ticket that carries it."""
         if len(request.address) > 255 or not is_address(request.address):
-            raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, as the clients shall call it")
+            raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, where clients reach the server")
         token, ticket = await self._services.enrolments.create(
             requests.name(request.population, "population"),
             request.num_uses or 1,
             request.expires_s,
             request.address,
-            gate.caller(),
+            current_operator(),
         )
         return admin_pb2.CreateEnrolmentResponse(enrolment=_enrolment(token), ticket=ticket.to_text())
 
+    @override
     async def ListEnrolments(
         self, request: admin_pb2.ListEnrolmentsRequest, context: Context
     ) -> admin_pb2.ListEnrolmentsResponse:
-        """A page of the tokens, good or not."""
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         tokens = await self._services.store.list_enrolment_tokens(after=after, limit=size + 1)
-        page, token = pages.cut(tokens, size, _enrolment, lambda one: one.token_id)
+        page, token = pages.cut(tokens, size, _enrolment, lambda record: record.token_id)
         return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 
+    @override
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        """Revoke a ticket, and the clients that have enrolled by it if they are to go with it."""
         services, enrolment_id = self._services, requests.enrolment_id(request.enrolment_id)
-        answer = _enrolment(await services.enrolments.revoke(enrolment_id, gate.caller()))
-        if request.with_clients:  # no other one can enrol by it any more
+        response = _enrolment(await services.enrolments.revoke(enrolment_id, current_operator()))
+        if request.with_clients:  # after the token, so that no more clients can enrol with it
             after = requests.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await services.revocation.revoke_clients_of(
-                Enrolled(enrolment_id, after), gate.caller(), services.runner, services.desk
+                Enrolled(enrolment_id, after), current_operator(), services.runner, services.desk
             )
-            answer.num_revoked_clients, answer.next_page_token = revoked
-        return answer
+            response.num_revoked_clients, response.next_page_token = revoked
+        return response
 
     def _client(self, record: ClientRecord) -> admin_pb2.Client:
         services = self._services

@@ -1,0 +1,12 @@
+"""The operator's API of a server, for programs. The command `fedplat` is made of it.
+
+>>> from fedplat.admin import AdminClient, profile
+>>> with AdminClient(profile.load(Path("admin.toml"))) as client:  # doctest: +SKIP
+...     for job in client.list_jobs():
+...         print(job.name, job.round, job.num_rounds)
+"""
+
+from fedplat.admin.client import AdminClient, ProgressCallback
+from fedplat.admin.profile import Profile
+
+__all__ = ["AdminClient", "Profile", "ProgressCallback"]

@@ -1,0 +1,303 @@
+"""`AdminClient`: the services `Jobs`, `Clients`, `Operators` and `Privacy` of a server, as methods."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from fedplat.admin.connection import Connection
+from fedplat.admin.profile import Profile
+from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
+from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
+
+ProgressCallback = Callable[[int, int], object]
+"""Called with the number of bytes transferred so far, and the total."""
+
+_PAUSE_S = 0.1
+
+
+class AdminClient:
+    """A client of the server of a profile, with TLS unless the profile is `insecure`.
+
+    Every method raises `ServerUnreachableError` when no server answers, and `ServerRefusedError` with the server's
+    reason when it refuses the call. `job` is a job's id, or a name that only one job has. A call may take `timeout_s`
+    seconds, one that transfers a model `transfer_s`. Nothing is connected before the first call. Raises `ValueError`
+    when the profile's server is not `host:port`.
+    """
+
+    def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
+        self._connection = Connection(profile, timeout_s)
+        self.profile = profile
+        self.server = profile.server
+        self._transfer_s = transfer_s
+        channel = self._connection.channel
+        self._jobs = admin_pb2_grpc.JobsStub(channel)
+        self._clients = admin_pb2_grpc.ClientsStub(channel)
+        self._operators = admin_pb2_grpc.OperatorsStub(channel)
+        self._privacy = admin_pb2_grpc.PrivacyStub(channel)
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls under way are cancelled."""
+        self._connection.close()
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
+        """Return the server's status as soon as it answers. Raises `ServerUnreachableError` after `timeout_s`."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        left_s = timeout_s
+        while True:
+            try:
+                # Not grpc.channel_ready_future: its polling thread dies with a traceback when the channel is closed.
+                with self._connection.translate_errors(timeout_s):
+                    request, metadata = admin_pb2.GetStatusRequest(), self._connection.metadata
+                    return self._operators.GetStatus(request, timeout=left_s, wait_for_ready=True, metadata=metadata)
+            except ServerUnreachableError:  # a connection may also break right after it was made
+                if time.monotonic() + _PAUSE_S >= end:
+                    raise
+            time.sleep(_PAUSE_S)
+            left_s = None if timeout_s is None else end - time.monotonic()
+
+    def status(self, timeout_s: float | None = None) -> admin_pb2.GetStatusResponse:
+        """Return the server's status, within `timeout_s` instead of the client's usual time."""
+        return self._connection.call(self._operators.GetStatus, admin_pb2.GetStatusRequest(), timeout_s)
+
+    def upload_model(self, chunks: Iterable[bytes]) -> admin_pb2.UploadModelResponse:
+        """Upload a safetensors file in chunks of at most `wire.CHUNK_BYTES`, and check the digest that was stored."""
+        digest = hashlib.sha256()
+
+        def requests() -> Iterator[admin_pb2.UploadModelRequest]:
+            for chunk in chunks:
+                digest.update(chunk)
+                yield admin_pb2.UploadModelRequest(data=chunk)
+
+        with self._connection.translate_errors(self._transfer_s):
+            response = self._jobs.UploadModel(requests(), timeout=self._transfer_s, metadata=self._connection.metadata)
+        if response.digest != digest.hexdigest():
+            raise ServerRefusedError(
+                f"the server stored a model with the digest {response.digest or '(none)'}, but "
+                f"{digest.hexdigest()} was sent; try again"
+            )
+        return response
+
+    def create_job(self, job_file: str, initial_digest: str, idempotency_key: str) -> admin_pb2.Job:
+        """Create a job, status DRAFT, from the text of a job file; for a known key, return the job that has it."""
+        request = admin_pb2.CreateJobRequest(
+            job_file=job_file, initial_digest=initial_digest, idempotency_key=idempotency_key
+        )
+        return self._connection.call(self._jobs.CreateJob, request)
+
+    def list_jobs(self) -> Sequence[admin_pb2.Job]:
+        """Return all jobs, without their job files; `show_job` returns one with it."""
+        return list(self.iter_jobs())
+
+    def iter_jobs(self, limit: int | None = None) -> Iterator[admin_pb2.Job]:
+        """Yield jobs in the order of their creation, at most `limit`, with one page in memory at a time."""
+        return self._connection.rows(self._jobs.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs, limit)
+
+    def show_job(self, job: str) -> admin_pb2.Job:
+        """Return a job with its job file."""
+        return self._connection.call(self._jobs.ShowJob, admin_pb2.JobRequest(job=job))
+
+    def start(self, job: str) -> admin_pb2.Job:
+        """Start a job: DRAFT becomes RUNNING."""
+        return self._connection.call(self._jobs.StartJob, admin_pb2.JobRequest(job=job))
+
+    def pause(self, job: str) -> admin_pb2.Job:
+        """Pause a job: RUNNING becomes PAUSED."""
+        return self._connection.call(self._jobs.PauseJob, admin_pb2.JobRequest(job=job))
+
+    def resume(self, job: str) -> admin_pb2.Job:
+        """Resume a job: PAUSED becomes RUNNING."""
+        return self._connection.call(self._jobs.ResumeJob, admin_pb2.JobRequest(job=job))
+
+    def cancel(self, job: str) -> admin_pb2.Job:
+        """Cancel a job for good: it becomes CANCELLED."""
+        return self._connection.call(self._jobs.CancelJob, admin_pb2.JobRequest(job=job))
+
+    def rollback(self, job: str, version: int) -> admin_pb2.RollbackJobResponse:
+        """Make a job continue from an older version."""
+        return self._connection.call(self._jobs.RollbackJob, admin_pb2.RollbackJobRequest(job=job, version=version))
+
+    def watch_job(
+        self, job: str, after_sequence: int = 0, progress_every_s: float = 0.0
+    ) -> Generator[admin_pb2.JobEvent]:
+        """Yield the events of a job after a sequence number, past ones first, until the job has ended.
+
+        With `progress_every_s` it also yields events about the progress of the open attempt, at most one in so many
+        seconds. Close the generator to stop earlier. If the server stops, it ends too, or raises
+        `ServerUnreachableError`; `fedplat.cli.watch.follow` continues then.
+        """
+        request = admin_pb2.WatchJobRequest(job=job, after_sequence=after_sequence, progress_every_s=progress_every_s)
+        call = self._jobs.WatchJob(request, metadata=self._connection.metadata)
+        try:
+            with self._connection.translate_errors(None):
+                yield from call
+        finally:
+            call.cancel()
+
+    def list_rounds(self, job: str, *, all_attempts: bool = False) -> Sequence[admin_pb2.Round]:
+        """Return the attempts of a job that are committed or open; with `all_attempts` the abandoned ones too."""
+        return list(self.iter_rounds(job, all_attempts=all_attempts))
+
+    def iter_rounds(
+        self, job: str, limit: int | None = None, *, all_attempts: bool = False
+    ) -> Iterator[admin_pb2.Round]:
+        """Yield the attempts of `list_rounds`, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListRoundsRequest(job=job, all_attempts=all_attempts)
+        return self._connection.rows(self._jobs.ListRounds, request, lambda page: page.rounds, limit)
+
+    def list_clients(self, population: str = "") -> Sequence[admin_pb2.Client]:
+        """Return the enrolled clients of one population, or of all."""
+        return list(self.iter_clients(population))
+
+    def iter_clients(self, population: str = "", limit: int | None = None) -> Iterator[admin_pb2.Client]:
+        """Yield the clients of `list_clients`, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListClientsRequest(population=population)
+        return self._connection.rows(self._clients.ListClients, request, lambda page: page.clients, limit)
+
+    def revoke_client(self, client_id: str) -> admin_pb2.Client:
+        """End a client's membership for good."""
+        return self._connection.call(self._clients.RevokeClient, admin_pb2.RevokeClientRequest(client_id=client_id))
+
+    def create_enrolment(
+        self, population: str, num_uses: int, expires_s: float, address: str
+    ) -> admin_pb2.CreateEnrolmentResponse:
+        """Create a token with which clients enrol, and the ticket that carries it; clients connect to `address`."""
+        request = admin_pb2.CreateEnrolmentRequest(
+            population=population, num_uses=num_uses, expires_s=expires_s, address=address
+        )
+        return self._connection.call(self._clients.CreateEnrolment, request)
+
+    def list_enrolments(self) -> Sequence[admin_pb2.Enrolment]:
+        """Return the enrolment tokens, valid or not, without their secrets."""
+        return list(self.iter_enrolments())
+
+    def iter_enrolments(self, limit: int | None = None) -> Iterator[admin_pb2.Enrolment]:
+        """Yield the tokens of `list_enrolments`, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListEnrolmentsRequest()
+        return self._connection.rows(self._clients.ListEnrolments, request, lambda page: page.enrolments, limit)
+
+    def revoke_enrolment(self, enrolment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrolment:
+        """Revoke an enrolment token; `with_clients` also revokes the clients that have enrolled with it."""
+        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id, with_clients=with_clients)
+        num_revoked = 0
+        while True:
+            response = self._connection.call(self._clients.RevokeEnrolment, request)
+            num_revoked += response.num_revoked_clients
+            request.page_token = response.next_page_token
+            if not request.page_token:
+                response.num_revoked_clients = num_revoked
+                return response
+
+    def list_versions(self, job: str) -> Sequence[admin_pb2.ModelVersion]:
+        """Return the model versions of a job."""
+        return list(self.iter_versions(job))
+
+    def iter_versions(self, job: str, limit: int | None = None) -> Iterator[admin_pb2.ModelVersion]:
+        """Yield the versions of `list_versions`, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListModelVersionsRequest(job=job)
+        return self._connection.rows(self._jobs.ListModelVersions, request, lambda page: page.versions, limit)
+
+    def export_model(
+        self, job: str, version: int | None, path: str | os.PathLike[str], progress: ProgressCallback | None = None
+    ) -> model_pb2.ModelRef:
+        """Write a version (None: the latest) to a safetensors file that only its owner can read, in one atomic step.
+
+        Raises `ModelError` when the received bytes are not those of the version, and `OSError` when they cannot be
+        written.
+        """
+        target = Path(path)
+        temporary = target.with_name(f".fedplat-{secrets.token_hex(8)}.part")
+        request = admin_pb2.ExportModelRequest(job=job)
+        if version is not None:
+            request.version = version
+        try:
+            # A model may reveal its data: only the owner may read it, whatever the umask.
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                model = self._receive_model(request, file, progress)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return model
+
+    def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
+        """Add an operator. Only this response has its token, which never expires if `expires_in_s` is 0."""
+        request = admin_pb2.AddOperatorRequest(name=name, role=role, expires_in_s=expires_in_s)
+        return self._connection.call(self._operators.AddOperator, request)
+
+    def list_operators(self) -> Sequence[admin_pb2.Operator]:
+        """Return all operators."""
+        request = admin_pb2.ListOperatorsRequest()
+        return list(self._connection.rows(self._operators.ListOperators, request, lambda page: page.operators, None))
+
+    def remove_operator(self, name: str) -> None:
+        """Remove an operator: its next call is refused."""
+        self._connection.call(self._operators.RemoveOperator, admin_pb2.RemoveOperatorRequest(name=name))
+
+    def iter_audit(self, after_sequence: int = 0, limit: int | None = None) -> Iterator[admin_pb2.AuditEvent]:
+        """Yield rows of the audit log after a sequence number, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListAuditRequest(after_sequence=after_sequence)
+        return self._connection.rows(self._operators.ListAudit, request, lambda page: page.events, limit)
+
+    def show_privacy(self, job: str = "") -> admin_pb2.ShowPrivacyResponse:
+        """Return the releases of a job so far and at most, and their costs; without a name, of all private jobs."""
+        merged = admin_pb2.ShowPrivacyResponse()
+        request = admin_pb2.ShowPrivacyRequest(job=job)
+        for page in self._connection.pages(self._privacy.ShowPrivacy, request):
+            merged.MergeFrom(page)
+        merged.ClearField("next_page_token")
+        return merged
+
+    def set_privacy_budget(self, population: str, epsilon: float, delta: float) -> admin_pb2.PopulationPrivacy:
+        """Bound the total cost of all private jobs of a population."""
+        request = admin_pb2.SetPrivacyBudgetRequest(population=population, epsilon=epsilon, delta=delta)
+        return self._connection.call(self._privacy.SetPrivacyBudget, request)
+
+    def remove_privacy_budget(self, population: str) -> None:
+        """Remove a population's budget."""
+        request = admin_pb2.RemovePrivacyBudgetRequest(population=population)
+        self._connection.call(self._privacy.RemovePrivacyBudget, request)
+
+    def _receive_model(
+        self, request: admin_pb2.ExportModelRequest, file: BinaryIO, progress: ProgressCallback | None
+    ) -> model_pb2.ModelRef:
+        model: model_pb2.ModelRef | None = None
+        digest = hashlib.sha256()
+        size = 0
+        call = self._jobs.ExportModel(request, timeout=self._transfer_s, metadata=self._connection.metadata)
+        try:
+            with self._connection.translate_errors(self._transfer_s):
+                for message in call:
+                    if model is None:
+                        model = message.model
+                    digest.update(message.data)
+                    size += file.write(message.data)
+                    if size > model.size_bytes:
+                        break
+                    if progress is not None:
+                        progress(size, model.size_bytes)
+        finally:
+            call.cancel()
+        if model is None or size != model.size_bytes or digest.hexdigest() != model.digest:
+            promised = f"{model.size_bytes} bytes with the digest {model.digest}" if model is not None else "a model"
+            raise ModelError(
+                f"the model that arrived is damaged: the server promised {promised}; {size} bytes "
+                f"with the digest {digest.hexdigest()} came; try again"
+            )
+        return model

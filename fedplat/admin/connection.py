@@ -1,0 +1,160 @@
+"""The connection to a server: sends the operator's token, bounds calls in time, and translates gRPC's errors."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from fedplat import __version__, texts, wire
+from fedplat.admin.profile import DEFAULT_SERVER, Profile
+from fedplat.errors import ServerRefusedError, ServerUnreachableError
+from fedplat.identity import METADATA_CODE, is_address
+from fedplat.wire import handshake
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
+    # A watch may be silent for hours; pings find out whether the server is still there.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A person waits for the server to come back: look often. (min_reconnect_backoff_ms would also be the time that
+    # a connection may take to be made, and a server far away needs its 20 seconds.)
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A server in a container comes back with another address: do not trust the old one for gRPC's 30 seconds.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+)
+_GONE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,  # by the server, which is stopping: no call is cancelled here and then waited for
+    }
+)
+
+
+class Paged(Protocol):
+    """A page of a list."""
+
+    next_page_token: str
+
+
+Page = TypeVar("Page", bound=Paged)
+Row = TypeVar("Row")
+Response = TypeVar("Response")
+
+
+class Connection:
+    """A connection to the server of a profile, with TLS unless the profile is `insecure`.
+
+    It is made at the first call. Raises `ValueError` when the profile's server is not `host:port`.
+    """
+
+    def __init__(self, profile: Profile, timeout_s: float) -> None:
+        if not is_address(profile.server):
+            raise ValueError(f"server is {profile.server!r}; expected host:port, for instance {DEFAULT_SERVER}")
+        self.metadata = ((wire.METADATA_AUTHORIZATION, f"Bearer {profile.token}"),) if profile.token else ()
+        self.channel = _open_channel(profile)
+        self._profile = profile
+        self._timeout_s = timeout_s
+
+    def close(self) -> None:
+        """Close the connection; calls under way are cancelled."""
+        self.channel.close()
+
+    def call(self, method: Callable[..., Response], request: object, timeout_s: float | None = None) -> Response:
+        """Return the response to a request, within `timeout_s` instead of the connection's usual time."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self.translate_errors(limit_s):
+            return method(request, timeout=limit_s, metadata=self.metadata)
+
+    def pages(self, method: Callable[..., Page], request: Any) -> Iterator[Page]:
+        """Yield the pages of a list, one call each; `request` is changed."""
+        while True:
+            page = self.call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def rows(
+        self, method: Callable[..., Page], request: Any, rows_of: Callable[[Page], Iterable[Row]], limit: int | None
+    ) -> Iterator[Row]:
+        """Yield the rows of a list, at most `limit` of them, as its pages arrive; `request` is changed."""
+        request.page_size = min(limit or 0, 2**31)
+        return itertools.islice((row for page in self.pages(method, request) for row in rows_of(page)), limit)
+
+    @contextlib.contextmanager
+    def translate_errors(self, timeout_s: float | None) -> Generator[None]:
+        """Raise `ServerUnreachableError` or `ServerRefusedError` for an error of gRPC, of a call within `timeout_s`."""
+        try:
+            yield
+        except grpc.RpcError as exc:
+            raise self._translate(exc, timeout_s) from exc
+
+    def _translate(self, exc: Any, timeout_s: float | None) -> ServerUnreachableError | ServerRefusedError:
+        server, code, details = self._profile.server, exc.code(), exc.details() or exc.code().name
+        trailers = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}
+        if METADATA_CODE in trailers:  # the message is fedplat's
+            if code is grpc.StatusCode.UNAVAILABLE:
+                text = f"the fedplat server at {server} does not serve now: {details}"
+                return ServerUnreachableError(text, reason=details)
+            return ServerRefusedError(details + _format_retry(str(trailers.get(wire.METADATA_RETRY, ""))))
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+            return self._unreachable(f"no answer within {timeout_s:g} s")
+        if code in _GONE:
+            return self._unreachable(_shorten(details))
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ServerRefusedError(
+                f"{server} does not know this request ({details}): it is not a fedplat server, or its version is not "
+                f"that of this program, {__version__}; expected the same version, so update the older one"
+            )
+        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+            details = f"the server at {server} failed ({details}); its log says more"
+        return ServerRefusedError(details)
+
+    def _unreachable(self, reason: str) -> ServerUnreachableError:
+        profile = self._profile
+        if problem := handshake.problem(profile.server, ca=profile.ca, insecure=profile.insecure):
+            return ServerUnreachableError(
+                f"cannot talk to the server at {profile.server}: {problem}", reason=problem, is_lasting=True
+            )
+        return ServerUnreachableError(
+            f"no fedplat server answers at {profile.server} ({reason}); is it running? start one with: "
+            "fedplat-server run",
+            reason=reason,
+        )
+
+
+def _open_channel(profile: Profile) -> grpc.Channel:
+    none = grpc.Compression.NoCompression
+    if profile.insecure:
+        return grpc.insecure_channel(profile.server, options=_CHANNEL_OPTIONS, compression=none)
+    credentials = grpc.ssl_channel_credentials(profile.ca.encode() or None)
+    return grpc.secure_channel(profile.server, credentials, options=_CHANNEL_OPTIONS, compression=none)
+
+
+def _format_retry(window: str) -> str:
+    """Return the server's retry window in words; empty if it sent none."""
+    try:
+        earliest_s, latest_s = map(float, window.split())
+    except ValueError:
+        return ""
+    return f"; try again in {texts.duration(earliest_s)} to {texts.duration(latest_s)}"
+
+
+def _shorten(details: str) -> str:
+    """Return the part of gRPC's message that helps a person."""
+    if "address lookup failed" in details:
+        return "the host name is not known"
+    if details in ("Cancelling all calls", "Socket closed", "CANCELLED"):
+        return "the connection was closed"
+    for prefix in ("Failed to connect to remote host: ", "last error: "):
+        if prefix in details:
+            return details.rpartition(prefix)[2]
+    return details

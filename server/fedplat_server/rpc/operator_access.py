@@ -1,0 +1,167 @@
+"""Access of operators: authenticates each call of the services of `admin.proto`, and checks the operator's role.
+
+The option `needed_role` of a method in the proto names the least role that may call it. All other methods are denied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import datetime
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, cast
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from fedplat import wire
+from fedplat.wire.v1 import admin_pb2, options_pb2
+from fedplat_server import logs
+from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.operators import OperatorRecord, Role, hash_token, looks_like_token
+from fedplat_server.rpc.handlers import Context
+from fedplat_server.services import Services
+
+_ROLES = {
+    options_pb2.ROLE_VIEWER: Role.VIEWER,
+    options_pb2.ROLE_OPERATOR: Role.OPERATOR,
+    options_pb2.ROLE_ADMIN: Role.ADMIN,
+}
+
+
+def read_needed_roles(services: Iterable[ServiceDescriptor]) -> dict[str, Role]:
+    """Return the least role for each method (`/service/name`). Raises `ValueError` for a method that names none."""
+    needed: dict[str, Role] = {}
+    for service in services:
+        for method in service.methods:
+            role = _ROLES.get(method.GetOptions().Extensions[options_pb2.needed_role])
+            if role is None:
+                raise ValueError(
+                    f"the method {method.full_name} names no role that may call it; expected an option such as "
+                    "`option (fedplat.wire.v1.needed_role) = ROLE_ADMIN;` in its proto file"
+                )
+            needed[f"/{service.full_name}/{method.name}"] = role
+    return needed
+
+
+SERVICES = tuple(admin_pb2.DESCRIPTOR.services_by_name.values())
+"""The services for operators."""
+NEEDED_ROLES: Mapping[str, Role] = read_needed_roles(SERVICES)
+"""The least role for each of their methods (`/service/name`)."""
+
+MAX_PENDING = 16
+"""Refused calls of one network, or of one operator, that may wait for their response."""
+MAX_CALLERS = 10_000
+"""Callers whose refused calls are counted; beyond them, those that were refused longest ago are forgotten."""
+NOTE_EVERY_S = 60.0
+"""Refused calls of one network, or of one operator, are noted no more often: no caller can fill the audit log."""
+
+_operator_name: contextvars.ContextVar[str] = contextvars.ContextVar("operator")
+
+
+def current_operator() -> str:
+    """Return the name of the operator whose call this task serves."""
+    return _operator_name.get()
+
+
+@dataclasses.dataclass
+class _RefusedCalls:
+    """Refused calls of one network, or of one operator whose role is too low."""
+
+    pending: int = 0
+    since_noted: int = 0
+    noted_at: float = -NOTE_EVERY_S
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """A refused call of a method. `operator` is the owner of the call's token, if that is known."""
+
+    method: str
+    code: Code
+    reason: str
+    operator: str = ""
+
+
+class OperatorAccess:
+    """Admits calls of operators, or refuses them: slowly, and few at a time."""
+
+    def __init__(self, services: Services, clock: Callable[[], float] = time.time) -> None:
+        self._services = services
+        self._delay_s = services.config.limits.refusal_delay_s
+        self._clock = clock
+        self._refused: OrderedDict[str, _RefusedCalls] = OrderedDict()
+
+    async def admit(self, method: str, context: Context) -> str:
+        """Return the name of the operator, who may call the method (`/service/name`). Raises `RefusedError`."""
+        needed = NEEDED_ROLES.get(method)
+        if needed is None:
+            raise RefusedError(Code.ROLE_TOO_LOW, f"no role may call {method}")
+        operator = await self._authenticate(method, context)
+        self._count(operator, context)
+        if not operator.role.includes(needed):
+            name = method.rpartition("/")[2]
+            reason = f"{name} needs the role {needed}; operator {operator.name} has the role {operator.role}"
+            await self._refuse(context, _Refusal(method, Code.ROLE_TOO_LOW, reason, operator.name))
+        _operator_name.set(operator.name)
+        return operator.name
+
+    def _count(self, operator: OperatorRecord, context: Context) -> None:
+        """Count a call until it ends, also if it is refused for its role."""
+        end_call = self._services.quotas.operator_call(operator.name)
+
+        def done(_: object) -> None:
+            end_call()
+
+        context.add_done_callback(cast(Any, done))
+
+    async def _authenticate(self, method: str, context: Context) -> OperatorRecord:
+        given = [str(value) for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION]
+        if not given:
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, "no token was sent"))
+        scheme, _, token = given[0].partition(" ")
+        if len(given) > 1 or scheme != "Bearer" or not looks_like_token(token):
+            reason = "the authorization is not an operator's token; expected: Bearer TOKEN"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
+        operator = await self._services.store.operator_by_token(hash_token(token))
+        if operator is None:
+            reason = "the token is unknown, or its operator was removed"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
+        if not operator.is_valid(self._clock()):
+            assert operator.expires_unix_s is not None
+            day = datetime.datetime.fromtimestamp(operator.expires_unix_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+            reason = f"the token of operator {operator.name} expired {day}"
+            await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason, operator.name))
+        return operator
+
+    async def _refuse(self, context: Context, refusal: _Refusal) -> NoReturn:
+        """Refuse a call after a delay, few at a time, so that guessing tokens or probing methods is slow."""
+        origin = self._services.origins.of(context)
+        caller = f"operator {refusal.operator}" if refusal.code is Code.ROLE_TOO_LOW else origin.network
+        seen = self._refused.setdefault(caller, _RefusedCalls())
+        self._refused.move_to_end(caller)
+        while len(self._refused) > MAX_CALLERS:
+            self._refused.popitem(last=False)
+        seen.since_noted += 1
+        if seen.pending >= MAX_PENDING:
+            raise RefusedError(Code.TOO_MANY_LOGINS)
+        seen.pending += 1
+        try:
+            if self._clock() >= seen.noted_at + NOTE_EVERY_S:
+                await self._note(seen, refusal, origin.address)
+            await asyncio.sleep(self._delay_s)
+        finally:
+            seen.pending -= 1
+        raise RefusedError(refusal.code, refusal.reason)
+
+    async def _note(self, seen: _RefusedCalls, refusal: _Refusal, address: str) -> None:
+        seen.noted_at, count, seen.since_noted = self._clock(), seen.since_noted, 0
+        details = {"why": refusal.reason, "address": address, "num_refused": count}
+        action = Action.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else Action.LOGIN_REFUSED
+        logs.get().warning("an operator's call was refused", method=refusal.method, **details)
+        await self._services.bounded_audit.append(
+            AuditEntry(refusal.operator or address, action, refusal.method, details)
+        )
