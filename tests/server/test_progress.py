@@ -51,7 +51,7 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
         minimum=0.5,
         slowest_client_id=clients[0].client_id,
     )
-    await site.operator.stub.PauseJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
     assert not (await site.operator.show(job)).current.HasField("progress")
     listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert not any(one.HasField("progress") for one in listed)
