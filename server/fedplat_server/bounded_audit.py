@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fedplat_server.audit import SERVER, Action, AuditEntry
 from fedplat_server.rpc.quotas import Bucket, take
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import AuditStore
 
 HOUR_S = 3600.0
 
@@ -18,8 +18,8 @@ HOUR_S = 3600.0
 class BoundedAudit:
     """Appends entries, at most `per_minute` of them from all callers together; `clock` is monotonic, in seconds."""
 
-    def __init__(self, store: Store, per_minute: float, clock: Callable[[], float]) -> None:
-        self._store = store
+    def __init__(self, audit: AuditStore, per_minute: float, clock: Callable[[], float]) -> None:
+        self._audit = audit
         self._per_minute = per_minute
         self._clock = clock
         self._bucket = Bucket(per_minute, clock())
@@ -43,7 +43,7 @@ class BoundedAudit:
         if left_out:
             entries = [AuditEntry(SERVER, Action.NOT_NOTED, "", {"num_rows": left_out}), *entries]
         try:
-            await self._store.append_audit(entries)
+            await self._audit.append(entries)
         except BaseException:
             self._num_left_out += left_out
             raise

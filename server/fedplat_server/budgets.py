@@ -23,7 +23,8 @@ from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.store.ledger import Budget, Population
-from fedplat_server.store.port import JobRecord, Store
+from fedplat_server.store.jobs import JobRecord
+from fedplat_server.store.ports import Store
 
 
 class Budgets:
@@ -41,7 +42,7 @@ class Budgets:
         if state.spec.privacy is None:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
-            if (known := await self._store.find_job(idempotency_key)) is not None:
+            if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
                 return known
             try:
                 spec = await self.accountant.run(state.spec.settled)
@@ -54,13 +55,13 @@ class Budgets:
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
         while True:
-            if (known := await self._store.find_job(idempotency_key)) is not None:
+            if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
                 return known  # before the budget, which it may have used up
-            population = await self._store.population(state.spec.population)
+            population = await self._store.ledger.load_population(state.spec.population)
             if wrong := await self._why_refused(state.spec, population):
                 raise RefusedError(Code.OVER_BUDGET, wrong)
             try:
-                return await self._store.create_job(state, job_file, idempotency_key, audit, population.revision)
+                return await self._store.jobs.create_job(state, job_file, idempotency_key, audit, population.revision)
             except PopulationChangedError:
                 continue
 
@@ -73,11 +74,11 @@ class Budgets:
         """Gives a population a budget. Raises `RefusedError` if it is not enough for what is planned there."""
         async with self._computing:
             while True:
-                population = await self._store.population(name)
+                population = await self._store.ledger.load_population(name)
                 if wrong := await self.accountant.run(why_too_small, budget, population):
                     raise RefusedError(Code.OVER_BUDGET, wrong)
                 try:
-                    await self._store.set_budget(name, budget, population.revision, audit)
+                    await self._store.ledger.set_budget(name, budget, population.revision, audit)
                 except PopulationChangedError:
                     continue
                 return dataclasses.replace(population, budget=budget)
@@ -85,11 +86,11 @@ class Budgets:
     async def remove(self, name: str, audit: Sequence[AuditEntry]) -> None:
         """Takes a population's budget away; one that has none stays as it is."""
         while True:
-            population = await self._store.population(name)
+            population = await self._store.ledger.load_population(name)
             if population.budget is None:
                 return
             try:
-                await self._store.set_budget(name, None, population.revision, audit)
+                await self._store.ledger.set_budget(name, None, population.revision, audit)
             except PopulationChangedError:
                 continue
             return

@@ -9,9 +9,10 @@ import dataclasses
 import hashlib
 import re
 import secrets
+from collections.abc import Sequence
 from enum import StrEnum
 
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, LastAdminError
 
 TOKEN_PREFIX = "fedplat_op_"
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}")
@@ -47,6 +48,13 @@ class OperatorRecord:
     def is_valid(self, unix_s: float) -> bool:
         """Whether the token is still good at a moment."""
         return self.expires_unix_s is None or unix_s < self.expires_unix_s
+
+
+def require_another_admin(operators: Sequence[OperatorRecord], name: str, unix_s: float) -> None:
+    """Raise `LastAdminError` if this operator is the only one with the role admin and a valid token."""
+    admins = {one.name for one in operators if one.role is Role.ADMIN and one.is_valid(unix_s)}
+    if admins == {name}:
+        raise LastAdminError(f"operator {name} is the last one with the role admin; add another one first")
 
 
 def new_operator_token() -> tuple[str, bytes]:

@@ -16,8 +16,8 @@ from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
-from fedplat_server.store.port import Store
-from fedplat_server.store.retention import BATCH, Keep
+from fedplat_server.store.jobs import Keep
+from fedplat_server.store.ports import BATCH, Store
 
 RETRY_S = 1.0
 CLOSE_S = 10.0
@@ -94,9 +94,9 @@ class Retention:
             self._forgetful.add(job_id)
         await self._remove_history(job)
         keep = keep_of(job)
-        while not self._is_closing and (found := await self._store.removable(job_id, keep)):
+        while not self._is_closing and (found := await self._store.retention.list_removable(job_id, keep)):
             with self._blobs.sweep() as sweep:
-                gone = await self._store.give_up(job_id, found)
+                gone = await self._store.retention.mark_removed(job_id, found)
                 size_bytes = await asyncio.to_thread(sweep.remove, gone)
             models, states = sum(one.model for one in found), sum(one.state for one in found)
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
@@ -106,21 +106,21 @@ class Retention:
     async def _remove_history(self, job: JobState) -> None:
         days = job.spec.retention.history_days
         before = time.time() - days * 86400.0
-        old = functools.partial(self._store.old_attempts, job.job_id, before, HISTORY_BATCH)
+        old = functools.partial(self._store.retention.list_old_attempts, job.job_id, before, HISTORY_BATCH)
         while days and not self._is_closing and (keys := await old()):
             # What selection remembers of clients, it reads back from their assignments.
-            await self._store.remove_history(keys, metrics=job.status in ENDED_JOBS)
+            await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
     async def _note_seen(self) -> None:
         seen = sorted(self._take_seen().items())
         for start in range(0, len(seen), BATCH):
-            await self._store.note_seen(dict(seen[start : start + BATCH]))
+            await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
         """Removes every file that no version names; `fedplat-server prune` may have given it up."""
         with self._blobs.sweep() as sweep:
             there = await asyncio.to_thread(self._blobs.all_digests)
-            gone = there - await self._store.referenced_digests()
+            gone = there - await self._store.retention.list_referenced()
             # Another daemon may lead by now, and be about to name what it has just written.
             await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=OLD_S))
 
@@ -128,7 +128,7 @@ class Retention:
         some, self._leftovers = self._leftovers, set()
         with self._blobs.sweep() as sweep:
             try:
-                gone = await self._store.unreferenced(some)
+                gone = await self._store.retention.find_unreferenced(some)
             except StoreError:
                 self._leftovers |= some
                 raise

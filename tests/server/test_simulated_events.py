@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.cases import BAD, make_fleet
 from core.simulation.test_replay import record
+from fedplat.job import parse_job
 from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command, SetTimer
 from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.play import Simulation
 from fedplat_server import runner as module
 from fedplat_server.runner import Runner
-from fedplat_server.testing import MemoryStore
+from fedplat_server.store.sql import open_store
+from server import databases
 
 SEED = 9
+JOB_FILE = """
+name = "job"
+population = "demo"
+trainer = "digits"
+rounds = 4
+model.initial = "model:make"
+selection = { goal = 8, over_selection = 1.3, min_fraction = 0.5 }
+deadlines = { selection_s = 60.0, training_s = 60.0, upload_s = 30.0 }
+"""
 
 
 class Notes:
@@ -38,12 +50,12 @@ def ignore(_: SetTimer) -> None:
     """A timer that never fires."""
 
 
-async def test_the_daemon_stores_what_the_simulator_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = job(rounds=4)
+async def test_the_daemon_stores_what_the_simulator_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = parse_job(JOB_FILE)
     batches = record(Simulation(spec=spec, fleet=make_fleet(40, **BAD), seed=SEED, model_bytes=4.0))
     state = JobState(spec.name, spec, ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=4))
-    store, notes, now = MemoryStore(), Notes(), 0.0
-    await store.create_job(state, "", "key")
+    store, notes, now = await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")), Notes(), 0.0
+    await store.jobs.create_job(state, JOB_FILE, "key")
     runner = Runner(Coordinator([state]), store)
     monkeypatch.setattr(runner, "_clock", lambda: now)
     rng = coordinator_rng(SEED)
@@ -64,5 +76,6 @@ async def test_the_daemon_stores_what_the_simulator_decided(monkeypatch: pytest.
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    (found,) = await store.load_jobs()
+    (found,) = await store.jobs.load_jobs()
     assert found.state.status == "COMPLETED"
+    await store.close()

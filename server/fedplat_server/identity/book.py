@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fedplat_server.bounded_audit import Recent
 from fedplat_server.gathered import Gathered
 from fedplat_server.rpc.errors import Code, RefusedError
-from fedplat_server.store.fleet import ClientRecord
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord
+from fedplat_server.store.ports import ClientStore
 
 CACHE_SIZE = 50_000
 UPDATE_EVERY_S = 60.0
@@ -21,9 +21,9 @@ UPDATE_EVERY_S = 60.0
 class ClientBook:
     """Looks clients up in the store, and remembers the latest ones: only the daemon that leads changes them."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._found = Gathered(store.find_clients)
+    def __init__(self, clients: ClientStore) -> None:
+        self._clients = clients
+        self._found = Gathered(clients.find_clients)
         self._begun = Gathered(self._begin_sessions)
         self._known: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
@@ -54,7 +54,7 @@ class ClientBook:
         return record
 
     async def _begin_sessions(self, client_ids: Sequence[str]) -> Mapping[str, ClientRecord]:
-        records = await self._store.begin_sessions(client_ids)
+        records = await self._clients.begin_sessions(client_ids)
         for record in records.values():
             self.changed(record)
         return records
@@ -97,7 +97,7 @@ class ClientBook:
         if not self._updated.add(record.client_id, time.monotonic()):
             return dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         before = self._num_changes
-        await self._store.update_client(record.client_id, labels, software_version)
+        await self._clients.update_client(record.client_id, labels, software_version)
         changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         if before == self._num_changes:
             self.changed(changed)

@@ -14,8 +14,8 @@ from fedplat_server.errors import EnrolmentError, TokenRefusedError
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import hash_secret, new_token
-from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.store.ports import ClientStore
 from fedplat_server.tls import Certificates
 
 MAX_USES = 1_000_000
@@ -52,8 +52,8 @@ class Trust:
 class Enrolments:
     """Makes tokens, and clients of those who bring them. Raises `RefusedError`."""
 
-    def __init__(self, store: Store, book: ClientBook, trust: Callable[[], Trust]) -> None:
-        self._store = store
+    def __init__(self, clients: ClientStore, book: ClientBook, trust: Callable[[], Trust]) -> None:
+        self._clients = clients
         self._book = book
         self._trust = trust
 
@@ -69,12 +69,12 @@ class Enrolments:
         now, trust = time.time(), self._trust()
         token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
         made = AuditEntry(actor, Action.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses})
-        await self._store.add_enrolment_token(token, token_hash, [made])
+        await self._clients.add_enrolment_token(token, token_hash, [made])
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
     async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
         """Lets nobody enrol by a token any more."""
-        token = await self._store.revoke_enrolment_token(
+        token = await self._clients.revoke_enrolment_token(
             token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
         )
         if token is None:
@@ -93,7 +93,7 @@ class Enrolments:
             idempotency_key=newcomer.idempotency_key,
         )
         try:
-            record = await self._store.enroll(enrolment, _enrolled)
+            record = await self._clients.enroll(enrolment, _enrolled)
         except TokenRefusedError as exc:
             if not exc.is_known:
                 raise RefusedError(Code.TOKEN_UNKNOWN) from exc

@@ -10,8 +10,8 @@ from fedplat_server.desk import Desk
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.runner import Runner
-from fedplat_server.store.fleet import ClientRecord
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord
+from fedplat_server.store.ports import ClientStore
 
 BATCH = 100
 """Clients that one transaction revokes: other writers wait no longer for it than for a save."""
@@ -36,8 +36,8 @@ class Revoked(NamedTuple):
 class Revocation:
     """Ends memberships for good."""
 
-    def __init__(self, store: Store, book: ClientBook) -> None:
-        self._store = store
+    def __init__(self, clients: ClientStore, book: ClientBook) -> None:
+        self._clients = clients
         self._book = book
 
     async def revoke(self, client_id: str, actor: str, runner: Runner, desk: Desk) -> ClientRecord:
@@ -45,7 +45,7 @@ class Revocation:
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
         """
-        record = await self._store.revoke_client(client_id, [AuditEntry(actor, Action.CLIENT_REVOKED, client_id)])
+        record = await self._clients.revoke_client(client_id, [AuditEntry(actor, Action.CLIENT_REVOKED, client_id)])
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
         await self._end(record, runner, desk)
@@ -62,7 +62,7 @@ class Revocation:
 
         after, num_revoked = enrolled.after, 0
         while num_revoked < MAX_REVOKED:
-            page = await self._store.revoke_clients_of(enrolled.token_id, after, BATCH, noted)
+            page = await self._clients.revoke_clients_of(enrolled.token_id, after, BATCH, noted)
             for record in page:
                 self._book.changed(record)
             for record in page:

@@ -32,7 +32,7 @@ from fedplat_server.rpc.operators import OperatorMethods
 from fedplat_server.rpc.privacy import PrivacyMethods
 from fedplat_server.rpc.versions import VersionMethods
 from fedplat_server.services import Services
-from fedplat_server.store.port import JobRecord
+from fedplat_server.store.jobs import JobRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
@@ -61,7 +61,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
             protocol_version=wire.PROTOCOL_VERSION,
             uptime_s=time.time() - services.started_unix_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            num_clients=await services.store.count_clients(),
+            num_clients=await services.store.clients.count_clients(),
             num_waiting=len(coordinator.room.clients),
             num_busy=coordinator.num_busy,
             num_jobs=dict(jobs),
@@ -87,7 +87,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
         noted = AuditEntry(gate.caller(), audit.Action.MODEL_UPLOADED, blob.digest, details)
-        await self._services.store.append_audit([noted])
+        await self._services.store.audit.append([noted])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     async def CreateJob(self, request: admin_pb2.CreateJobRequest, context: Context) -> admin_pb2.Job:
@@ -151,7 +151,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         while True:
             changed = services.jobs.next_change(job_id)
             over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)
-            rows = await services.store.history(job_id, sequence)
+            rows = await services.store.jobs.list_history(job_id, sequence)
             for record in rows:
                 sequence = record.sequence
                 yield convert.event(record)
@@ -168,10 +168,10 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
         after = (given[0], given[1]) if given is not None else None
-        attempts = await store.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
+        attempts = await store.jobs.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
         if not attempts:
             return admin_pb2.ListRoundsResponse()
-        versions = await store.versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
+        versions = await store.jobs.list_versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
         scores = {(record.version.round, record.version.attempt): record.metrics for record in versions}
         rounds, token = pages.cut(
             attempts,
@@ -190,7 +190,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         return await self._job(self._services.jobs.find(job_id))
 
     async def _job(self, record: JobRecord) -> admin_pb2.Job:
-        last = await self._services.store.last_attempt(record.state.job_id)
+        last = await self._services.store.jobs.find_last_attempt(record.state.job_id)
         return convert.job(record, convert.round_(last, {}) if last is not None else None)
 
     def _parse(self, job_file: str) -> JobSpec:

@@ -133,7 +133,7 @@ class Gate:
         if len(given) > 1 or scheme != "Bearer" or not looks_like_token(token):
             why = "what was sent is not an operator's token"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, why))
-        operator = await self._services.store.operator_by_token(hash_token(token))
+        operator = await self._services.store.operators.find_operator(hash_token(token))
         if operator is None:
             why = "the token is unknown, or its operator was removed"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, why))

@@ -13,7 +13,7 @@ from fedplat_server.identity.revocation import Enrolled
 from fedplat_server.rpc import gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
-from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
+from fedplat_server.store.clients import ClientRecord, EnrolmentToken
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
@@ -29,7 +29,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
         """A page of the enrolled clients, and what each of them does."""
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         population = requests.name(request.population, "population") if request.population else None
-        records = await self._services.store.list_clients(population, after=after, limit=size + 1)
+        records = await self._services.store.clients.list_clients(population, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
         return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
@@ -58,7 +58,7 @@ class MembersMethods(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ListEnrolmentsResponse:
         """A page of the tokens, good or not."""
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        tokens = await self._services.store.list_enrolment_tokens(after=after, limit=size + 1)
+        tokens = await self._services.store.clients.list_enrolment_tokens(after=after, limit=size + 1)
         page, token = pages.cut(tokens, size, _enrolment, lambda one: one.token_id)
         return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 

@@ -18,7 +18,7 @@ from fedplat_server.rpc import convert, gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.store.ledger import Account, Budget, Population
-from fedplat_server.store.port import JobRecord
+from fedplat_server.store.jobs import JobRecord
 
 Context = aio.ServicerContext
 MAX_EPSILON = 1e6
@@ -37,9 +37,9 @@ class PrivacyMethods(admin_pb2_grpc.AdminServicer):
         services = self._services
         if request.job:
             record = services.jobs.find(request.job)
-            records, found = [record], [await services.store.population(record.state.spec.population)]
+            records, found = [record], [await services.store.ledger.load_population(record.state.spec.population)]
         else:
-            records, found = services.jobs.all(), await services.store.populations()
+            records, found = services.jobs.all(), await services.store.ledger.load_populations()
             records = [record for record in records if record.state.spec.privacy is not None]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)

@@ -16,7 +16,7 @@ from fedplat_server.bounded_audit import Recent
 from fedplat_server.rpc import convert, gate, pages, streams
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
-from fedplat_server.store.port import JobRecord, VersionRecord
+from fedplat_server.store.jobs import JobRecord, VersionRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 PAGE = 1000
@@ -40,7 +40,7 @@ class VersionMethods(admin_pb2_grpc.AdminServicer):
         state = self._services.jobs.find(request.job).state
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
         after = given[0] if given is not None else -1
-        records = await self._services.store.list_versions(state.job_id, after=after, limit=size + 1)
+        records = await self._services.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
         versions, token = pages.cut(
             records,
             size,
@@ -91,14 +91,14 @@ class VersionMethods(admin_pb2_grpc.AdminServicer):
         store = self._services.store
         found: Sequence[VersionRecord] = ()
         if wanted <= job.latest.version:
-            found = await store.list_versions(job.job_id, after=wanted - 1, limit=1)
+            found = await store.jobs.list_versions(job.job_id, after=wanted - 1, limit=1)
         if not found:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
         if found[0].model_removed_unix_s is None:
             return found[0]
         kept: list[int] = []
         after = -1
-        while page := await store.list_versions(job.job_id, after=after, limit=PAGE):
+        while page := await store.jobs.list_versions(job.job_id, after=after, limit=PAGE):
             kept += [record.version.version for record in page if record.model_removed_unix_s is None]
             after = page[-1].version.version
         raise RefusedError(Code.VERSION_REMOVED, f"{wanted}; kept are {ranges(kept)}")
@@ -110,7 +110,7 @@ class VersionMethods(admin_pb2_grpc.AdminServicer):
             return
         details = {"version": version.version, "digest": version.digest}
         try:
-            await self._services.store.append_audit([AuditEntry(operator, Action.MODEL_EXPORTED, job_id, details)])
+            await self._services.store.audit.append([AuditEntry(operator, Action.MODEL_EXPORTED, job_id, details)])
         except BaseException:
             self._exported.forget(name)
             raise

@@ -18,7 +18,7 @@ from fedplat.rounds.states import AttemptKind
 from fedplat_server.audit import AuditHead, AuditRow, head_after
 from fedplat_server.store import rows, schema, tables
 from fedplat_server.store.engine import async_url, create_engine, translated
-from fedplat_server.store.shares import share_of
+from fedplat_server.store.writes import ParticipationLimits
 from fedplat_server.verify.records import (
     AssignmentRow,
     Attempt,
@@ -146,7 +146,7 @@ async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> 
 
 async def _turns(connection: AsyncConnection, job: Job) -> AsyncIterator[Turns]:
     """Who took part in which rounds of a job that limits that, some clients at a time."""
-    if job.spec is None or share_of(job.spec) is None:
+    if job.spec is None or ParticipationLimits.of(job.spec) is None:
         return
     rows, made_in = tables.assignments.c, tables.attempts.c
     same = [rows[name] == made_in[name] for name in ("job_id", "round", "number")]

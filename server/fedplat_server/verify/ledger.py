@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedplat_server.store.ledger import spelled
+from fedplat_server.store.ledger import encode_mechanism
 from fedplat_server.verify.records import Job, Place, Wrong
 
 
@@ -23,8 +23,8 @@ def releases_are_charged(job: Job) -> Iterator[Wrong]:
             yield Wrong(place, "it is in the ledger", "rows for the releases of private jobs only")
         elif row.round != version.round:
             yield Wrong(place, f"the ledger has it in round {row.round}", f"round {version.round}, that of the version")
-        elif mechanism is not None and row.mechanism != spelled(mechanism):
-            yield Wrong(place, f"the ledger has {row.mechanism[:300]}", f"the job's mechanism, {spelled(mechanism)}")
+        elif mechanism is not None and row.mechanism != encode_mechanism(mechanism):
+            yield Wrong(place, f"the ledger has {row.mechanism[:300]}", f"the job's mechanism, {encode_mechanism(mechanism)}")
 
 
 def releases_are_within_the_plan(job: Job) -> Iterator[Wrong]:

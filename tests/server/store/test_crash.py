@@ -48,7 +48,7 @@ async def test_a_killed_server_leaves_a_consistent_database(sqlite: str, saves: 
     store = await open_store(sqlite)
     try:
         await check_invariants(store)
-        found = {record.state.job_id: record.state for record in await store.load_jobs()}
+        found = {record.state.job_id: record.state for record in await store.jobs.load_jobs()}
         for job_id, revision in acknowledged.items():
             assert found[job_id].revision >= revision
 
