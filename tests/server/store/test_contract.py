@@ -184,7 +184,7 @@ async def test_versions_are_listed_as_they_were_committed(store: Store) -> None:
     assert await store.jobs.list_versions_of_rounds("nobody", 0, 9) == []
 
 
-async def test_metrics_of_a_version_are_noted(store: Store) -> None:
+async def test_metrics_of_a_version_are_noted(store: Store, database: str) -> None:
     driver = Driver(store)
     await eventful(driver)
     before = await store.jobs.list_history("eventful")
@@ -196,7 +196,7 @@ async def test_metrics_of_a_version_are_noted(store: Store) -> None:
     assert earlier == before
     version = records[2].version
     assert noted.row == HistoryRow("version", "2", "2", version.round, version.attempt, metrics=metrics)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_a_metric_may_be_nan(store: Store) -> None:

@@ -29,7 +29,7 @@ async def report(driver: Driver, *client_ids: str) -> None:
         await driver.send(UpdateReported(key, client_id, digest_of(key, client_id), 4.0, {"loss": 1.0}, 100))
 
 
-async def test_assignments_outlive_their_attempts(store: Store) -> None:
+async def test_assignments_outlive_their_attempts(store: Store, database: str) -> None:
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await report(driver, "d")  # while the first version is made
@@ -48,7 +48,7 @@ async def test_assignments_outlive_their_attempts(store: Store) -> None:
     assert [one.counts.get(AssignmentState.MERGED) for one in rounds[:2]] == [3, 3]
     assert [one.staleness for one in rounds[:2]] == [Staleness(), Staleness(2 / 3, 1)]
     assert [one.update_bytes for one in rounds[:2]] == [300, 300]
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
@@ -63,7 +63,7 @@ async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
     assert last == (await store.jobs.list_attempts("one", all_attempts=True))[-1]
 
 
-async def test_everybody_goes_on_after_a_restart(store: Store) -> None:
+async def test_everybody_goes_on_after_a_restart(store: Store, database: str) -> None:
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await report(driver, "f")
@@ -86,7 +86,7 @@ async def test_everybody_goes_on_after_a_restart(store: Store) -> None:
     assert driver.coordinator.num_busy == 0
     await driver.restart()
     await driver.operate("one", Action.RESUME)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 @pytest.mark.parametrize("number", [0, 1])

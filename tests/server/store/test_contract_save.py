@@ -25,15 +25,15 @@ from server.store.driver import (
 )
 
 
-async def test_whatever_happens_is_read_back_after_each_step(store: Store) -> None:
+async def test_whatever_happens_is_read_back_after_each_step(store: Store, database: str) -> None:
     driver = Driver(store)
     await eventful(driver)
     job = driver.coordinator.jobs["eventful"]
     assert (job.status, job.round, job.latest.version) == (JobStatus.CANCELLED, 2, 2)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
-async def test_a_paused_commit_becomes_a_version(store: Store) -> None:
+async def test_a_paused_commit_becomes_a_version(store: Store, database: str) -> None:
     driver = Driver(store)
     await driver.create("one")
     await driver.check_in(*"abcde")
@@ -46,10 +46,10 @@ async def test_a_paused_commit_becomes_a_version(store: Store) -> None:
     await driver.operate("one", Action.RESUME)
     await run_to_the_end(driver, "one", "x")
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    await check_invariants(store)
+    await check_invariants(database)
 
 
-async def test_many_steps_are_saved_at_once(store: Store) -> None:
+async def test_many_steps_are_saved_at_once(store: Store, database: str) -> None:
     """A batch in which an attempt opens, is joined, reported and closed gives the same as its steps."""
     driver = Driver(store)
     await driver.create("one")
@@ -63,7 +63,7 @@ async def test_many_steps_are_saved_at_once(store: Store) -> None:
     await store.jobs.save([*proposal.changes, *after.changes], NOW)
     await driver.check()
     assert len(driver.coordinator.jobs["one"].durations) == 3
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None:
@@ -122,7 +122,7 @@ async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
 
 
 @pytest.mark.fault("F20")
-async def test_of_two_that_save_the_same_revision_one_wins(store: Store) -> None:
+async def test_of_two_that_save_the_same_revision_one_wins(store: Store, database: str) -> None:
     driver = Driver(store)
     await driver.create("one")
     proposals = [driver.propose(OperatorCommand("one", action)) for action in (Action.PAUSE, Action.CANCEL) * 4]
@@ -131,7 +131,7 @@ async def test_of_two_that_save_the_same_revision_one_wins(store: Store) -> None
     assert sum(isinstance(result, StaleRevisionError) for result in results) == 7
     (record,) = await store.jobs.load_jobs()
     assert record.state.status is proposals[results.index(None)].jobs["one"].status
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_a_save_of_an_unknown_job_is_refused(store: Store) -> None:

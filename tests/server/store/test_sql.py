@@ -46,7 +46,7 @@ async def opened(database: str) -> AsyncGenerator[SqlStore]:
 # --- concurrency -----------------------------------------------------------------------------------------------
 
 
-async def test_forty_writers_and_forty_readers(store: SqlStore) -> None:
+async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -> None:
     drivers = [Driver(store, prefix=f"job {n} ", check=False) for n in range(40)]
 
     async def write(n: int) -> None:
@@ -63,7 +63,7 @@ async def test_forty_writers_and_forty_readers(store: SqlStore) -> None:
     jobs = [record.state for record in await store.jobs.load_jobs()]
     assert len(jobs) == 40
     assert {job.status for job in jobs} == {JobStatus.COMPLETED}
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_two_servers_write_to_one_database(database: str) -> None:
@@ -76,7 +76,7 @@ async def test_two_servers_write_to_one_database(database: str) -> None:
 
         await asyncio.gather(*(work(store, f"job {n} {store is one}") for store in (one, two) for n in range(4)))
         assert {record.state.status for record in await two.jobs.load_jobs()} == {JobStatus.COMPLETED}
-        await check_invariants(one)
+        await check_invariants(database)
 
 
 async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> None:
@@ -95,7 +95,7 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
         await driver.check()
 
 
-async def test_a_cancelled_save_happens_or_not(store: SqlStore) -> None:
+async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -> None:
     """And whatever happens, the store goes on."""
     driver = Driver(store)
     await driver.create("one")
@@ -114,7 +114,7 @@ async def test_a_cancelled_save_happens_or_not(store: SqlStore) -> None:
         else:
             driver.coordinator.reject(proposal)
         await driver.check()
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_history_is_numbered_in_the_order_in_which_it_appears(database: str) -> None:
