@@ -40,7 +40,7 @@ def acknowledged_has_an_end(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def ended_for_a_reason(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I3: whatever ended without being merged says why; whatever did not end so says nothing."""
+    """I3: an assignment has a reason exactly if it has ended without being merged."""
     without = {*BUSY_STATES, AssignmentState.REPORTED, AssignmentState.MERGED}
     for one in attempt.made:
         place = attempt_location(attempt.row, one.client_id)
@@ -51,12 +51,12 @@ def ended_for_a_reason(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I3: a report says what it is a report of, and when it came."""
+    """I3: a report has the digest of its update and its time."""
     for one in attempt.made:
         place = attempt_location(attempt.row, one.client_id)
         reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
         if reported and (one.took_s is None or one.reported_revision is None):
-            yield Violation(place, f"it is {one.state} without the moment of its report", "took_s and reported_revision")
+            yield Violation(place, f"it is {one.state} without the time of its report", "took_s and reported_revision")
         if reported and attempt.row.kind == AttemptKind.TRAIN and not one.digest:
             yield Violation(place, f"it is {one.state} without a digest", "the digest of the update")
         if one.reported_revision is not None and one.reported_revision > attempt.job.revision:
@@ -67,7 +67,7 @@ def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
 def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
     """I4: nothing is published below the minimum."""
     merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
-    # A minimum of reports would tell of who took part: a private attempt has none.
+    # A minimum of reports would depend on who took part: a private attempt has none.
     minimum = 0 if attempt.is_release or not attempt.has_cohort else max(attempt.row.minimum, 1)
     if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
         found = f"it was committed with {merged} merged updates"
@@ -91,7 +91,7 @@ def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I6: an update that was taken in counts for what the job says, by its examples, its staleness and its cohort."""
+    """I6: the weight of an accepted update follows from its examples, its staleness and its cohort, by the job file."""
     if attempt.spec is None:
         return
     mode, (least, most) = attempt.spec.buffered, _bounds(attempt, attempt.spec)
@@ -111,9 +111,10 @@ def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
-    """For how many examples an update of the attempt may count at most: the least and the largest bound there may be.
+    """Return the smallest and the largest possible limit for the examples of an update of the attempt.
 
-    The cohort's median decides once the attempt closes, if it decides alone; else the job's latest reports do, too.
+    The limit follows from the cohort's median once the attempt closes, if it is judged alone; otherwise the job's
+    latest reports count as well.
     """
     if not spec.max_weight_factor:
         return math.inf, math.inf
@@ -124,17 +125,17 @@ def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
     if attempt.row.phase == AttemptPhase.COLLECTING:
         return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
     if not is_training or all(one.norm is None for one in attempt.assignments):
-        return bound, math.inf  # it may be older than the bound
+        return bound, math.inf  # its attempt may be older than the limit
     return (bound, bound) if influence.is_judged_alone(spec, len(claims)) else (0.0, math.inf)
 
 
 def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:
-    """The assignments that outlive an attempt, if its job is one in which they may."""
+    """Return the open assignments that outlive an attempt, if its job allows that."""
     return [one for one in attempt.made if attempt.carries_over and one.state in OPEN_STATES]
 
 
 def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: no client works for an attempt that has ended, or that commits already; but it may work for the next one."""
+    """I7: no client works for an attempt that commits or has ended, unless its update may go into the next one."""
     if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries_over:
         return
     for one in attempt.made:
@@ -144,7 +145,7 @@ def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: a daemon that runs ends an assignment when its deadline is over."""
+    """I7: a running server ends an assignment after its deadline."""
     for one in attempt.made if attempt.row.is_open else still_open(attempt):
         late_s = attempt.seen_unix_s - one.deadline_unix_s
         if one.state in BUSY_STATES and late_s > GRACE_S:
@@ -153,7 +154,7 @@ def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def end_is_noted(attempt: StoredAttempt) -> Iterator[Violation]:
-    """I7: an attempt has an end exactly if it has ended."""
+    """I7: an attempt has an end time exactly if it has ended."""
     if attempt.row.is_open and attempt.row.ended_unix_s is not None:
         yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")
     if not attempt.row.is_open and attempt.row.ended_unix_s is None:

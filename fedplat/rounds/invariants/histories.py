@@ -1,4 +1,4 @@
-"""Checks that the append-only history leads, by steps that the tables of states allow, to the states that are there."""
+"""The append-only history leads, by steps that the tables of states allow, to the stored states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Steps = Mapping[str, frozenset[str]]
 
 
 def _steps(transitions: Mapping[Any, frozenset[Any]], first: str) -> Steps:
-    """A table of states as text, with the step that every entity begins with."""
+    """Return a table of states as text, with the first step of every entity."""
     return {str(state): frozenset(map(str, after)) for state, after in transitions.items()} | {"": frozenset({first})}
 
 
@@ -30,13 +30,13 @@ _ASSIGNMENT = _steps(ASSIGNMENT_TRANSITIONS, AssignmentState.TRAINING)
 
 
 def of_job(job: StoredJob) -> Iterator[Violation]:
-    """The job's own rows."""
+    """The history of the job leads to its status."""
     rows = [row for row in job.history if row.entity == "job"]
     yield from _chain(rows, _JOB, job.row.status, Location(job.row.job_id))
 
 
 def of_versions(job: StoredJob) -> Iterator[Violation]:
-    """Each version but the first was noted once, in order; scores are notes that lead from a version to itself."""
+    """The history has each version but the first once, in order; metrics are rows from a version to itself."""
     place = Location(job.row.job_id)
     rows = [row for row in job.history if row.entity == "version"]
     made = [row.to_state for row in rows if row.to_state != row.from_state]
@@ -50,7 +50,7 @@ def of_versions(job: StoredJob) -> Iterator[Violation]:
 
 
 def of_attempt(attempt: StoredAttempt) -> Iterator[Violation]:
-    """The attempt's own rows."""
+    """The history of the attempt leads to its phase."""
     row = attempt.row
     if row.history_removed_unix_s is not None:
         return
@@ -60,7 +60,7 @@ def of_attempt(attempt: StoredAttempt) -> Iterator[Violation]:
 
 
 def of_assignments(attempt: StoredAttempt) -> Iterator[Violation]:
-    """The rows of each client's assignment."""
+    """The history of each assignment leads to its state."""
     by_client: dict[str, list[StepRow]] = {one.client_id: [] for one in attempt.made}
     states = {one.client_id: one.state for one in attempt.made}
     for row in attempt.history:
@@ -73,18 +73,18 @@ def of_assignments(attempt: StoredAttempt) -> Iterator[Violation]:
         if client_id in states:
             yield from _chain(rows, _ASSIGNMENT, states[client_id], place)
         else:
-            yield Violation(place, "the history tells of an assignment that is not there", "its row")
+            yield Violation(place, "the history has an assignment that is not stored", "its row")
 
 
 def of_nothing(strays: StrayHistory) -> Iterator[Violation]:
-    """Rows of attempts that are not there, or of entities that nobody knows."""
+    """No history belongs to an attempt that is not stored, or to an unknown entity."""
     for row in strays.history:
-        found = f"row {row.sequence} of the history speaks of the {row.entity} {row.from_state} -> {row.to_state}"
+        found = f"row {row.sequence} of the history is about the {row.entity} {row.from_state} -> {row.to_state}"
         yield Violation(Location(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there")
 
 
 def _chain(rows: Iterable[StepRow], steps: Steps, state: str, place: Location) -> Iterator[Violation]:
-    """Every row begins where the last one ended, its step is allowed, and the last ends at the state."""
+    """Yield the rows that do not begin where the last one ended, steps that are not allowed, and a wrong last state."""
     at = ""
     for row in rows:
         if row.from_state != at:

@@ -51,7 +51,7 @@ def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
 
 
 def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
-    """I2: round 0 is that of the initial model and of warm starts, which lead to version 1 of jobs that have them."""
+    """I2: round 0 has the initial model and warm starts, which make version 1 of jobs that have one."""
     if job.spec is None:
         return
     begins_warm = job.spec.warm_start is not None
@@ -67,7 +67,7 @@ def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
 
 
 def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
-    """I2: a rule that remembers something has its state beside each version that it made; no other version has one."""
+    """I2: each version that a rule with state made has that state; no other version has one."""
     if job.spec is None:
         return
     rule = job.spec.rule()
@@ -98,7 +98,7 @@ def deltas_are_kept(job: StoredJob) -> Iterator[Violation]:
 
 
 def counters_agree(job: StoredJob) -> Iterator[Violation]:
-    """I2: the job's own numbers are those of its last version."""
+    """I2: the counters of a job are those of its last version."""
     if not job.versions:
         return
     last = job.versions[-1]
@@ -112,7 +112,7 @@ def counters_agree(job: StoredJob) -> Iterator[Violation]:
 
 
 def rollbacks_repeat_a_version(job: StoredJob) -> Iterator[Violation]:
-    """I2: a version that a rollback made has the bytes of an earlier one, and is no round's."""
+    """I2: a version that a rollback made has the bytes of an earlier one, and belongs to round 0."""
     known = {version.version: version for version in job.versions}
     for version in job.versions:
         if version.restored_from is None:
@@ -172,9 +172,9 @@ def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:
 
 
 def takes_part_seldom_enough(participations: ParticipationRounds) -> Iterator[Violation]:
-    """Between two rounds of a client are as many as its job says, and it took part in no more than it may.
+    """Clients take part no more often, and in rounds no closer together, than the job allows.
 
-    A private job's promise rests on it. An attempt that was abandoned counts, but those of one round count once.
+    The guarantee of a private job depends on it. Abandoned attempts count, but those of one round count once.
     """
     rest, most = participations.spec.selection.min_separation, participations.spec.max_participations
     for client_id, rounds in participations.rounds.items():

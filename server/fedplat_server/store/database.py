@@ -1,4 +1,4 @@
-"""Runs transactions: queued, run to their end, retried after conflicts, with errors translated."""
+"""Runs transactions: queued, run to their end, retried after conflicts, with errors translate_errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sqlalchemy
 from sqlalchemy import event
 
 from fedplat_server.errors import LeadershipLostError
-from fedplat_server.store.engine import NUM_READERS, ConflictError, num_writers, translated
+from fedplat_server.store.engine import NUM_READERS, ConflictError, num_writers, translate_errors
 from fedplat_server.store.transactions import Transactions, Work
 
 MAX_TRIES = 5
@@ -89,7 +89,7 @@ class Database:
         return await self._run_to_end(self._writers, self._write, work)
 
     async def _read(self, work: Work[_T]) -> _T:
-        with translated(self._transactions.engine.url):
+        with translate_errors(self._transactions.engine.url):
             return await self._transactions.run(work, writes=False)
 
     async def _write(self, work: Work[_T]) -> _T:
@@ -100,7 +100,7 @@ class Database:
                 fence(connection)
             return work(connection)
 
-        with translated(self._transactions.engine.url):
+        with translate_errors(self._transactions.engine.url):
             return await self._transactions.run(fenced, writes=True)
 
     async def _run_to_end(

@@ -13,7 +13,7 @@ from fedplat_server.cluster import lease as rules
 from fedplat_server.cluster.lease import Candidate, Lease, Sighting
 from fedplat_server.errors import LeadershipLostError
 from fedplat_server.store import rows, schema
-from fedplat_server.store.engine import WRITES, async_url, create_engine, translated
+from fedplat_server.store.engine import WRITES, async_url, create_engine, translate_errors
 from fedplat_server.store.tables import leases
 
 NAME = "jobs"
@@ -98,7 +98,7 @@ class SqlLeases:
         await self._engine.dispose()
 
     async def _run(self, engine: AsyncEngine, work: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:
-        with translated(self._engine.url):
+        with translate_errors(self._engine.url):
             async with engine.connect() as connection:
                 try:
                     async with connection.begin():

@@ -32,7 +32,7 @@ from fedplat.rounds.invariants.records import (
 from fedplat.rounds.states import AttemptKind
 from fedplat_server.audit import AuditHead, AuditRow, head_after
 from fedplat_server.store import rows, schema, tables
-from fedplat_server.store.engine import async_url, create_engine, translated
+from fedplat_server.store.engine import async_url, create_engine, translate_errors
 from fedplat_server.store.writes import ParticipationLimits
 from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
 
@@ -55,7 +55,7 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
     engine = create_engine(url)
     if engine.dialect.name == "postgresql":
         engine = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-    with translated(url):
+    with translate_errors(url):
         try:
             async with engine.connect() as connection:
                 yield connection
