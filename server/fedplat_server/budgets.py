@@ -22,8 +22,8 @@ from fedplat_server.accountant import Accountant, epsilon
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError
 from fedplat_server.rpc.errors import Code, RefusedError
-from fedplat_server.store.ledger import Budget, Population
 from fedplat_server.store.jobs import JobRecord
+from fedplat_server.store.ledger import Budget, Population
 from fedplat_server.store.ports import Store
 
 

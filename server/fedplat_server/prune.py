@@ -114,7 +114,9 @@ def _steps(store: Store, limits: Limits, plan: Plan) -> Iterator[Callable[[], Aw
             yield functools.partial(store.retention.remove_history, part, metrics=job_id in plan.ended)
     for start in range(0, len(plan.clients), BATCH):
         assert limits.clients_before is not None
-        yield functools.partial(store.clients.remove_clients, plan.clients[start : start + BATCH], limits.clients_before)
+        yield functools.partial(
+            store.clients.remove_clients, plan.clients[start : start + BATCH], limits.clients_before
+        )
 
 
 def _keep(job: JobState, limits: Limits) -> Keep:

@@ -18,6 +18,7 @@ from fedplat.cli import submission
 from fedplat.cli.admin import AdminClient
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredAttempt
 from fedplat.updates import Format
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
@@ -25,7 +26,6 @@ from fedplat_client.encoding import Encoder
 from fedplat_client.transfer import Content
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from fedplat.rounds.invariants.records import StoredAttempt
 from server.crash import recompute
 
 NUM_CLIENTS = 3

@@ -17,11 +17,11 @@ from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredJob
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult, transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from fedplat.rounds.invariants.records import StoredJob
 
 JOB = """
 name = "downlink"

@@ -154,7 +154,9 @@ async def test_a_budget_is_no_less_than_what_is_planned(site: Site) -> None:
     for _ in range(2):
         await site.operator.stub.RemovePrivacyBudget(remove)
     await site.operator.create(job_file())
-    noted = [(row.action, row.subject, row.details) for row in await site.store.audit.list_rows() if "budget" in row.action]
+    noted = [
+        (row.action, row.subject, row.details) for row in await site.store.audit.list_rows() if "budget" in row.action
+    ]
     set_to = f'{{"delta":1e-06,"epsilon":{epsilon(4) * 1.001!r}}}'
     assert noted == [("privacy budget set", "demo", set_to), ("privacy budget removed", "demo", "{}")]
 

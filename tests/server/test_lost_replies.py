@@ -57,7 +57,11 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
         assert [change.job.job_id for change in it.actor.changes] == ["toy"] * len(it.actor.changes)
         await it.act(Action.START, "toy")  # asked again by the operator who heard "try again": done already
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
-        rows = [record.row.to_state for record in await it.store.inner.jobs.list_history("toy") if record.row.entity == "job"]
+        rows = [
+            record.row.to_state
+            for record in await it.store.inner.jobs.list_history("toy")
+            if record.row.entity == "job"
+        ]
         assert rows == ["DRAFT", "RUNNING"]
         assert it.task is not None
         assert not it.task.done()

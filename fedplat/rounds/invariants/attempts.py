@@ -158,4 +158,6 @@ def end_is_noted(attempt: StoredAttempt) -> Iterator[Violation]:
     if attempt.row.is_open and attempt.row.ended_unix_s is not None:
         yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")
     if not attempt.row.is_open and attempt.row.ended_unix_s is None:
-        yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has no end", "the time of its end")
+        yield Violation(
+            attempt_location(attempt.row), f"it is {attempt.row.phase} and has no end", "the time of its end"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fedplat.rounds.invariants.records import Location, StepRow, StoredAttempt, StoredJob, StrayHistory, Violation
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -14,7 +15,6 @@ from fedplat.rounds.states import (
     AttemptKind,
     JobStatus,
 )
-from fedplat.rounds.invariants.records import Location, StepRow, StoredAttempt, StoredJob, StrayHistory, Violation
 
 Steps = Mapping[str, frozenset[str]]
 
@@ -42,7 +42,9 @@ def of_versions(job: StoredJob) -> Iterator[Violation]:
     made = [row.to_state for row in rows if row.to_state != row.from_state]
     expected = [str(version.version) for version in job.versions if version.version > 0]
     if made != expected:
-        yield Violation(place, f"the history has versions {_listed(made)}", f"{_listed(expected)}, each once and in order")
+        yield Violation(
+            place, f"the history has versions {_listed(made)}", f"{_listed(expected)}, each once and in order"
+        )
     for row in rows:
         if row.to_state != row.from_state and row.to_state != str(int(row.from_state) + 1):
             found = f"row {row.sequence} of the history leads from version {row.from_state} to {row.to_state}"
@@ -80,7 +82,9 @@ def of_nothing(strays: StrayHistory) -> Iterator[Violation]:
     """No history belongs to an attempt that is not stored, or to an unknown entity."""
     for row in strays.history:
         found = f"row {row.sequence} of the history is about the {row.entity} {row.from_state} -> {row.to_state}"
-        yield Violation(Location(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there")
+        yield Violation(
+            Location(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there"
+        )
 
 
 def _chain(rows: Iterable[StepRow], steps: Steps, state: str, place: Location) -> Iterator[Violation]:

@@ -63,7 +63,9 @@ def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
     for version in job.versions:
         if version.is_made and version.is_aggregate == (begins_warm and version.version == 1):
             found = f"it is of round {version.round}"
-            yield Violation(version_location(job, version), found, "version 1 in round 0, after a warm start and only then")
+            yield Violation(
+                version_location(job, version), found, "version 1 in round 0, after a warm start and only then"
+            )
 
 
 def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
@@ -120,7 +122,9 @@ def rollbacks_repeat_a_version(job: StoredJob) -> Iterator[Violation]:
         source = known.get(version.restored_from)
         if source is None or source.version >= version.version or source.digest != version.digest or version.round:
             found = f"it is of round {version.round} and has the bytes {version.digest[:16]}"
-            yield Violation(version_location(job, version), found, f"those of version {version.restored_from}, in round 0")
+            yield Violation(
+                version_location(job, version), found, f"those of version {version.restored_from}, in round 0"
+            )
 
 
 def what_is_needed_is_kept(job: StoredJob) -> Iterator[Violation]:
@@ -130,9 +134,13 @@ def what_is_needed_is_kept(job: StoredJob) -> Iterator[Violation]:
     last = job.versions[-1]
     for version in {job.versions[0], last}:
         if version.model_removed_unix_s is not None:
-            yield Violation(version_location(job, version), "its model was removed", "the first and the last to be kept")
+            yield Violation(
+                version_location(job, version), "its model was removed", "the first and the last to be kept"
+            )
     if last.state_digest and last.state_removed_unix_s is not None and job.row.status not in ENDED_JOBS:
-        yield Violation(version_location(job, last), "its optimizer's state was removed", "it to be kept until the job ends")
+        yield Violation(
+            version_location(job, last), "its optimizer's state was removed", "it to be kept until the job ends"
+        )
 
 
 def attempts_are_numbered(job: StoredJob) -> Iterator[Violation]:
@@ -162,7 +170,9 @@ def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
     for row in job.attempts:
         finishing = job.row.status == JobStatus.PAUSED and row.phase == AttemptPhase.COMMITTING
         if row.is_open and job.row.status != JobStatus.RUNNING and not finishing:
-            yield Violation(attempt_location(row), f"it is {row.phase} while the job is {job.row.status}", "no open attempt")
+            yield Violation(
+                attempt_location(row), f"it is {row.phase} while the job is {job.row.status}", "no open attempt"
+            )
 
 
 def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:

@@ -168,7 +168,9 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
         store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
         after = (given[0], given[1]) if given is not None else None
-        attempts = await store.jobs.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
+        attempts = await store.jobs.list_attempts(
+            job_id, all_attempts=request.all_attempts, after=after, limit=size + 1
+        )
         if not attempts:
             return admin_pb2.ListRoundsResponse()
         versions = await store.jobs.list_versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)

@@ -17,8 +17,8 @@ from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.rpc import convert, gate, pages, requests
 from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
-from fedplat_server.store.ledger import Account, Budget, Population
 from fedplat_server.store.jobs import JobRecord
+from fedplat_server.store.ledger import Account, Budget, Population
 
 Context = aio.ServicerContext
 MAX_EPSILON = 1e6

@@ -175,7 +175,7 @@ class JobStore(Protocol):
         ...
 
     async def list_history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
-        """Return history rows after a sequence number, oldest first, each of bounded size (`tables.Words`, `Metrics`)."""
+        """Return history rows after a sequence number, oldest first; each is bounded (`tables.Words`, `Metrics`)."""
         ...
 
     async def find_populations(self, digest: str) -> frozenset[str]:

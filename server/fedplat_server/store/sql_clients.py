@@ -179,12 +179,12 @@ class SqlClients:
     async def list_idle_clients(self, before_unix_s: float) -> list[str]:
         """Return the clients last seen before a time and without an open assignment, oldest first."""
         at_work = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
-        query = select(clients.c.client_id).where(_SEEN < before_unix_s, ~at_work.exists()).order_by(clients.c.sequence)
+        query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~at_work.exists()).order_by(clients.c.sequence)
         return [row.client_id for row in await self._database.fetch(query)]
 
     async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
         """Remove those of the clients last seen before a time; see the port."""
-        gone = clients.delete().where(clients.c.client_id.in_(client_ids), _SEEN < before_unix_s)
+        gone = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
         return await self._database.write(lambda connection: connection.execute(gone).rowcount)
 
     async def _change(

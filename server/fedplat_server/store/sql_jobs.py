@@ -33,7 +33,7 @@ from fedplat_server.store.jobs import AttemptRecord, HistoryRecord, JobRecord, V
 from fedplat_server.store.sql_audit import append_entries
 from fedplat_server.store.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
 
-# Made once: every watch of a job runs it after each of the job's transactions, and making it costs more than running it.
+# Made once: a watch runs it after each transaction of its job, and making it costs more than running it.
 _LATER = (
     select(history)
     .where(history.c.job_id == sqlalchemy.bindparam("this_job"), history.c.sequence > sqlalchemy.bindparam("after"))

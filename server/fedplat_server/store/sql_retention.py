@@ -105,7 +105,6 @@ class SqlRetention:
             return await self._database.write(work)
 
 
-
 def _unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
     named: set[str] = set()
     some = sorted(digests)

@@ -90,7 +90,9 @@ def _count(report: Report, unit: Unit) -> None:
         report.checked.update(jobs=1, versions=len(unit.versions))
     if isinstance(unit, StoredAttempt):
         report.checked.update(attempts=1, assignments=len(unit.made))
-    report.checked.update({"history rows": len(unit.history) if isinstance(unit, StoredJob | StoredAttempt | StrayHistory) else 0})
+    report.checked.update(
+        {"history rows": len(unit.history) if isinstance(unit, StoredJob | StoredAttempt | StrayHistory) else 0}
+    )
 
 
 def _need(needed: dict[str, files.Needed], job: StoredJob) -> None:

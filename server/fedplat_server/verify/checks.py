@@ -71,7 +71,9 @@ RESTORE = "Stop the daemon, restore the database from a backup, and report this.
 RESTART = "Restart the daemon: its start ends what was left open. If it stays, report this."
 KEEP = "Keep a copy of the database, find out who may write to it, and compare the heads that the daemon has logged."
 UPGRADE = "Run the version of fedplat that wrote it, or cancel the job there."
-ACCOUNT = "Report this. If the job is private, its epsilon is larger than it says: account for it anew, or keep it back."
+ACCOUNT = (
+    "Report this. If the job is private, its epsilon is larger than it says: account for it anew, or keep it back."
+)
 ADVICE: Mapping[Callable[[Any], Iterator[Violation]], str] = {
     attempts.nothing_open_in_the_ended: RESTART,
     attempts.overdue: RESTART,

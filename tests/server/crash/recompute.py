@@ -16,9 +16,9 @@ from fedplat.aggregate import (
 )
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values
+from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
 from fedplat.updates import Format
 from fedplat_server.verify import files, inspection
-from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
 from server.crash.scenario import World, content_of
 from server.harness import digest_of
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_server.verify import files
 from fedplat_server.verify.checker import verify
-from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from server.crash import recompute, scenario
 from server.crash.nursery import Nursery, Order
 from server.crash.scenario import KILLED, World

@@ -141,7 +141,9 @@ async def test_attempts_are_listed_page_by_page(store: Store) -> None:
         whole = await store.jobs.list_attempts("eventful", all_attempts=all_attempts)
         for limit in (1, 2, 100):
             found, after = list[AttemptRecord](), None
-            while page := await store.jobs.list_attempts("eventful", all_attempts=all_attempts, after=after, limit=limit):
+            while page := await store.jobs.list_attempts(
+                "eventful", all_attempts=all_attempts, after=after, limit=limit
+            ):
                 assert len(page) <= limit
                 found += page
                 after = page[-1].key[1:]

@@ -50,7 +50,11 @@ async def test_tokens_are_listed_in_order_and_revoked_once(store: Store) -> None
     assert await store.clients.list_enrolment_tokens() == [made[0], revoked]
     assert await store.clients.list_enrolment_tokens(limit=1) == made[:1]
     assert await store.clients.list_enrolment_tokens(after="z", limit=1) == [revoked]
-    assert await store.clients.list_enrolment_tokens(after="a") == await store.clients.list_enrolment_tokens(after="b") == []
+    assert (
+        await store.clients.list_enrolment_tokens(after="a")
+        == await store.clients.list_enrolment_tokens(after="b")
+        == []
+    )
     assert await store.clients.revoke_enrolment_token("b") is None
 
 
@@ -156,7 +160,9 @@ async def test_an_unknown_token_lets_nobody_in(open_store: Store) -> None:
 
 async def test_of_many_at_once_only_as_many_get_in_as_the_token_says(store: Store) -> None:
     await store.clients.add_enrolment_token(token(num_left=3), b"hash of t")
-    answers = await asyncio.gather(*(store.clients.enroll(enrolment(f"c{n}")) for n in range(8)), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(store.clients.enroll(enrolment(f"c{n}")) for n in range(8)), return_exceptions=True
+    )
     assert sum(isinstance(answer, ClientRecord) for answer in answers) == 3
     assert sum(isinstance(answer, TokenRefusedError) for answer in answers) == 5
     assert await num_left(store) == 0

@@ -92,7 +92,9 @@ async def test_two_admins_who_remove_each_other_leave_one(database: str) -> None
             with contextlib.suppress(OperatorError):
                 await stores[0].operators.add_operator(one, f"{one.name} {turn}".encode())
         names = ("anna", "carl") if turn % 2 else ("carl", "anna")
-        removals = (store.operators.remove_operator(name, keep_an_admin=True) for store, name in zip(stores, names, strict=True))
+        removals = (
+            store.operators.remove_operator(name, keep_an_admin=True) for store, name in zip(stores, names, strict=True)
+        )
         answers = await asyncio.gather(*removals, return_exceptions=True)
         assert sorted(type(answer).__name__ for answer in answers) == ["LastAdminError", "NoneType"]
         assert len(await stores[0].operators.list_operators()) == 1
