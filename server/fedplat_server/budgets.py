@@ -28,7 +28,7 @@ from fedplat_server.store.ports import Store
 
 
 class Budgets:
-    """Creates jobs, and changes budgets, one after the other as far as arithmetic is needed."""
+    """Creates jobs and changes budgets, one at a time where arithmetic is needed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Budgets:
     async def create_job(
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
-        """Settles a job and stores it; a known key returns the job that has it. Raises `RefusedError`."""
+        """Settle a job and store it; a known key returns the job that has it. Raises `RefusedError`."""
         if state.spec.privacy is None:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
@@ -71,7 +71,7 @@ class Budgets:
         return await self.accountant.run(why_refused, spec, population)
 
     async def set(self, name: str, budget: Budget, audit: Sequence[AuditEntry]) -> Population:
-        """Gives a population a budget. Raises `RefusedError` if it is not enough for what is planned there."""
+        """Set the budget of a population. Raises `RefusedError` if it is too small for what is planned there."""
         async with self._computing:
             while True:
                 population = await self._store.ledger.load_population(name)
@@ -84,7 +84,7 @@ class Budgets:
                 return dataclasses.replace(population, budget=budget)
 
     async def remove(self, name: str, audit: Sequence[AuditEntry]) -> None:
-        """Takes a population's budget away; one that has none stays as it is."""
+        """Remove the budget of a population, if it has one."""
         while True:
             population = await self._store.ledger.load_population(name)
             if population.budget is None:
@@ -97,7 +97,7 @@ class Budgets:
 
 
 def why_refused(spec: JobSpec, population: Population) -> str:
-    """Why a settled job cannot be created beside those of its population, in words; empty if it can."""
+    """Return why a settled job cannot be created beside those of its population; empty if it can."""
     budget, planned = population.budget, spec.planned
     if budget is None:
         return ""
@@ -124,7 +124,7 @@ def _left(planned: Charge, before: Sequence[Charge], budget: Budget) -> str:
 
 
 def why_too_small(budget: Budget, population: Population) -> str:
-    """Why a population cannot have this budget, in words; empty if it can."""
+    """Return why a population cannot have this budget; empty if it can."""
     others = [account.job_id for account in population.accounts if not account.is_private and not account.has_ended]
     if others:
         return (

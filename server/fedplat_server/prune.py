@@ -1,7 +1,7 @@
-"""What `fedplat-server prune` does: gives up old files, history and clients, by the jobs' policies and by limits.
+"""`fedplat-server prune`: removes old files, history and clients, by the jobs' policies and by limits.
 
-First it looks (`find`), so that an operator sees what will go, then it does that (`remove`). Rows come first, files
-after them. Beside a daemon that runs, files are left to the daemon, which alone knows what it is writing.
+`find` shows an operator what will be removed, `remove` removes it: rows first, then files. Beside a running daemon,
+files are left to the daemon, because only it knows which ones it is writing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What goes beside the policies of the jobs; None: nothing.
+    """What to remove besides the policies of the jobs; None: nothing.
 
-    `history_before` and `clients_before` are moments on the wall clock, `keep_versions` is for jobs that have ended.
+    `history_before` and `clients_before` are times on the wall clock, `keep_versions` is for jobs that have ended.
     """
 
     now_unix_s: float
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What will go: versions by job, attempts whose history is old, clients, and files that no row names."""
+    """What will be removed: versions by job, attempts with an old history, clients, and files without a reference."""
 
     versions: Mapping[str, list[Removable]]
     attempts: Mapping[str, list[AttemptKey]]
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How much of each kind there is."""
+        """The number of items of each kind."""
         found = [one for each in self.versions.values() for one in each]
         return {
             "models": sum(one.model for one in found),
@@ -68,7 +68,7 @@ class Plan:
 
 
 async def find(store: Store, blobs: BlobStore, limits: Limits, *, with_orphans: bool) -> Plan:
-    """Looks for what will go; changes nothing. A file that no row names may be one that a daemon has just written."""
+    """Return what will be removed. A file without a reference may be one that a daemon has just written."""
     versions, attempts, ended = dict[str, list[Removable]](), dict[str, list[AttemptKey]](), set[str]()
     for record in await store.jobs.load_jobs():
         job = record.state
@@ -87,10 +87,10 @@ async def find(store: Store, blobs: BlobStore, limits: Limits, *, with_orphans: 
 
 
 async def remove(store: Store, limits: Limits, plan: Plan, progress: Progress) -> None:
-    """Does what was planned: the rows. The files are removed by `remove_files`, or by the daemon that runs."""
+    """Carry out the plan in the database. `remove_files`, or a running daemon, removes the files."""
     steps = list(_steps(store, limits, plan))
     entry = audit.AuditEntry(audit.HOST, audit.Action.PRUNED, "", plan.counts)
-    await store.audit.append([entry])  # first: what is noted and not done is done by the next call
+    await store.audit.append([entry])  # first: what is recorded and not done is done by the next call
     for done, step in enumerate(steps):
         progress(done, len(steps))
         await step()
@@ -98,13 +98,13 @@ async def remove(store: Store, limits: Limits, plan: Plan, progress: Progress) -
 
 
 async def remove_files(store: Store, blobs: BlobStore) -> None:
-    """Removes every file that no row names. Only when no daemon runs."""
+    """Remove every file without a reference. Only while no daemon runs."""
     referenced = await store.retention.list_referenced()
     await asyncio.to_thread(blobs.remove_orphans, referenced)
 
 
 def _steps(store: Store, limits: Limits, plan: Plan) -> Iterator[Callable[[], Awaitable[object]]]:
-    """The transactions, each of a bounded size."""
+    """Yield the transactions, each of a bounded size."""
     for job_id, found in plan.versions.items():
         for start in range(0, len(found), BATCH):
             yield functools.partial(store.retention.mark_removed, job_id, found[start : start + BATCH])

@@ -1,4 +1,4 @@
-"""Enrolment: operators make tokens, and whoever brings one becomes a client."""
+"""Enrolment: operators create tokens, by which devices become clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_EXPIRES_S = 366 * 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """What somebody says who wants to become a client."""
+    """A request to become a client."""
 
     population: str
     labels: Mapping[str, str]
@@ -36,21 +36,21 @@ class Newcomer:
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """By what clients shall know this server: see `fedplat.identity.Ticket`."""
+    """How clients authenticate this server; see `fedplat.identity.Ticket`."""
 
     tls: bool = False
     ca: str = ""
 
     @classmethod
     def of(cls, certificates: Certificates | None) -> Trust:
-        """What a server with these certificates is known by now; None: one without TLS."""
+        """Return the trust for a server with these certificates; None: without TLS."""
         if certificates is None:
             return cls()
         return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
 
 
 class Enrolments:
-    """Makes tokens, and clients of those who bring them. Raises `RefusedError`."""
+    """Creates tokens and enrols clients by them. Raises `RefusedError`."""
 
     def __init__(self, clients: ClientStore, book: ClientBook, trust: Callable[[], Trust]) -> None:
         self._clients = clients
@@ -60,7 +60,7 @@ class Enrolments:
     async def create(
         self, population: str, num_uses: int, expires_s: float, address: str, actor: str
     ) -> tuple[EnrolmentToken, Ticket]:
-        """A new token, and the ticket that carries it; `actor` is the operator who wants it."""
+        """Return a new token, and the ticket with it; `actor` is the operator who asked for it."""
         if not 1 <= num_uses <= MAX_USES:
             raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
         if not (math.isfinite(expires_s) and 0 < expires_s <= MAX_EXPIRES_S):
@@ -73,7 +73,7 @@ class Enrolments:
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
     async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
-        """Lets nobody enrol by a token any more."""
+        """Revoke a token."""
         token = await self._clients.revoke_enrolment_token(
             token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
         )
@@ -82,7 +82,7 @@ class Enrolments:
         return token
 
     async def enroll(self, newcomer: Newcomer) -> ClientRecord:
-        """Makes a client of somebody whose key is proven; one that enrols again stays who it is."""
+        """Enrol a client whose key is proven; a client that enrols again keeps its id."""
         enrolment = Enrolment(
             client_id=f"c-{uuid4().hex[:16]}",
             population=newcomer.population,
