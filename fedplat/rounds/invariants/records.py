@@ -201,7 +201,7 @@ class ParticipationRounds:
     rounds: Mapping[str, tuple[int, ...]]
 
 
-Unit = StoredJob | StoredAttempt | StrayHistory | ParticipationRounds
+JobUnit = StoredJob | StoredAttempt | StrayHistory | ParticipationRounds
 """What is read, and checked, at a time."""
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from fedplat.rounds.invariants.records import Location
-from fedplat.rounds.invariants.records import Unit as JobUnit
+from fedplat.rounds.invariants.records import JobUnit, Location
 from fedplat_server.audit import AuditHead, AuditRow
 
 

@@ -10,11 +10,11 @@ from fedplat.rounds.invariants.records import (
     AssignmentRow,
     AttemptRow,
     JobRow,
+    JobUnit,
     ParticipationRounds,
     StepRow,
     StoredAttempt,
     StoredJob,
-    Unit,
     VersionRow,
 )
 from fedplat.rounds.states import JobStatus
@@ -25,7 +25,7 @@ WITHOUT_FILES = [
 """All checks but those of digests of files, which these tests do not have."""
 
 
-def require(unit: Unit) -> None:
+def require(unit: JobUnit) -> None:
     """Assert that a unit violates no invariant."""
     violations = [(check.name, violation) for check, violation in invariants.run(WITHOUT_FILES, unit, live=False)]
     assert violations == []
