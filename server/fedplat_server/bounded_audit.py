@@ -1,4 +1,4 @@
-"""What callers can cause in the audit log at will: so many rows a minute, and one that counts those left out.
+"""Rate limit for audit entries that any caller can cause: so many rows a minute, and one that counts those left out.
 
 Every row takes the lock at the end of the chain, which job control needs as well.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fedplat_server.audit import SERVER, Action, AuditEntry
 from fedplat_server.rpc.quotas import Bucket, take
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import AuditStore
 
 HOUR_S = 3600.0
 
@@ -18,8 +18,8 @@ HOUR_S = 3600.0
 class BoundedAudit:
     """Appends entries, at most `per_minute` of them from all callers together; `clock` is monotonic, in seconds."""
 
-    def __init__(self, store: Store, per_minute: float, clock: Callable[[], float]) -> None:
-        self._store = store
+    def __init__(self, audit: AuditStore, per_minute: float, clock: Callable[[], float]) -> None:
+        self._audit = audit
         self._per_minute = per_minute
         self._clock = clock
         self._bucket = Bucket(per_minute, clock())
@@ -34,7 +34,7 @@ class BoundedAudit:
             await self._append([entry])
 
     async def finish(self) -> None:
-        """Append the row that counts what was left out, if anything was: the server stops."""
+        """Append the row that counts what was left out, if anything was. To be called when the server stops."""
         if self._num_left_out:
             await self._append([])
 
@@ -43,14 +43,14 @@ class BoundedAudit:
         if left_out:
             entries = [AuditEntry(SERVER, Action.NOT_NOTED, "", {"num_rows": left_out}), *entries]
         try:
-            await self._store.append_audit(entries)
+            await self._audit.append(entries)
         except BaseException:
             self._num_left_out += left_out
             raise
 
 
 class Recent:
-    """Names of the last `period_s` seconds, so that each is noted once in that time; the latest `most` of them."""
+    """The names of the last `period_s` seconds, at most `most`, so that each is recorded once in that time."""
 
     def __init__(self, period_s: float = HOUR_S, most: int = 50_000) -> None:
         self._period_s = period_s
@@ -69,5 +69,5 @@ class Recent:
         return True
 
     def forget(self, name: str) -> None:
-        """Take a name out: it could not be noted."""
+        """Remove a name that could not be recorded."""
         self._seen.pop(name, None)

@@ -21,12 +21,13 @@ from fedplat.rounds import JobState
 from fedplat_server.accountant import Accountant, epsilon
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import Code, PopulationChangedError, RefusedError
+from fedplat_server.store.jobs import JobRecord
 from fedplat_server.store.ledger import Budget, Population
-from fedplat_server.store.port import JobRecord, Store
+from fedplat_server.store.ports import Store
 
 
 class Budgets:
-    """Creates jobs, and changes budgets, one after the other as far as arithmetic is needed."""
+    """Creates jobs and changes budgets, one at a time where arithmetic is needed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -36,11 +37,11 @@ class Budgets:
     async def create_job(
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
-        """Settles a job and stores it; a known key returns the job that has it. Raises `RefusedError`."""
+        """Settle a job and store it; a known key returns the job that has it. Raises `RefusedError`."""
         if state.spec.privacy is None:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
-            if (known := await self._store.find_job(idempotency_key)) is not None:
+            if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
                 return known
             try:
                 spec = await self.accountant.run(state.spec.settled)
@@ -53,13 +54,13 @@ class Budgets:
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
         while True:
-            if (known := await self._store.find_job(idempotency_key)) is not None:
+            if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
                 return known  # before the budget, which it may have used up
-            population = await self._store.population(state.spec.population)
+            population = await self._store.ledger.load_population(state.spec.population)
             if wrong := await self._why_refused(state.spec, population):
                 raise RefusedError(Code.OVER_BUDGET, wrong)
             try:
-                return await self._store.create_job(state, job_file, idempotency_key, audit, population.revision)
+                return await self._store.jobs.create_job(state, job_file, idempotency_key, audit, population.revision)
             except PopulationChangedError:
                 continue
 
@@ -69,33 +70,33 @@ class Budgets:
         return await self.accountant.run(why_refused, spec, population)
 
     async def set(self, name: str, budget: Budget, audit: Sequence[AuditEntry]) -> Population:
-        """Gives a population a budget. Raises `RefusedError` if it is not enough for what is planned there."""
+        """Set the budget of a population. Raises `RefusedError` if it is too small for what is planned there."""
         async with self._computing:
             while True:
-                population = await self._store.population(name)
+                population = await self._store.ledger.load_population(name)
                 if wrong := await self.accountant.run(why_too_small, budget, population):
                     raise RefusedError(Code.OVER_BUDGET, wrong)
                 try:
-                    await self._store.set_budget(name, budget, population.revision, audit)
+                    await self._store.ledger.set_budget(name, budget, population.revision, audit)
                 except PopulationChangedError:
                     continue
                 return dataclasses.replace(population, budget=budget)
 
     async def remove(self, name: str, audit: Sequence[AuditEntry]) -> None:
-        """Takes a population's budget away; one that has none stays as it is."""
+        """Remove the budget of a population, if it has one."""
         while True:
-            population = await self._store.population(name)
+            population = await self._store.ledger.load_population(name)
             if population.budget is None:
                 return
             try:
-                await self._store.set_budget(name, None, population.revision, audit)
+                await self._store.ledger.set_budget(name, None, population.revision, audit)
             except PopulationChangedError:
                 continue
             return
 
 
 def why_refused(spec: JobSpec, population: Population) -> str:
-    """Why a settled job cannot be created beside those of its population, in words; empty if it can."""
+    """Return why a settled job cannot be created beside those of its population; empty if it can."""
     budget, planned = population.budget, spec.planned
     if budget is None:
         return ""
@@ -122,7 +123,7 @@ def _left(planned: Charge, before: Sequence[Charge], budget: Budget) -> str:
 
 
 def why_too_small(budget: Budget, population: Population) -> str:
-    """Why a population cannot have this budget, in words; empty if it can."""
+    """Return why a population cannot have this budget; empty if it can."""
     others = [account.job_id for account in population.accounts if not account.is_private and not account.has_ended]
     if others:
         return (

@@ -71,4 +71,4 @@ def rotate_ca(
 
 def _note(url: str, what: str, folder: PkiFolder) -> None:
     entry = AuditEntry(HOST, Action.CERTIFICATES_CHANGED, what, {"hosts": ", ".join(folder.hosts())})
-    with_store(url, lambda store: store.append_audit([entry]))
+    with_store(url, lambda store: store.audit.append([entry]))

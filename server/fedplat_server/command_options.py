@@ -13,7 +13,7 @@ import typer
 from fedplat_server import folder
 from fedplat_server.errors import ConfigError
 from fedplat_server.store import engine
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from fedplat_server.store.sql import open_store
 
 

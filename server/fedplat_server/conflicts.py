@@ -1,4 +1,4 @@
-"""Reports that contradict a finished one: the first stands, and the audit log says who sent another."""
+"""Reports that contradict an accepted one: the first stands, and the audit log records the other."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections import OrderedDict
 from fedplat.rounds import AttemptKey
 from fedplat_server import logs
 from fedplat_server.audit import Action, AuditEntry
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import AuditStore
 
 MAX_REMEMBERED = 10_000
 
 
 class Conflicts:
-    """Notes each assignment's contradiction once, so that no client can fill the log with its own."""
+    """Records one contradiction of each assignment, so that a client cannot fill the log."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, audit: AuditStore) -> None:
+        self._audit = audit
         self._noted: OrderedDict[tuple[AttemptKey, str], None] = OrderedDict()
 
     async def note(self, key: AttemptKey, client_id: str, first: str, other: str) -> None:
-        """Notes that a client reported `other` after its report `first` was accepted (digests)."""
+        """Record that a client reported the digest `other` after its report with the digest `first` was accepted."""
         if (key, client_id) in self._noted:
             return
         subject = f"{key.job_id} round {key.round} attempt {key.number}"
-        # The digests are whatever a client sent: shortened, they are still told apart.
+        # The digests come from the client: shortened, they can still be compared.
         entry = AuditEntry(client_id, Action.REPORT_CONFLICT, subject, {"first": first[:16], "other": other[:16]})
-        await self._store.append_audit([entry])
+        await self._audit.append([entry])
         self._noted[key, client_id] = None
         while len(self._noted) > MAX_REMEMBERED:
             self._noted.popitem(last=False)

@@ -49,8 +49,7 @@ from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import STORE_RETRY_S, Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
 from fedplat_server.store.engine import async_url, sqlite_path
-from fedplat_server.store.participations import read_back
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store, recall_participations
 from fedplat_server.store.sql import open_store
 from fedplat_server.training import ServerTraining
 from fedplat_server.uploads import UploadKey, UploadStore
@@ -253,26 +252,26 @@ class _Parts:
         """Builds the parts and reads the jobs back."""
         blobs = await asyncio.to_thread(BlobStore, config.blob_dir)
         # Only what the database names is real: the rest was left by a crash.
-        referenced = await store.referenced_digests()
+        referenced = await store.retention.list_referenced()
         removed = await asyncio.to_thread(blobs.remove_orphans, referenced)
         logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
         loop = asyncio.get_running_loop()
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
         jobs = JobBook(runner)
-        for record in await store.load_jobs(runner.now):
-            jobs.add(record, await read_back(store, record.state))
+        for record in await store.jobs.load_jobs(runner.now):
+            jobs.add(record, await recall_participations(store.jobs, record.state))
         uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
         spooled = jobs.spooled_attempts()
         await asyncio.to_thread(uploads.keep, spooled)
-        clients = ClientBook(store)
-        bounded_audit = BoundedAudit(store, config.limits.notes_per_minute, loop.time)
+        clients = ClientBook(store.clients)
+        bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
         await asyncio.to_thread(training.keep, jobs.to_begin())
         evaluation = Evaluation(
             config.evaluators,
             config.evaluation_s,
             blobs,
-            store.set_version_metrics,
+            store.jobs.set_version_metrics,
             jobs.changed,
             Trainers(frozenset(config.trainers), training.score),
         )
@@ -284,8 +283,8 @@ class _Parts:
             jobs=jobs,
             clients=clients,
             callers=Callers(bounded_audit, clients),
-            enrolments=Enrolments(store, clients, lambda: Trust.of(endpoint.certificates)),
-            revocation=Revocation(store, clients),
+            enrolments=Enrolments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
+            revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,
             desk=Desk(),
@@ -299,7 +298,7 @@ class _Parts:
             origins=Origins(config.trusted_proxies, lease.secret),
             bounded_audit=bounded_audit,
             memory=UploadMemory(config.limits),
-            conflicts=Conflicts(store),
+            conflicts=Conflicts(store.audit),
             budgets=Budgets(store),
             started_unix_s=time.time(),
             new_id=lambda kind: f"{kind}-{uuid4().hex[:12]}",
@@ -310,7 +309,7 @@ class _Parts:
         retention = Retention(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
-            blobs, uploads, store.find_version, runner.post, accelerators, on_leftovers=retention.look_for
+            blobs, uploads, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.look_for
         )
         aggregation.keep(spooled)
         return cls(services, aggregation, training, retention)
@@ -320,7 +319,7 @@ class _Parts:
         services = self.services
         for record in services.jobs.all():
             await services.runner.submit(ServerRestarted(record.state.job_id))
-            for version in await services.store.list_versions(record.state.job_id):
+            for version in await services.store.jobs.list_versions(record.state.job_id):
                 if not version.metrics and version.model_removed_unix_s is None:
                     self._score(record.state, version.version)
             self._retention.look_at(record.state.job_id)
@@ -401,8 +400,8 @@ class _Parts:
 
 async def _note(store: Store, action: audit.Action) -> None:
     """Notes a start or stop, and where the audit log ends then: copies of the log can be checked against that."""
-    await store.append_audit([audit.AuditEntry(audit.SERVER, action, f"fedplat {__version__}")])
-    head = await store.audit_head()
+    await store.audit.append([audit.AuditEntry(audit.SERVER, action, f"fedplat {__version__}")])
+    head = await store.audit.read_head()
     logs.get().info("the audit log ends here", rows=head.num_rows, hash=head.hash)
 
 

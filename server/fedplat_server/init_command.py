@@ -74,15 +74,15 @@ def _make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data
     _say(before is None, "database", None)
     if made_authority or made_server:
         entry = AuditEntry(HOST, Action.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
-        with_store(url, lambda store: store.append_audit([entry]))
+        with_store(url, lambda store: store.audit.append([entry]))
 
 
 def _make_operator(path: Path, url: str, address: str, folder: PkiFolder) -> None:
     """Makes the operator `admin`: first its profile, then the row, so that what a crash leaves can be completed."""
-    names = {one.name for one in with_store(url, lambda store: store.list_operators())}
+    names = {one.name for one in with_store(url, lambda store: store.operators.list_operators())}
     if path.exists():
         token = profile.load(path).token
-        known = with_store(url, lambda store: store.operator_by_token(hash_token(token)))
+        known = with_store(url, lambda store: store.operators.find_operator(hash_token(token)))
         if known is None and (ADMIN in names or not looks_like_token(token)):
             raise ConfigError(
                 f"the profile {path} has a token that this database does not know; move it away, run fedplat-server "

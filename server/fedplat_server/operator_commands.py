@@ -60,7 +60,7 @@ def add(  # noqa: PLR0913 -- one parameter for each option of the command line
 @app.command("list")
 def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """List the operators."""
-    for one in with_store(database_url(data_dir, database), lambda store: store.list_operators()):
+    for one in with_store(database_url(data_dir, database), lambda store: store.operators.list_operators()):
         end = "" if one.expires_unix_s is None else f", expires {_day(one.expires_unix_s)}"
         print(f"{one.name}: {one.role}, made {_day(one.created_unix_s)}{end}")
 
@@ -69,7 +69,7 @@ def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = No
 def remove(name: NameArgument, data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Remove an operator; its token is refused from now on."""
     entry = AuditEntry(HOST, Action.OPERATOR_REMOVED, name)
-    with_store(database_url(data_dir, database), lambda store: store.remove_operator(name, [entry]))
+    with_store(database_url(data_dir, database), lambda store: store.operators.remove_operator(name, [entry]))
     print(f"operator {name} was removed")
 
 
@@ -84,7 +84,7 @@ def add_to(url: str, record: OperatorRecord, token: str) -> None:
     """Adds an operator to a database. Raises `OperatorError`."""
     token_hash = operators.hash_token(token)
     entry = AuditEntry(HOST, Action.OPERATOR_ADDED, record.name, {"role": record.role})
-    with_store(url, lambda store: store.add_operator(record, token_hash, [entry]))
+    with_store(url, lambda store: store.operators.add_operator(record, token_hash, [entry]))
 
 
 def _day(unix_s: float) -> str:

@@ -9,9 +9,10 @@ import dataclasses
 import hashlib
 import re
 import secrets
+from collections.abc import Sequence
 from enum import StrEnum
 
-from fedplat_server.errors import ConfigError
+from fedplat_server.errors import ConfigError, LastAdminError
 
 TOKEN_PREFIX = "fedplat_op_"
 _TOKEN = re.compile(rf"{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}")
@@ -21,14 +22,14 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 class Role(StrEnum):
-    """What an operator may do; each role may do what those before it may."""
+    """What an operator may do. Each role includes those before it."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
     ADMIN = "admin"
 
     def includes(self, needed: Role) -> bool:
-        """Whether this role may do what needs the other."""
+        """Return whether this role may do what needs the other."""
         return _RANKS[self] >= _RANKS[needed]
 
 
@@ -37,7 +38,7 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorRecord:
-    """An operator as the database has it; `expires_unix_s` is None for one who stays."""
+    """A stored operator; `expires_unix_s` is None if the token does not expire."""
 
     name: str
     role: Role
@@ -45,23 +46,30 @@ class OperatorRecord:
     expires_unix_s: float | None = None
 
     def is_valid(self, unix_s: float) -> bool:
-        """Whether the token is still good at a moment."""
+        """Return whether the token is valid at this time."""
         return self.expires_unix_s is None or unix_s < self.expires_unix_s
 
 
+def require_another_admin(operators: Sequence[OperatorRecord], name: str, unix_s: float) -> None:
+    """Raise `LastAdminError` if this operator is the only one with the role admin and a valid token."""
+    admins = {one.name for one in operators if one.role is Role.ADMIN and one.is_valid(unix_s)}
+    if admins == {name}:
+        raise LastAdminError(f"operator {name} is the last one with the role admin; add another one first")
+
+
 def new_operator_token() -> tuple[str, bytes]:
-    """A fresh token, and what the database keeps of it."""
+    """Return a new token and its hash, which the database keeps."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, hash_token(token)
 
 
 def hash_token(token: str) -> bytes:
-    """What the database keeps of a token: it is random, so that a plain hash is enough."""
+    """Return the hash that the database keeps of a token; a token is random, so that a plain hash is enough."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def looks_like_token(text: str) -> bool:
-    """Whether a text has the form of an operator's token."""
+    """Return whether a text has the form of an operator's token."""
     return _TOKEN.fullmatch(text) is not None
 
 
@@ -71,14 +79,14 @@ def is_name(name: str) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """A name that an operator may have. Raises `ConfigError`."""
+    """Return a name that an operator may have. Raises `ConfigError`."""
     if not is_name(name):
         raise ConfigError(f"operator name {name[:80]!r}: expected 1 to 63 letters, digits or _.@- (alphanumeric first)")
     return name
 
 
 def parse_role(text: str) -> Role:
-    """A role by its name. Raises `ConfigError`."""
+    """Return a role by its name. Raises `ConfigError`."""
     try:
         return Role(text)
     except ValueError as exc:
@@ -86,7 +94,7 @@ def parse_role(text: str) -> Role:
 
 
 def parse_duration_s(text: str) -> float:
-    """A time such as 90d, 12h or 30m, in seconds. Raises `ConfigError`."""
+    """Return a duration such as 90d, 12h or 30m, in seconds. Raises `ConfigError`."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ConfigError(f"duration {text[:80]!r}: expected a number and s, m, h, d or w, such as 90d")

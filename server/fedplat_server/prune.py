@@ -1,7 +1,7 @@
-"""What `fedplat-server prune` does: gives up old files, history and clients, by the jobs' policies and by limits.
+"""`fedplat-server prune`: removes old files, history and clients, by the jobs' policies and by limits.
 
-First it looks (`find`), so that an operator sees what will go, then it does that (`remove`). Rows come first, files
-after them. Beside a daemon that runs, files are left to the daemon, which alone knows what it is writing.
+`find` shows an operator what will be removed, `remove` removes it: rows first, then files. Beside a running daemon,
+files are left to the daemon, because only it knows which ones it is writing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import audit
 from fedplat_server.blobs import BlobStore
 from fedplat_server.retention import HISTORY_BATCH, keep_of
-from fedplat_server.store.retention import BATCH, Keep, Removable
-from fedplat_server.store.sql import SqlStore
+from fedplat_server.store.jobs import Keep, Removable
+from fedplat_server.store.ports import BATCH, Store
 
 EVERYTHING = 1 << 31
 Progress = Callable[[int, int], None]
@@ -26,9 +26,9 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What goes beside the policies of the jobs; None: nothing.
+    """What to remove besides the policies of the jobs; None: nothing.
 
-    `history_before` and `clients_before` are moments on the wall clock, `keep_versions` is for jobs that have ended.
+    `history_before` and `clients_before` are times on the wall clock, `keep_versions` is for jobs that have ended.
     """
 
     now_unix_s: float
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What will go: versions by job, attempts whose history is old, clients, and files that no row names."""
+    """What will be removed: versions by job, attempts with an old history, clients, and files without a reference."""
 
     versions: Mapping[str, list[Removable]]
     attempts: Mapping[str, list[AttemptKey]]
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How much of each kind there is."""
+        """The number of items of each kind."""
         found = [one for each in self.versions.values() for one in each]
         return {
             "models": sum(one.model for one in found),
@@ -67,54 +67,56 @@ class Plan:
         return not any(self.counts.values())
 
 
-async def find(store: SqlStore, blobs: BlobStore, limits: Limits, *, with_orphans: bool) -> Plan:
-    """Looks for what will go; changes nothing. A file that no row names may be one that a daemon has just written."""
+async def find(store: Store, blobs: BlobStore, limits: Limits, *, with_orphans: bool) -> Plan:
+    """Return what will be removed. A file without a reference may be one that a daemon has just written."""
     versions, attempts, ended = dict[str, list[Removable]](), dict[str, list[AttemptKey]](), set[str]()
-    for record in await store.load_jobs():
+    for record in await store.jobs.load_jobs():
         job = record.state
         if job.status in ENDED_JOBS:
             ended.add(job.job_id)
-        if found := await store.removable(job.job_id, _keep(job, limits), EVERYTHING):
+        if found := await store.retention.list_removable(job.job_id, _keep(job, limits), EVERYTHING):
             versions[job.job_id] = found
         before = _history_before(job, limits)
-        if before is not None and (old := await store.old_attempts(job.job_id, before, EVERYTHING)):
+        if before is not None and (old := await store.retention.list_old_attempts(job.job_id, before, EVERYTHING)):
             attempts[job.job_id] = old
-    clients = [] if limits.clients_before is None else await store.idle_clients(limits.clients_before)
+    clients = [] if limits.clients_before is None else await store.clients.list_idle_clients(limits.clients_before)
     there = await asyncio.to_thread(blobs.all_digests)
-    orphans = there - await store.referenced_digests() if with_orphans else frozenset[str]()
+    orphans = there - await store.retention.list_referenced() if with_orphans else frozenset[str]()
     sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & there)
     return Plan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
 
 
-async def remove(store: SqlStore, limits: Limits, plan: Plan, progress: Progress) -> None:
-    """Does what was planned: the rows. The files are removed by `remove_files`, or by the daemon that runs."""
+async def remove(store: Store, limits: Limits, plan: Plan, progress: Progress) -> None:
+    """Carry out the plan in the database. `remove_files`, or a running daemon, removes the files."""
     steps = list(_steps(store, limits, plan))
     entry = audit.AuditEntry(audit.HOST, audit.Action.PRUNED, "", plan.counts)
-    await store.note([entry])  # first: what is noted and not done is done by the next call
+    await store.audit.append([entry])  # first: what is recorded and not done is done by the next call
     for done, step in enumerate(steps):
         progress(done, len(steps))
         await step()
     progress(len(steps), len(steps))
 
 
-async def remove_files(store: SqlStore, blobs: BlobStore) -> None:
-    """Removes every file that no row names. Only when no daemon runs."""
-    referenced = await store.referenced_digests()
+async def remove_files(store: Store, blobs: BlobStore) -> None:
+    """Remove every file without a reference. Only while no daemon runs."""
+    referenced = await store.retention.list_referenced()
     await asyncio.to_thread(blobs.remove_orphans, referenced)
 
 
-def _steps(store: SqlStore, limits: Limits, plan: Plan) -> Iterator[Callable[[], Awaitable[object]]]:
-    """The transactions, each of a bounded size."""
+def _steps(store: Store, limits: Limits, plan: Plan) -> Iterator[Callable[[], Awaitable[object]]]:
+    """Yield the transactions, each of a bounded size."""
     for job_id, found in plan.versions.items():
         for start in range(0, len(found), BATCH):
-            yield functools.partial(store.give_up, job_id, found[start : start + BATCH])
+            yield functools.partial(store.retention.mark_removed, job_id, found[start : start + BATCH])
     for job_id, keys in plan.attempts.items():
         for start in range(0, len(keys), HISTORY_BATCH):
             part = keys[start : start + HISTORY_BATCH]
-            yield functools.partial(store.remove_history, part, metrics=job_id in plan.ended)
+            yield functools.partial(store.retention.remove_history, part, metrics=job_id in plan.ended)
     for start in range(0, len(plan.clients), BATCH):
         assert limits.clients_before is not None
-        yield functools.partial(store.remove_clients, plan.clients[start : start + BATCH], limits.clients_before)
+        yield functools.partial(
+            store.clients.remove_clients, plan.clients[start : start + BATCH], limits.clients_before
+        )
 
 
 def _keep(job: JobState, limits: Limits) -> Keep:

@@ -1,7 +1,7 @@
-"""Removes what jobs do not keep any more: states, model files, history. In the background, and only by the leader.
+"""Removes what jobs no longer keep: states, model files, history. In the background, and only in the leader.
 
-A row of the database says first that a file is gone, then the file goes. What a crash leaves in between is an orphan,
-which the next start removes. A file that several versions share stays as long as one of them names it.
+A row of the database records that a file is removed before it is. What a crash leaves in between is an orphan, which
+the next start removes. A file that several versions share stays as long as one of them refers to it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
-from fedplat_server.store.port import Store
-from fedplat_server.store.retention import BATCH, Keep
+from fedplat_server.store.jobs import Keep
+from fedplat_server.store.ports import BATCH, Store
 
 RETRY_S = 1.0
 CLOSE_S = 10.0
-"""How long the end waits for the files of the versions at hand to go."""
+"""How long `close` waits for the removal in progress."""
 EVERY_S = 600.0
-"""How often everything is looked at: also what `fedplat-server prune` has given up beside this daemon."""
+"""Interval of a full search, also for files that `fedplat-server prune` marked as removed beside this daemon."""
 OLD_S = 3600.0
-"""How old a file is at least that is removed only because no version names it."""
+"""Minimum age of a file that is removed only because no version refers to it."""
 SEEN_S = 6 * 3600.0
-"""How often it is noted when clients were seen that keep their sessions."""
+"""How often the last calls of clients with long sessions are stored."""
 HISTORY_BATCH = 20
-"""The history of how many attempts is removed in one transaction."""
+"""Number of attempts whose history is removed in one transaction."""
 
 
 def keep_of(job: JobState) -> Keep:
-    """Which versions of a job keep their files."""
+    """Return which versions of a job keep their files."""
     latest, options = job.latest.version, job.spec.retention
     # A private job's state may hold seeds of noise: those of all versions together would be all of them.
     private = latest + (job.status in ENDED_JOBS)
@@ -43,7 +43,7 @@ def keep_of(job: JobState) -> Keep:
 
 
 class Retention:
-    """The background task. `state_of` knows the jobs."""
+    """The background task. `state_of` returns a job's state."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Retention:
         state_of: Callable[[str], JobState],
         take_seen: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`take_seen` gives away when clients were seen since it was asked last."""
+        """`take_seen` returns when clients were seen since its last call."""
         self._blobs = blobs
         self._store = store
         self._state_of = state_of
@@ -65,21 +65,21 @@ class Retention:
         self._is_closing = False
 
     def begin(self) -> None:
-        """Begins to work."""
+        """Start the task."""
         self._task = asyncio.create_task(self._run(), name="retention")
 
     def look_at(self, job_id: str) -> None:
-        """A job has a new version, or has ended."""
+        """Apply a job's policy soon: it has a new version, or has ended."""
         self._jobs[job_id] = None
         self._wanted.set()
 
     def look_for(self, digests: Sequence[str]) -> None:
-        """An attempt has ended that made these files: those that no version names are not needed."""
+        """Remove soon what no version refers to of the files that an attempt made: it has ended."""
         self._leftovers.update(digests)
         self._wanted.set()
 
     async def close(self) -> None:
-        """Ends once the files of the versions at hand are gone; the others go after the next start."""
+        """Stop after the removal in progress; the rest follows after the next start."""
         self._is_closing = True
         self._wanted.set()
         if self._task is not None:
@@ -88,15 +88,15 @@ class Retention:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def apply(self, job_id: str) -> None:
-        """Removes what a job does not keep, some versions at a time."""
+        """Remove what a job does not keep, some versions at a time."""
         job = self._state_of(job_id)
         if job.spec.retention.history_days:
             self._forgetful.add(job_id)
         await self._remove_history(job)
         keep = keep_of(job)
-        while not self._is_closing and (found := await self._store.removable(job_id, keep)):
+        while not self._is_closing and (found := await self._store.retention.list_removable(job_id, keep)):
             with self._blobs.sweep() as sweep:
-                gone = await self._store.give_up(job_id, found)
+                gone = await self._store.retention.mark_removed(job_id, found)
                 size_bytes = await asyncio.to_thread(sweep.remove, gone)
             models, states = sum(one.model for one in found), sum(one.state for one in found)
             logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
@@ -106,29 +106,29 @@ class Retention:
     async def _remove_history(self, job: JobState) -> None:
         days = job.spec.retention.history_days
         before = time.time() - days * 86400.0
-        old = functools.partial(self._store.old_attempts, job.job_id, before, HISTORY_BATCH)
+        old = functools.partial(self._store.retention.list_old_attempts, job.job_id, before, HISTORY_BATCH)
         while days and not self._is_closing and (keys := await old()):
-            # What selection remembers of clients, it reads back from their assignments.
-            await self._store.remove_history(keys, metrics=job.status in ENDED_JOBS)
+            # Assignments stay: selection reads back from them what it remembers of clients.
+            await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
 
     async def _note_seen(self) -> None:
         seen = sorted(self._take_seen().items())
         for start in range(0, len(seen), BATCH):
-            await self._store.note_seen(dict(seen[start : start + BATCH]))
+            await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
 
     async def remove_orphans(self) -> None:
-        """Removes every file that no version names; `fedplat-server prune` may have given it up."""
+        """Remove every file that no version refers to; `fedplat-server prune` may have marked it as removed."""
         with self._blobs.sweep() as sweep:
             there = await asyncio.to_thread(self._blobs.all_digests)
-            gone = there - await self._store.referenced_digests()
-            # Another daemon may lead by now, and be about to name what it has just written.
+            gone = there - await self._store.retention.list_referenced()
+            # Another daemon may lead by now, and be about to refer to what it has just written.
             await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=OLD_S))
 
     async def _remove_leftovers(self) -> None:
         some, self._leftovers = self._leftovers, set()
         with self._blobs.sweep() as sweep:
             try:
-                gone = await self._store.unreferenced(some)
+                gone = await self._store.retention.find_unreferenced(some)
             except StoreError:
                 self._leftovers |= some
                 raise
@@ -155,7 +155,7 @@ class Retention:
                 await self._tried(self._remove_leftovers())
 
     async def _tried(self, work: Awaitable[None]) -> bool:
-        """Whether work was done that a database or a disk may refuse for a while; the rounds go on meanwhile."""
+        """Do work that a database or a disk may refuse for a while; return whether it is done."""
         try:
             await work
         except LeadershipLostError:

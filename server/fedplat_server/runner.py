@@ -33,7 +33,7 @@ from fedplat_server.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 
 MAX_BATCH = 1000
 STORE_RETRY_S = 0.5
@@ -196,7 +196,7 @@ class Runner:
         try:
             if proposal.changes:
                 # A cancellation must not leave open whether the changes were stored.
-                await _finish(self._store.save(proposal.changes, context.now, save_id=save_id, audit=audit))
+                await _finish(self._store.jobs.save(proposal.changes, context.now, save_id=save_id, audit=audit))
         except StoreUnavailableError as exc:
             if not await self._was_saved(proposal, save_id, batch, exc, context.rng):
                 self.coordinator.reject(proposal)
@@ -242,7 +242,7 @@ class Runner:
         pause_s = self._store_retry_s
         while True:
             try:
-                last = await self._store.last_save(proposal.changes[0].job.job_id)
+                last = await self._store.jobs.find_last_save(proposal.changes[0].job.job_id)
                 break
             except StoreUnavailableError:
                 await asyncio.sleep(rng.uniform(pause_s / 2, pause_s))

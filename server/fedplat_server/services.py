@@ -29,7 +29,8 @@ from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
-from fedplat_server.store.port import JobRecord, Store
+from fedplat_server.store.jobs import JobRecord
+from fedplat_server.store.ports import Store
 from fedplat_server.tls import Certificates
 from fedplat_server.uploads import UploadStore
 

@@ -18,14 +18,14 @@ from fedplat.admin import AdminClient
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredAttempt
 from fedplat.updates import Format
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_client.encoding import Encoder
 from fedplat_client.transfer import Content
-from fedplat_server.store import inspection
+from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from fedplat_server.verify.records import Attempt
 from server.crash import recompute
 
 NUM_CLIENTS = 3
@@ -142,7 +142,7 @@ async def recomputed(folder: Path, job: str, options: codecs.Options, sent: dict
     model, num_bytes = initial(), 0
     async with inspection.snapshot(f"sqlite:///{folder / 'fedplat.sqlite'}") as connection:
         units = [unit async for unit in inspection.units(connection)]
-    attempts = [unit for unit in units if isinstance(unit, Attempt) and unit.job.job_id == job]
+    attempts = [unit for unit in units if isinstance(unit, StoredAttempt) and unit.job.job_id == job]
     for attempt in attempts:
         total, weights = np.zeros(model.schema.num_floating, np.float32), 0.0
         steps: list[Any] = []

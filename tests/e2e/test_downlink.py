@@ -17,11 +17,11 @@ from e2e import processes
 from fedplat.cli import submission
 from fedplat.job import parse_job
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredJob
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, Task, TrainResult, transfer
-from fedplat_server.store import inspection
+from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
-from fedplat_server.verify.records import Job
 
 JOB = """
 name = "downlink"
@@ -105,9 +105,9 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, int]
     return noted
 
 
-async def job_of(folder: Path) -> Job:
+async def job_of(folder: Path) -> StoredJob:
     async with inspection.snapshot(f"sqlite:///{folder / 'fedplat.sqlite'}") as connection:
-        (job,) = [unit async for unit in inspection.units(connection) if isinstance(unit, Job)]
+        (job,) = [unit async for unit in inspection.units(connection) if isinstance(unit, StoredJob)]
     return job
 
 

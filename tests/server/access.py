@@ -15,7 +15,7 @@ from grpc import aio
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.errors import OperatorError
 from fedplat_server.operators import OperatorRecord, Role, hash_token
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from fedplat_server.store.sql import open_store
 from fedplat_server.tls import TlsFiles
 
@@ -60,7 +60,7 @@ async def add_operator(
 ) -> None:
     """Makes an operator with this token, unless there is one."""
     with contextlib.suppress(OperatorError):
-        await store.add_operator(OperatorRecord(name_of(token), role, 0.0, expires_unix_s), hash_token(token))
+        await store.operators.add_operator(OperatorRecord(name_of(token), role, 0.0, expires_unix_s), hash_token(token))
 
 
 async def add_operator_to(database: str) -> None:

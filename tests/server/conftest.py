@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from fedplat_server import evaluation
-from fedplat_server.faulty_store import Faults
 from fedplat_server.store import schema
 from server import access, databases, harness, storm
+from server.faulty_store import Faults
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,8 +46,7 @@ def weather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SQLite file with the tables of this version and the operator of the tests, to be copied."""
     path = tmp_path_factory.mktemp("database") / "fedplat.sqlite"
-    schema.upgrade(f"sqlite:///{path}")
-    databases.in_thread(access.add_operator_to(f"sqlite:///{path}"))
+    databases.create_sqlite(path)
     return path
 
 

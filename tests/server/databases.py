@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
@@ -15,6 +16,9 @@ from typing import Any
 import asyncpg
 import pytest
 from sqlalchemy.engine import make_url
+
+from fedplat_server.store import schema
+from server import access
 
 _numbers = itertools.count()
 
@@ -33,6 +37,25 @@ async def execute_sql(database: str, *statements: str) -> None:
             await connection.execute(statement)
     finally:
         await connection.close()
+
+
+def create_sqlite(path: Path) -> str:
+    """Write a SQLite database with the tables of this version and the operator of the tests; return its URL."""
+    path.write_bytes(_sqlite_template())
+    return f"sqlite:///{path}"
+
+
+@functools.cache
+def _sqlite_template() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="fedplat-sqlite-") as folder:
+        path = Path(folder) / "fedplat.sqlite"
+        in_thread(_fill(f"sqlite:///{path}"))
+        return path.read_bytes()
+
+
+async def _fill(database: str) -> None:
+    await asyncio.to_thread(schema.upgrade, database)
+    await access.add_operator_to(database)
 
 
 @contextlib.contextmanager

@@ -25,12 +25,11 @@ from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
 from fedplat_server.errors import Code
-from fedplat_server.faulty_store import Faults, FaultyStore
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from fedplat_server.store.sql import open_store
-from fedplat_server.testing import MemoryStore
 from server import access, raw_client
 from server.access import ADMIN_TOKEN, add_operator, authorized
+from server.faulty_store import Faults, FaultyStore
 from server.raw_client import PATIENCE_S, RawClient, again, digest_of, in_parts, private_key, reason_name
 
 __all__ = ["digest_of", "reason_name"]  # what belongs to the clients, and most tests need
@@ -325,7 +324,7 @@ async def running(
 
     `clock` is the wall's.
     """
-    store = FaultyStore(MemoryStore())  # until the daemon leads
+    store = FaultyStore()  # opened once the daemon leads
 
     async def open_faulty(database: str) -> Store:
         store.inner = await open_store(database, clock)
@@ -358,7 +357,8 @@ async def running(
             return access.channel(daemon.port, made.tls, (own, *(RETRIES if STORM else ())))
 
         async with open_channel() as channel:
-            await add_operator(store.inner)
+            if store.is_open:
+                await add_operator(store.inner)
             site = Site(daemon, store, channel, Operator(channel), task, folder, open_channel)
             yield site
             for another in site.channels:

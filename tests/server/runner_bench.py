@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 from fedplat.job import parse_job
@@ -13,10 +15,11 @@ from fedplat.rounds.commands import Abort, Assign, Command, Refuse
 from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand
 from fedplat_server.check_in import wait_for_work
 from fedplat_server.desk import Desk
-from fedplat_server.faulty_store import FaultyStore
 from fedplat_server.runner import Runner, Timer
-from fedplat_server.store.port import Store
-from fedplat_server.testing import MemoryStore
+from fedplat_server.store.ports import Store
+from fedplat_server.store.sql import open_store
+from server import databases
+from server.faulty_store import FaultyStore
 from server.harness import job_file
 
 PATIENCE_S = 60.0
@@ -56,8 +59,8 @@ class Actor:
 class Bench:
     """A runner with two jobs, "toy" and one of another population that makes changes when a test needs some."""
 
-    def __init__(self) -> None:
-        self.store = FaultyStore(cast(Store, MemoryStore()))
+    def __init__(self, store: Store) -> None:
+        self.store = FaultyStore(store)
         self.clock = FastClock()
         self.runner = Runner(Coordinator(), cast(Store, self.store), self.clock, store_retry_s=STORE_RETRY_S)
         self.actor = Actor()
@@ -67,7 +70,7 @@ class Bench:
         text = job_file(job_id, goal=1).replace('"demo"', f'"{population}"')
         version = ModelVersion(version=0, round=0, attempt=0, digest="0" * 64, size_bytes=1)
         state = JobState(job_id, parse_job(text), version)
-        record = await self.store.inner.create_job(state, text, f"key of {job_id}")
+        record = await self.store.inner.jobs.create_job(state, text, f"key of {job_id}")
         self.runner.coordinator.add(record.state)
 
     async def act(self, action: Action, job_id: str = "other") -> None:
@@ -85,17 +88,20 @@ class Bench:
 
 @asynccontextmanager
 async def bench() -> AsyncGenerator[Bench]:
-    made = Bench()
-    await made.add("toy", "demo")
-    await made.add("other", "elsewhere")
-    made.task = asyncio.create_task(made.runner.run(made.actor))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield made
-    finally:
-        made.runner.stop_timers()
-        made.task.cancel()
-        await asyncio.gather(made.task, return_exceptions=True)
+    with tempfile.TemporaryDirectory(prefix="fedplat-bench-") as folder:
+        store = await open_store(databases.create_sqlite(Path(folder) / "fedplat.sqlite"))
+        made = Bench(store)
+        await made.add("toy", "demo")
+        await made.add("other", "elsewhere")
+        made.task = asyncio.create_task(made.runner.run(made.actor))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                yield made
+        finally:
+            made.runner.stop_timers()
+            made.task.cancel()
+            await asyncio.gather(made.task, return_exceptions=True)
+            await store.close()
 
 
 async def settle() -> None:

@@ -168,5 +168,5 @@ async def test_behind_a_trusted_proxy_each_caller_has_its_own_address(folder: Pa
         bad = [("authorization", f"Bearer {ADMIN_TOKEN[:-1]}y"), ("x-forwarded-for", "2001:db8::7")]
         admin = site.channel.unary_unary("/fedplat.wire.v1.Jobs/ListJobs")
         assert await code_of(admin(admin_pb2.ListJobsRequest().SerializeToString(), metadata=bad)) == "NO_OPERATOR"
-        rows = await site.store.inner.list_audit()
+        rows = await site.store.inner.audit.list_rows()
         assert [row.actor for row in rows if row.action == audit.Action.LOGIN_REFUSED] == ["ipv6:2001:db8::7"]

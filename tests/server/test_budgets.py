@@ -70,7 +70,7 @@ async def test_a_job_is_settled_once(site: Site, monkeypatch: pytest.MonkeyPatch
     assert len({job.job_id for job in same}) == 1
     assert settled == 1
     assert threading.main_thread().name not in where
-    (record,) = await site.store.load_jobs()
+    (record,) = await site.store.jobs.load_jobs()
     options = record.state.spec.privacy
     assert options is not None
     assert options.max_releases == 4
@@ -154,7 +154,9 @@ async def test_a_budget_is_no_less_than_what_is_planned(site: Site) -> None:
     for _ in range(2):
         await site.operator.privacy.RemovePrivacyBudget(remove)
     await site.operator.create(job_file())
-    noted = [(row.action, row.subject, row.details) for row in await site.store.list_audit() if "budget" in row.action]
+    noted = [
+        (row.action, row.subject, row.details) for row in await site.store.audit.list_rows() if "budget" in row.action
+    ]
     set_to = f'{{"delta":1e-06,"epsilon":{epsilon(4) * 1.001!r}}}'
     assert noted == [("privacy budget set", "demo", set_to), ("privacy budget removed", "demo", "{}")]
 
@@ -191,10 +193,10 @@ async def test_what_changes_while_it_is_looked_at_is_looked_at_again(
     monkeypatch.undo()
     await cancel(site, "other")
     waits = harness.Gate()
-    site.store.after["population"] = waits
+    site.store.after["load_population"] = waits
     creation = asyncio.create_task(site.operator.create(job_file("late")))
     await waits.reached.wait()
-    del site.store.after["population"]
+    del site.store.after["load_population"]
     await budget(site, 3.0)
     waits.open()
     assert "expected a job with [privacy]" in await refused(creation)

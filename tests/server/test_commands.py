@@ -54,18 +54,18 @@ def files_of(data: Path) -> dict[str, bytes]:
 
 
 def operators_of(data: Path) -> list[OperatorRecord]:
-    return with_store(database_url(data, None), lambda store: store.list_operators())
+    return with_store(database_url(data, None), lambda store: store.operators.list_operators())
 
 
 def audit_of(data: Path) -> list[AuditRow]:
-    return with_store(database_url(data, None), lambda store: store.list_audit())
+    return with_store(database_url(data, None), lambda store: store.audit.list_rows())
 
 
 def is_complete(data: Path) -> None:
     """What a server needs to start, and the admin to use it, is there and fits together."""
     load(private_pki.PkiFolder.of(data).files, utc_now())
     token = profile.load(data / "admin.toml").token
-    found = with_store(database_url(data, None), lambda store: store.operator_by_token(hash_token(token)))
+    found = with_store(database_url(data, None), lambda store: store.operators.find_operator(hash_token(token)))
     assert found is not None
     assert (found.name, found.role) == ("admin", "admin")
     for name in SECRETS:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,11 +17,11 @@ from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.errors import RefusedError
 from fedplat_server.identity import revocation
 from fedplat_server.identity.book import ClientBook
-from fedplat_server.store.fleet import Enrolment, EnrolmentToken
-from fedplat_server.store.port import Store
-from fedplat_server.testing import MemoryStore
-from server import harness
-from server.harness import FaultyStore, Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
+from fedplat_server.store.clients import Enrolment, EnrolmentToken
+from fedplat_server.store.sql import open_store
+from server import databases, harness
+from server.faulty_store import FaultyStore
+from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
 from server.raw_client import CHALLENGE, Metadata, private_key
 
 S = grpc.StatusCode
@@ -331,7 +332,7 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
     (leaked,) = [one.enrolment_id for one in await enrolments(site) if one.num_uses == 20]
     listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
     assert {one.client_id for one in listed if one.enrolment_id == leaked} == {one.client_id for one in thieves}
-    enrolled = [row for row in await site.store.inner.list_audit() if row.action == "client enrolled"]
+    enrolled = [row for row in await site.store.inner.audit.list_rows() if row.action == "client enrolled"]
     assert sum(f'"enrolment":"{leaked}"' in row.details for row in enrolled) == len(thieves)
     request, counts = admin_pb2.RevokeEnrolmentRequest(enrolment_id=leaked, with_clients=True), list[int]()
     while not counts or request.page_token:
@@ -345,7 +346,7 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
         assert await refused(thief.open_session()) == (S.PERMISSION_DENIED, "REVOKED")
     assert await refused(enrolling(newcomer(site), ticket)) == (S.PERMISSION_DENIED, "TOKEN_REFUSED")
     await honest.refusal()
-    rows = [row for row in await site.store.inner.list_audit() if row.action == "client revoked"]
+    rows = [row for row in await site.store.inner.audit.list_rows() if row.action == "client revoked"]
     assert {row.subject for row in rows} == {thief.client_id for thief in thieves}
 
 
@@ -373,23 +374,24 @@ async def test_revocation_ends_the_work_of_a_client_and_the_round_goes_on(site: 
     assert (await site.operator.versions(job))[-1].num_updates == 1
 
 
-async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered() -> None:
-    store = FaultyStore(cast(Store, MemoryStore()))
-    await store.inner.add_enrolment_token(EnrolmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
-    await store.inner.enroll(Enrolment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
-    book = ClientBook(cast(Store, store))
+async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(tmp_path: Path) -> None:
+    store = FaultyStore(await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")))
+    await store.inner.clients.add_enrolment_token(EnrolmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
+    await store.inner.clients.enroll(Enrolment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
+    book = ClientBook(store.clients)
     gate = Gate()
     store.after["find_clients"] = gate
     looking_up = asyncio.create_task(book.find("c"))
     await gate.reached.wait()
     del store.after["find_clients"]
-    revoked = await store.inner.revoke_client("c")
+    revoked = await store.inner.clients.revoke_client("c")
     assert revoked is not None
     book.changed(revoked)
     gate.open()
     await looking_up
     with pytest.raises(RefusedError, match="revoked"):
         await book.find("c")
+    await store.close()
 
 
 # --- assignment tokens -----------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from fedplat_server.cluster.election import LeaseElection
 from fedplat_server.cluster.lease import Candidate, Lease, Sighting, Tenure
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.store.memory_leases import MemoryLeases
-from server import harness
+from fedplat_server.store.engine import async_url, create_engine
+from fedplat_server.store.sql_leases import SqlLeases, open_leases
+from server import databases, harness
 from server.harness import digest_of, initial_model, job_file, update_of
 from server.test_gateway import both_agree, code_of, leading
 
@@ -58,14 +59,20 @@ def test_no_secret_in_a_repr() -> None:
     assert "secret" not in repr(HELD).replace("secret=", "")
 
 
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    """The URL of a SQLite database with the tables of this version."""
+    return databases.create_sqlite(tmp_path / "fedplat.sqlite")
+
+
 QUICK = LeaseTimes(valid_s=0.3, renew_s=0.05, margin_s=0.1, poll_s=0.01)
 
 
-class Away(MemoryLeases):
+class Away(SqlLeases):
     """Leases in a database that does not answer renewals: at once, or never."""
 
-    def __init__(self, answers: bool) -> None:
-        super().__init__()
+    def __init__(self, database: str, answers: bool) -> None:
+        super().__init__(create_engine(async_url(database)))
         self._answers = answers
 
     async def renew(self, lease: Lease, valid_s: float) -> bool:
@@ -80,8 +87,8 @@ async def unfollowed(_: Lease) -> None:
 
 @pytest.mark.fault("F19")
 @pytest.mark.parametrize("answers", [True, False])
-async def test_who_cannot_renew_stops_before_the_lease_ends(answers: bool) -> None:
-    leases = Away(answers)
+async def test_who_cannot_renew_stops_before_the_lease_ends(database: str, answers: bool) -> None:
+    leases = Away(database, answers)
     election = LeaseElection(leases, ONE, QUICK)
     tenure = await election.elect(unfollowed)
     with pytest.raises(LeadershipLostError, match="in time"):
@@ -90,18 +97,19 @@ async def test_who_cannot_renew_stops_before_the_lease_ends(answers: bool) -> No
 
 
 @pytest.mark.fault("F20")
-async def test_who_finds_another_term_stops_at_once() -> None:
-    leases = MemoryLeases()
+async def test_who_finds_another_term_stops_at_once(database: str) -> None:
+    leases = await open_leases(database)
     election = LeaseElection(leases, ONE, LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01))
     tenure = await election.elect(unfollowed)
     await leases.release(tenure.lease)
     assert await leases.take(TWO, "s2", 60.0)
     with pytest.raises(LeadershipLostError, match="term 1 is over"):
         await election.keep(tenure)
+    await election.close()
 
 
-async def test_a_candidate_follows_until_the_leader_resigns() -> None:
-    leases = MemoryLeases()
+async def test_a_candidate_follows_until_the_leader_resigns(database: str) -> None:
+    leases = await open_leases(database)
     times = LeaseTimes(valid_s=60.0, renew_s=0.01, margin_s=1.0, poll_s=0.01)
     first, second = LeaseElection(leases, ONE, times), LeaseElection(leases, TWO, times)
     tenure = await first.elect(unfollowed)
@@ -110,6 +118,7 @@ async def test_a_candidate_follows_until_the_leader_resigns() -> None:
     assert (await followed.get()).address == "one:7443"
     await first.resign(tenure)
     assert (await electing).lease.term == 2
+    await leases.close()
 
 
 # --- networks between a leader and its database --------------------------------------------------------------

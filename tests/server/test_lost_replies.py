@@ -20,7 +20,7 @@ class LostReplies:
     def __init__(self, it: Bench, count: int = 1) -> None:
         self.open, self.asked, self.left = asyncio.Event(), asyncio.Event(), count
         it.store.after["save"] = self._lose
-        it.store.before["last_save"] = self._hide
+        it.store.before["find_last_save"] = self._hide
 
     async def _lose(self) -> None:
         if self.left:
@@ -43,13 +43,17 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
         assert it.runner.in_doubt
         lost.open.set()
         await it.back()
-        (record, _) = await it.store.inner.load_jobs()
+        (record, _) = await it.store.inner.jobs.load_jobs()
         assert record.state.revision == it.runner.coordinator.jobs["toy"].revision
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
         assert [change.job.job_id for change in it.actor.changes] == ["toy"] * len(it.actor.changes)
         await it.act(Action.START, "toy")  # asked again by the operator who heard "try again": done already
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
-        rows = [record.row.to_state for record in await it.store.inner.history("toy") if record.row.entity == "job"]
+        rows = [
+            record.row.to_state
+            for record in await it.store.inner.jobs.list_history("toy")
+            if record.row.entity == "job"
+        ]
         assert rows == ["DRAFT", "RUNNING"]
         assert it.task is not None
         assert not it.task.done()
@@ -130,9 +134,9 @@ async def test_many_lost_replies_never_look_like_another_server() -> None:
                 except StoreUnavailableError:
                     await it.back()
         assert it.runner.coordinator.jobs["other"].status is JobStatus.RUNNING
-        (_, record) = await it.store.inner.load_jobs()
+        (_, record) = await it.store.inner.jobs.load_jobs()
         assert record.state.revision == it.runner.coordinator.jobs["other"].revision
-        rows = [record.row for record in await it.store.inner.history("other") if record.row.entity == "job"]
+        rows = [record.row for record in await it.store.inner.jobs.list_history("other") if record.row.entity == "job"]
         assert [row.from_state for row in rows[1:]] == [row.to_state for row in rows[:-1]]
 
 

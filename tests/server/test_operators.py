@@ -56,7 +56,7 @@ async def token_of(site: Site, role: Role, **options: Any) -> str:
 
 
 async def noted(site: Site) -> list[tuple[str, str, str]]:
-    return [(row.actor, row.action, row.subject) for row in await site.store.inner.list_audit()]
+    return [(row.actor, row.action, row.subject) for row in await site.store.inner.audit.list_rows()]
 
 
 def test_every_method_has_a_least_role() -> None:
@@ -233,7 +233,7 @@ async def test_of_two_admins_who_remove_each_other_one_stays(tmp_path: Path, any
         )
         codes = [answer.code() for answer in answers if isinstance(answer, aio.AioRpcError)]
         assert codes == [grpc.StatusCode.FAILED_PRECONDITION]
-        assert len(await site.store.inner.list_operators()) == 1
+        assert len(await site.store.inner.operators.list_operators()) == 1
 
 
 async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
@@ -275,7 +275,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
         await site.operator.operators.AddOperator(admin_pb2.AddOperatorRequest(name="ben", role="viewer"))
 
         async def rows() -> list[audit.AuditRow]:
-            found = await site.store.inner.list_audit()
+            found = await site.store.inner.audit.list_rows()
             return [row for row in found if row.action == audit.Action.ROLE_REFUSED]
 
         async def is_noted() -> bool:
@@ -304,8 +304,8 @@ async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> 
         for number in range(300):  # one customer of a provider: all in one /64
             await refusal(call(site, LIST_JOBS, ("x-forwarded-for", f"2001:db8:ffff::{number:x}")))
     store = await open_store(f"sqlite:///{folder / 'fedplat.sqlite'}")
-    rows = await store.list_audit()
-    assert audit.check_chain(rows, await store.audit_head()) == []
+    rows = await store.audit.list_rows()
+    assert audit.check_chain(rows, await store.audit.read_head()) == []
     await store.close()
     noted = [row for row in rows if row.action == audit.Action.LOGIN_REFUSED]
     left_out = [json.loads(row.details)["num_rows"] for row in rows if row.action == audit.Action.NOT_NOTED]
@@ -329,7 +329,7 @@ async def test_models_that_come_and_go_are_noted(site: Site) -> None:
     viewer = Operator(site.channel, await token_of(site, Role.VIEWER))
     for _ in range(3):
         await viewer.export(job.job_id, 0)
-    rows = [row for row in await site.store.inner.list_audit() if row.action.startswith("model")]
+    rows = [row for row in await site.store.inner.audit.list_rows() if row.action.startswith("model")]
     assert [(row.action, row.subject) for row in rows] == [
         (audit.Action.MODEL_UPLOADED, job.model.digest),
         (audit.Action.MODEL_EXPORTED, job.job_id),
@@ -402,13 +402,13 @@ async def test_a_report_with_other_content_is_refused_and_noted_once(site: Site)
         answer = await client.report(mine.token, digest_of(again))
         assert harness.reason_name(answer.refusal.reason) == "REJECTED_CONFLICT"
     assert (await client.report(mine.token, digest_of(first))).HasField("receipt")
-    rows = [row for row in await site.store.inner.list_audit() if row.action == audit.Action.REPORT_CONFLICT]
+    rows = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.Action.REPORT_CONFLICT]
     assert [(row.actor, row.subject) for row in rows] == [(client.client_id, f"{job} round 1 attempt 1")]
     assert json.loads(rows[0].details) == {"first": digest_of(first)[:16], "other": digest_of(again)[:16]}
 
 
 async def test_the_audit_log_is_read_in_pages(site: Site) -> None:
-    await site.store.inner.append_audit([audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n)) for n in range(1500)])
+    await site.store.inner.audit.append([audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n)) for n in range(1500)])
     seen: list[admin_pb2.AuditEvent] = []
     while True:
         after = seen[-1].sequence if seen else 0
@@ -416,6 +416,6 @@ async def test_the_audit_log_is_read_in_pages(site: Site) -> None:
         if not page.events:
             break
         seen += page.events
-    rows = await site.store.inner.list_audit(limit=10_000)
+    rows = await site.store.inner.audit.list_rows(limit=10_000)
     assert [event.hash for event in seen] == [row.hash for row in rows]
-    assert audit.check_chain(rows, await site.store.inner.audit_head()) == []
+    assert audit.check_chain(rows, await site.store.inner.audit.read_head()) == []

@@ -65,7 +65,7 @@ async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: S
 
 
 async def _history(site: Site, job: str) -> list[object]:
-    return list(await site.store.inner.history(job))
+    return list(await site.store.inner.jobs.list_history(job))
 
 
 @pytest.mark.fault("F9")
@@ -98,7 +98,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
     failed = asyncio.Event()
 
     async def away_for_the_version() -> None:
-        if (await site.store.inner.list_attempts(job))[-1].phase == "COMMITTING":
+        if (await site.store.inner.jobs.list_attempts(job))[-1].phase == "COMMITTING":
             failed.set()
             raise StoreUnavailableError("away")
 

@@ -191,9 +191,9 @@ async def test_every_list_has_pages(site: Site) -> None:
 
 async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
     entries = [audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n), {"much": "x" * 20_000}) for n in range(200)]
-    await site.store.inner.append_audit(entries)
+    await site.store.inner.audit.append(entries)
     found = await each_page(site.operator.operators.ListAudit, admin_pb2.ListAuditRequest(after_sequence=7))
-    (last,) = await site.store.inner.list_audit(200)  # the start of the server is noted, too
+    (last,) = await site.store.inner.audit.list_rows(200)  # the start of the server is noted, too
     assert [event.sequence for page in found for event in page.events] == list(range(8, last.sequence + 1))
     assert max(sizes(found)) < pages.MAX_BYTES + 2**16
     assert len(found) > 3

@@ -67,7 +67,7 @@ async def start(site: Site, text: str) -> str:
 
 
 async def ledger(site: Site, job: str) -> list[LedgerRow]:
-    return await site.store.inner.ledger(job)
+    return await site.store.inner.ledger.list_releases(job)
 
 
 async def reopened(site: Site, clients: list[RawClient]) -> list[RawClient]:

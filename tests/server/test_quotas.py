@@ -156,7 +156,7 @@ async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
         restless, other = await site.fleet(2)
 
         async def stored() -> str:
-            found = await site.store.inner.find_clients([restless.client_id])
+            found = await site.store.inner.clients.find_clients([restless.client_id])
             return found[restless.client_id].labels.get("n", "")
 
         for number in range(50):

@@ -126,22 +126,22 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
     async with harness.running(folder) as site:
         job = await train(site, range(1, 3))
         await site.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
-        before = (await site.store.inner.list_versions(job))[-1].version
+        before = (await site.store.inner.jobs.list_versions(job))[-1].version
         done = await roll_back(site, job, 1)
         assert (done.rule_state, done.job.restored_from) == ("latest", 1)
-        latest = (await site.store.inner.list_versions(job))[-1].version
+        latest = (await site.store.inner.jobs.list_versions(job))[-1].version
         assert (latest.state_digest, latest.round) == (before.state_digest, 0)
-        assert len(await site.store.inner.ledger(job)) == 2
+        assert len(await site.store.inner.ledger.list_releases(job)) == 2
         await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
         client = await site.enrol(key="client 1")
         work = await client.assignment()
         await client.deliver(work.token, update(3))
         await site.operator.until(job, "version", "4")
-        record = (await site.store.inner.list_versions(job))[-1].version
+        record = (await site.store.inner.jobs.list_versions(job))[-1].version
         path = folder / "blobs" / record.state_digest[:2] / record.state_digest[2:4] / record.state_digest
         _, scalars = state_from_bytes(path.read_bytes())
         assert scalars["tree step"] == 3.0
-        assert len(await site.store.inner.ledger(job)) == 3
+        assert len(await site.store.inner.ledger.list_releases(job)) == 3
         models = [(await site.operator.model(job, version)).to_vector().astype(float) for version in range(5)]
         assert np.array_equal(models[3], models[1])
         steps = [models[1] - models[0], models[2] - models[1], models[4] - models[3]]
@@ -153,5 +153,5 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
         assert np.std(sum(noise)) == pytest.approx(deviation * np.sqrt(2), rel=0.05)
         assert abs(np.corrcoef(noise[2], noise[0])[0, 1]) < 5 / np.sqrt(SIZE)
         assert abs(np.corrcoef(noise[2], noise[1])[0, 1]) < 5 / np.sqrt(SIZE)
-        assert keep_of((await site.store.inner.load_jobs())[0].state).states_from == 4
+        assert keep_of((await site.store.inner.jobs.load_jobs())[0].state).states_from == 4
     assert await findings(folder) == []

@@ -119,7 +119,7 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
     async with bench() as it:
         await it.act(Action.START)
         poison = asyncio.Event()
-        save = it.store.inner.save
+        save = it.store.inner.jobs.save
 
         async def picky(changes: Sequence[Change], now: float, **more: Any) -> None:
             if any(change.job.job_id == "toy" for change in changes):
@@ -127,7 +127,7 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
                 raise StoreError("refused for good")
             await save(changes, now, **more)
 
-        it.store.inner.save = picky  # pyright: ignore[reportAttributeAccessIssue]
+        it.store.inner.jobs.save = picky  # pyright: ignore[reportAttributeAccessIssue]
         results = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.PAUSE), return_exceptions=True)
         assert isinstance(results[0], StoreError)
         assert results[1] is None
@@ -197,7 +197,7 @@ async def test_stopping_in_the_middle_of_a_write_lets_it_end() -> None:
         assert not it.task.done()
         gate.open()
         await asyncio.gather(it.task, act, return_exceptions=True)
-        assert (await it.store.inner.load_jobs())[0].state.status is JobStatus.RUNNING
+        assert (await it.store.inner.jobs.load_jobs())[0].state.status is JobStatus.RUNNING
 
 
 async def test_nothing_grows_with_the_number_of_calls() -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from core.simulation.cases import BAD, job, make_fleet
+from core.simulation.cases import BAD, make_fleet
 from core.simulation.test_replay import record
+from fedplat.job import parse_job
 from fedplat.rounds import Change, Context, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command
 from fedplat.simulation.driver import Tokens, coordinator_rng
 from fedplat.simulation.play import Simulation
 from fedplat_server.runner import Runner, Timer
-from fedplat_server.testing import MemoryStore
+from fedplat_server.store.sql import open_store
+from server import databases
 
 SEED = 9
+JOB_FILE = """
+name = "job"
+population = "demo"
+trainer = "digits"
+rounds = 4
+model.initial = "model:make"
+selection = { goal = 8, over_selection = 1.3, min_fraction = 0.5 }
+deadlines = { selection_s = 60.0, training_s = 60.0, upload_s = 30.0 }
+"""
 
 
 class Notes:
@@ -44,12 +56,16 @@ class SimulatedClock:
         return asyncio.get_running_loop().call_later(3600.0, callback)
 
 
-async def test_the_daemon_stores_what_the_simulator_decided() -> None:
-    spec = job(rounds=4)
+async def test_the_daemon_stores_what_the_simulator_decided(tmp_path: Path) -> None:
+    spec = parse_job(JOB_FILE)
     batches = record(Simulation(spec=spec, fleet=make_fleet(40, **BAD), seed=SEED, model_bytes=4.0))
     state = JobState(spec.name, spec, ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=4))
-    store, notes, clock = MemoryStore(), Notes(), SimulatedClock()
-    await store.create_job(state, "", "key")
+    store, notes, clock = (
+        await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")),
+        Notes(),
+        SimulatedClock(),
+    )
+    await store.jobs.create_job(state, JOB_FILE, "key")
     rng, new_token = coordinator_rng(SEED), Tokens()
     runner = Runner(Coordinator([state]), store, clock, lambda now: Context(now, rng, new_token))
     running = asyncio.create_task(runner.run(notes))
@@ -66,5 +82,6 @@ async def test_the_daemon_stores_what_the_simulator_decided() -> None:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    (found,) = await store.load_jobs()
+    (found,) = await store.jobs.load_jobs()
     assert found.state.status == "COMPLETED"
+    await store.close()

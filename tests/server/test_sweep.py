@@ -15,7 +15,7 @@ from fedplat_server import blobs as blob_files
 from fedplat_server.attempts import folding
 from fedplat_server.blobs import BlobStore
 from fedplat_server.retention import keep_of
-from fedplat_server.store.retention import Keep
+from fedplat_server.store.jobs import Keep
 from server import test_private
 from server.harness import job_file
 

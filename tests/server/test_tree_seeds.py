@@ -112,7 +112,7 @@ async def test_no_seed_is_left_when_a_job_has_ended(folder: Path) -> None:
         found = unmasked(folder, models)
         print("correlations:", *(f"{each:+.6f}" for each in found))
         assert max(found) < 0.1
-        assert [one.state_removed_unix_s is not None for one in await site.store.inner.list_versions(job)] == [
+        assert [one.state_removed_unix_s is not None for one in await site.store.inner.jobs.list_versions(job)] == [
             False,
             *[True] * ROUNDS,
         ]
@@ -127,7 +127,7 @@ async def test_seeds_of_covered_nodes_are_gone_after_each_commit(folder: Path) -
     for round_ in range(1, ROUNDS + 1):
         async with harness.running(folder) as site:  # a new daemon for each round
             job = await train(site, range(round_, round_ + 1), job)
-            state = (await site.store.inner.list_versions(job))[-1].version.state_digest
+            state = (await site.store.inner.jobs.list_versions(job))[-1].version.state_digest
             path = folder / "blobs" / state[:2] / state[2:4] / state
             if round_ < ROUNDS:
                 _, scalars = state_from_bytes(path.read_bytes())

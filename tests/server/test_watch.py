@@ -76,8 +76,8 @@ async def test_watchers_that_go_away_are_forgotten(site: Site) -> None:
 
 
 async def test_a_long_history_comes_in_parts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = site.store.inner.history
-    monkeypatch.setattr(site.store.inner, "history", functools.partial(history, limit=3))
+    history = site.store.inner.jobs.list_history
+    monkeypatch.setattr(site.store.inner.jobs, "list_history", functools.partial(history, limit=3))
     job = await site.operator.start(job_file(goal=1, rounds=3))
     await train(site, 3)
     assert len(await site.operator.events(job)) == len(await history(job)) > 20

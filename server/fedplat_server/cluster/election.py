@@ -13,7 +13,7 @@ from fedplat_server.cluster import lease as rules
 from fedplat_server.cluster.lease import Candidate, Lease, Tenure
 from fedplat_server.config import LeaseTimes, ServerConfig
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
-from fedplat_server.store.leases import Leases
+from fedplat_server.store.ports import LeaseStore
 from fedplat_server.store.sql_leases import open_leases
 
 Follow = Callable[[Lease], Awaitable[None]]
@@ -75,7 +75,7 @@ class LeaseElection:
 
     def __init__(
         self,
-        leases: Leases,
+        leases: LeaseStore,
         candidate: Candidate,
         times: LeaseTimes,
         clock: Callable[[], float] = time.monotonic,

@@ -1,4 +1,4 @@
-"""The clients, by their id: what the store has of them, when they were last seen, and how many calls they have open."""
+"""The clients, by their id: their stored records, when they were last seen, and the number of their open calls."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from fedplat_server.bounded_audit import Recent
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.gathered import Gathered
-from fedplat_server.store.fleet import ClientRecord
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord
+from fedplat_server.store.ports import ClientStore
 
 CACHE_SIZE = 50_000
 UPDATE_EVERY_S = 60.0
-"""How often what a client says of itself is stored, if it changes."""
+"""Minimum interval between updates of what a client reports of itself."""
 
 
 class ClientBook:
-    """Looks clients up in the store, and remembers the latest ones: only the daemon that leads changes them."""
+    """A cache of the latest clients: only the daemon that leads changes them."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._found = Gathered(store.find_clients)
+    def __init__(self, clients: ClientStore) -> None:
+        self._clients = clients
+        self._found = Gathered(clients.find_clients)
         self._begun = Gathered(self._begin_sessions)
         self._known: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
@@ -33,7 +33,7 @@ class ClientBook:
         self._seen_lately: dict[str, float] = {}
 
     async def find(self, client_id: str) -> ClientRecord:
-        """The client as it is now. Raises `RefusedError` if it is unknown or revoked."""
+        """Return the client. Raises `RefusedError` if it is unknown or revoked."""
         record = self._known.get(client_id)
         if record is None:
             before = self._num_changes
@@ -47,34 +47,34 @@ class ClientBook:
         return record
 
     async def begin_session(self, client_id: str) -> ClientRecord:
-        """Counts a session that a client opens; the client as it is then. Raises `RefusedError` if it is unknown."""
+        """Count a new session of a client, and return the client. Raises `RefusedError` if it is unknown."""
         record = await self._begun.one(client_id)
         if record is None:
             raise RefusedError(Code.CLIENT_UNKNOWN)
         return record
 
     async def _begin_sessions(self, client_ids: Sequence[str]) -> Mapping[str, ClientRecord]:
-        records = await self._store.begin_sessions(client_ids)
+        records = await self._clients.begin_sessions(client_ids)
         for record in records.values():
             self.changed(record)
         return records
 
     def changed(self, record: ClientRecord) -> None:
-        """Takes over what was stored of a client just now."""
+        """Replace a client by its record, which was just stored."""
         self._num_changes += 1
         self._remember(record)
 
     def seen(self, client_id: str) -> None:
-        """Notes that a client has called."""
+        """Record that a client has called."""
         self.last_seen_unix_s[client_id] = self._seen_lately[client_id] = time.time()
 
     def take_seen(self) -> Mapping[str, float]:
-        """Gives away when clients were seen since this was called last."""
+        """Return when clients were seen since the last call of this method."""
         seen, self._seen_lately = self._seen_lately, {}
         return seen
 
     def begin_call(self, client_id: str, limit: int) -> Callable[[], None]:
-        """Counts a call that begins; returns what is to be called at its end. Raises `RefusedError`."""
+        """Count a call that begins; return a function to call at its end. Raises `RefusedError`."""
         if self._num_calls[client_id] >= limit:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limit}")
         self._num_calls[client_id] += 1
@@ -87,7 +87,7 @@ class ClientBook:
         return end
 
     async def update(self, record: ClientRecord, labels: Mapping[str, str], software_version: str) -> ClientRecord:
-        """Return the client with what it says of itself now, and store that if it is new.
+        """Return the client with what it reports of itself now, and store that if it is new.
 
         At most once a minute: what it says in between is put off to its first check-in afterwards. So a client that
         says something else each time costs one transaction a minute, and is still selected by its latest labels.
@@ -97,7 +97,7 @@ class ClientBook:
         if not self._updated.add(record.client_id, time.monotonic()):
             return dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         before = self._num_changes
-        await self._store.update_client(record.client_id, labels, software_version)
+        await self._clients.update_client(record.client_id, labels, software_version)
         changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         if before == self._num_changes:
             self.changed(changed)

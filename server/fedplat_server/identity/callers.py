@@ -17,7 +17,7 @@ from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.identity.challenges import RANDOM_BYTES, Challenges
 from fedplat_server.identity.sessions import Session, Sessions
-from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.clients import ClientRecord
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedplat_server import pki
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.clients import ClientRecord
 
 VALID = datetime.timedelta(hours=24)
 MAX_REQUEST_BYTES = 8192

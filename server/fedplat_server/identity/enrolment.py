@@ -1,4 +1,4 @@
-"""Enrolment: operators make tokens, and whoever brings one becomes a client."""
+"""Enrolment: operators create tokens, by which devices become clients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.errors import Code, EnrolmentError, RefusedError, TokenRefusedError
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.runner import hash_secret, new_token
-from fedplat_server.store.fleet import ClientRecord, Enrolment, EnrolmentToken
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.store.ports import ClientStore
 from fedplat_server.tls import Certificates
 
 MAX_USES = 1_000_000
@@ -23,7 +23,7 @@ MAX_EXPIRES_S = 366 * 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """What somebody says who wants to become a client."""
+    """A request to become a client."""
 
     population: str
     labels: Mapping[str, str]
@@ -35,31 +35,31 @@ class Newcomer:
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """By what clients shall know this server: see `fedplat.identity.Ticket`."""
+    """How clients authenticate this server; see `fedplat.identity.Ticket`."""
 
     tls: bool = False
     ca: str = ""
 
     @classmethod
     def of(cls, certificates: Certificates | None) -> Trust:
-        """What a server with these certificates is known by now; None: one without TLS."""
+        """Return the trust for a server with these certificates; None: without TLS."""
         if certificates is None:
             return cls()
         return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
 
 
 class Enrolments:
-    """Makes tokens, and clients of those who bring them. Raises `RefusedError`."""
+    """Creates tokens and enrols clients by them. Raises `RefusedError`."""
 
-    def __init__(self, store: Store, book: ClientBook, trust: Callable[[], Trust]) -> None:
-        self._store = store
+    def __init__(self, clients: ClientStore, book: ClientBook, trust: Callable[[], Trust]) -> None:
+        self._clients = clients
         self._book = book
         self._trust = trust
 
     async def create(
         self, population: str, num_uses: int, expires_s: float, address: str, actor: str
     ) -> tuple[EnrolmentToken, Ticket]:
-        """A new token, and the ticket that carries it; `actor` is the operator who wants it."""
+        """Return a new token, and the ticket with it; `actor` is the operator who asked for it."""
         if not 1 <= num_uses <= MAX_USES:
             raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
         if not (math.isfinite(expires_s) and 0 < expires_s <= MAX_EXPIRES_S):
@@ -68,12 +68,12 @@ class Enrolments:
         now, trust = time.time(), self._trust()
         token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
         made = AuditEntry(actor, Action.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses})
-        await self._store.add_enrolment_token(token, token_hash, [made])
+        await self._clients.add_enrolment_token(token, token_hash, [made])
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
     async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
-        """Lets nobody enrol by a token any more."""
-        token = await self._store.revoke_enrolment_token(
+        """Revoke a token."""
+        token = await self._clients.revoke_enrolment_token(
             token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
         )
         if token is None:
@@ -81,7 +81,7 @@ class Enrolments:
         return token
 
     async def enroll(self, newcomer: Newcomer) -> ClientRecord:
-        """Makes a client of somebody whose key is proven; one that enrols again stays who it is."""
+        """Enrol a client whose key is proven; a client that enrols again keeps its id."""
         enrolment = Enrolment(
             client_id=f"c-{uuid4().hex[:16]}",
             population=newcomer.population,
@@ -92,7 +92,7 @@ class Enrolments:
             idempotency_key=newcomer.idempotency_key,
         )
         try:
-            record = await self._store.enroll(enrolment, _enrolled)
+            record = await self._clients.enroll(enrolment, _enrolled)
         except TokenRefusedError as exc:
             if not exc.is_known:
                 raise RefusedError(Code.TOKEN_UNKNOWN) from exc

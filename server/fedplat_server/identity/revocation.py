@@ -1,4 +1,4 @@
-"""Revocation: a client is out from its next request on, in every way of authentication."""
+"""Revocation: a client is refused from its next request on, whatever its way of authentication."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedplat_server.desk import Desk
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.identity.book import ClientBook
 from fedplat_server.runner import Runner
-from fedplat_server.store.fleet import ClientRecord
-from fedplat_server.store.port import Store
+from fedplat_server.store.clients import ClientRecord
+from fedplat_server.store.ports import ClientStore
 
 BATCH = 100
-"""Clients that one transaction revokes: other writers wait no longer for it than for a save."""
+"""Maximum number of clients that one transaction revokes: it blocks other writers no longer than a save does."""
 MAX_REVOKED = 1000
-"""Clients that one call revokes, well within the time that an operator's command waits for an answer."""
+"""Maximum number of clients that one call revokes, well within the timeout of an operator's command."""
 
 
 class Enrolled(NamedTuple):
@@ -27,25 +27,25 @@ class Enrolled(NamedTuple):
 
 
 class Revoked(NamedTuple):
-    """How many clients were found, and after which the next call goes on ("": there are no more)."""
+    """The number of clients found, and the client after which the next call continues ("": there are no more)."""
 
     num_clients: int
     next_after: str = ""
 
 
 class Revocation:
-    """Ends memberships for good."""
+    """Revokes clients for good."""
 
-    def __init__(self, store: Store, book: ClientBook) -> None:
-        self._store = store
+    def __init__(self, clients: ClientStore, book: ClientBook) -> None:
+        self._clients = clients
         self._book = book
 
     async def revoke(self, client_id: str, actor: str, runner: Runner, desk: Desk) -> ClientRecord:
-        """Revokes a client: its long polls end, its work fails, and open attempts drop what it has reported.
+        """Revoke a client: its long polls end, its work fails, and open attempts drop what it has reported.
 
         Safe to repeat. Raises `RefusedError` if there is no such client.
         """
-        record = await self._store.revoke_client(client_id, [AuditEntry(actor, Action.CLIENT_REVOKED, client_id)])
+        record = await self._clients.revoke_client(client_id, [AuditEntry(actor, Action.CLIENT_REVOKED, client_id)])
         if record is None:
             raise RefusedError(Code.NO_SUCH_CLIENT, client_id)
         await self._end(record, runner, desk)
@@ -54,7 +54,7 @@ class Revocation:
     async def revoke_clients_of(self, enrolled: Enrolled, actor: str, runner: Runner, desk: Desk) -> Revoked:
         """Revoke clients that have enrolled by a token, as `revoke` does, in transactions of `BATCH` clients each.
 
-        At most `MAX_REVOKED` of them: the answer tells where the next call goes on. Safe to repeat.
+        At most `MAX_REVOKED` of them: the answer has where the next call continues. Safe to repeat.
         """
 
         def noted(client: ClientRecord) -> list[AuditEntry]:
@@ -62,7 +62,7 @@ class Revocation:
 
         after, num_revoked = enrolled.after, 0
         while num_revoked < MAX_REVOKED:
-            page = await self._store.revoke_clients_of(enrolled.token_id, after, BATCH, noted)
+            page = await self._clients.revoke_clients_of(enrolled.token_id, after, BATCH, noted)
             for record in page:
                 self._book.changed(record)
             for record in page:
@@ -74,7 +74,7 @@ class Revocation:
         return Revoked(num_revoked, after)
 
     async def _end(self, record: ClientRecord, runner: Runner, desk: Desk) -> None:
-        """Ends what a client that is revoked now does."""
+        """End the calls and the work of a client that was just revoked."""
         client_id = record.client_id
         self._book.changed(record)
         # One event: between two, it could get work, or its report could come.

@@ -14,7 +14,7 @@ from fedplat_server.rpc import pages, requests
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.services import Services
-from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
+from fedplat_server.store.clients import ClientRecord, EnrolmentToken
 
 
 class ClientsService(admin_pb2_grpc.ClientsServicer):
@@ -29,7 +29,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     ) -> admin_pb2.ListClientsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
         population = requests.name(request.population, "population") if request.population else None
-        records = await self._services.store.list_clients(population, after=after, limit=size + 1)
+        records = await self._services.store.clients.list_clients(population, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
         return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
@@ -59,7 +59,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         self, request: admin_pb2.ListEnrolmentsRequest, context: Context
     ) -> admin_pb2.ListEnrolmentsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        tokens = await self._services.store.list_enrolment_tokens(after=after, limit=size + 1)
+        tokens = await self._services.store.clients.list_enrolment_tokens(after=after, limit=size + 1)
         page, token = pages.cut(tokens, size, _enrolment, lambda record: record.token_id)
         return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
 

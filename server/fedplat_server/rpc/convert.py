@@ -13,7 +13,7 @@ from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, At
 from fedplat.texts import shortened
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.progress import ProgressSummary
-from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.store.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason

@@ -33,7 +33,7 @@ from fedplat_server.rpc import convert, memory, reports, requests, streams
 from fedplat_server.rpc.membership import MembershipService
 from fedplat_server.runner import hash_secret
 from fedplat_server.services import Services
-from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.clients import ClientRecord
 from fedplat_server.uploads import UploadKey
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
@@ -240,7 +240,7 @@ class FleetService(MembershipService):
     async def _base_of(self, job: JobState, version: int) -> ModelVersion:
         """The version that an assignment begins with; no longer the latest, if that is given out again late."""
         found = job.latest if job.latest.version == version else None
-        found = found or await self._services.store.find_version(job.job_id, version)
+        found = found or await self._services.store.jobs.find_version(job.job_id, version)
         assert found is not None
         return found
 
@@ -249,7 +249,7 @@ class FleetService(MembershipService):
             latest = job.latest
             if digest in (latest.digest, latest.delta_digest) and job.spec.population == client.population:
                 return True
-        return client.population in await self._services.store.populations_of(digest)
+        return client.population in await self._services.store.jobs.find_populations(digest)
 
     async def _find(self, client: ClientRecord, token: str) -> tuple[AttemptKey, Assignment] | None:
         """The assignment that the token names, however old; None when it is not this client's."""
@@ -258,7 +258,7 @@ class FleetService(MembershipService):
         live = coordinator.find(key, client.client_id) if key is not None else None
         if key is not None and live is not None and secrets.compare_digest(live[1].token_hash, token_hash):
             return key, live[1]
-        stored = await self._services.store.find_assignment(token_hash)
+        stored = await self._services.store.jobs.find_assignment(token_hash)
         if stored is None or stored[1].client_id != client.client_id:
             return None
         live = coordinator.find(stored[0], client.client_id)

@@ -21,7 +21,7 @@ from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.progress_events import ProgressEvents
 from fedplat_server.services import Services
-from fedplat_server.store.port import AttemptRecord, JobRecord, VersionRecord
+from fedplat_server.store.jobs import AttemptRecord, JobRecord, VersionRecord
 
 _AUDIT_ACTIONS = {
     Action.START: audit.Action.JOB_STARTED,
@@ -50,7 +50,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
         entry = AuditEntry(current_operator(), audit.Action.MODEL_UPLOADED, blob.digest, details)
-        await self._services.store.append_audit([entry])
+        await self._services.store.audit.append([entry])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
     @override
@@ -129,7 +129,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             changed = services.jobs.next_change(job_id)
             # The last version may still be scored when the job has ended.
             is_over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)
-            rows = await services.store.history(job_id, sequence)
+            rows = await services.store.jobs.list_history(job_id, sequence)
             for record in rows:
                 sequence = record.sequence
                 yield convert.event(record)
@@ -148,10 +148,12 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
         after = (given[0], given[1]) if given is not None else None
-        attempts = await store.list_attempts(job_id, all_attempts=request.all_attempts, after=after, limit=size + 1)
+        attempts = await store.jobs.list_attempts(
+            job_id, all_attempts=request.all_attempts, after=after, limit=size + 1
+        )
         if not attempts:
             return admin_pb2.ListRoundsResponse()
-        versions = await store.versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
+        versions = await store.jobs.list_versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
         scores = {(record.version.round, record.version.attempt): record.metrics for record in versions}
         rounds, token = pages.cut(
             attempts,
@@ -168,7 +170,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         state = self._services.jobs.find(request.job).state
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
         after = given[0] if given is not None else -1
-        records = await self._services.store.list_versions(state.job_id, after=after, limit=size + 1)
+        records = await self._services.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
         versions, token = pages.cut(
             records,
             size,
@@ -198,7 +200,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         return await self._job(self._services.jobs.find(job_id))
 
     async def _job(self, record: JobRecord) -> admin_pb2.Job:
-        last = await self._services.store.last_attempt(record.state.job_id)
+        last = await self._services.store.jobs.find_last_attempt(record.state.job_id)
         return convert.job(record, self._round(last, {}) if last is not None else None)
 
     def _round(self, record: AttemptRecord, server_metrics: Mapping[str, float]) -> admin_pb2.Round:
@@ -212,14 +214,14 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         store = self._services.store
         found: Sequence[VersionRecord] = ()
         if wanted <= job.latest.version:
-            found = await store.list_versions(job.job_id, after=wanted - 1, limit=1)
+            found = await store.jobs.list_versions(job.job_id, after=wanted - 1, limit=1)
         if not found:
             raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
         if found[0].model_removed_unix_s is None:
             return found[0]
         kept: list[int] = []
         after = -1
-        while page := await store.list_versions(job.job_id, after=after, limit=VERSIONS_PER_QUERY):
+        while page := await store.jobs.list_versions(job.job_id, after=after, limit=VERSIONS_PER_QUERY):
             kept += [record.version.version for record in page if record.model_removed_unix_s is None]
             after = page[-1].version.version
         raise RefusedError(Code.VERSION_REMOVED, f"{wanted}; kept are {format_ranges(kept)}")
@@ -232,7 +234,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         details = {"version": version.version, "digest": version.digest}
         try:
             entry = AuditEntry(operator, audit.Action.MODEL_EXPORTED, job_id, details)
-            await self._services.store.append_audit([entry])
+            await self._services.store.audit.append([entry])
         except BaseException:
             self._exports.forget(name)
             raise

@@ -19,7 +19,7 @@ from fedplat_server.identity.callers import Call
 from fedplat_server.identity.enrolment import Newcomer
 from fedplat_server.rpc import interceptor, requests
 from fedplat_server.services import Services
-from fedplat_server.store.fleet import ClientRecord
+from fedplat_server.store.clients import ClientRecord
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 
@@ -107,7 +107,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
     async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
         """Notes those of a whole fleet, which asks for them at once, in few transactions."""
         entries = [AuditEntry(name, Action.CERTIFICATE_ISSUED, name) for name in client_ids]
-        await self._services.store.append_audit(entries)
+        await self._services.store.audit.append(entries)
         return {}
 
     async def claimed(self, method: str, context: Context) -> str:

@@ -126,7 +126,7 @@ class OperatorAccess:
         if len(given) > 1 or scheme != "Bearer" or not looks_like_token(token):
             reason = "the authorization is not an operator's token; expected: Bearer TOKEN"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
-        operator = await self._services.store.operator_by_token(hash_token(token))
+        operator = await self._services.store.operators.find_operator(hash_token(token))
         if operator is None:
             reason = "the token is unknown, or its operator was removed"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))

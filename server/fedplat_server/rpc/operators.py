@@ -39,7 +39,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             protocol_version=wire.PROTOCOL_VERSION,
             uptime_s=time.time() - services.started_unix_s,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            num_clients=await services.store.count_clients(),
+            num_clients=await services.store.clients.count_clients(),
             num_waiting=len(coordinator.room.clients),
             num_busy=coordinator.num_busy,
             num_jobs=dict(jobs),
@@ -71,7 +71,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         token, token_hash = operators.new_operator_token()
         entry = AuditEntry(current_operator(), Action.OPERATOR_ADDED, name, {"role": role})
         try:
-            await self._services.store.add_operator(record, token_hash, [entry])
+            await self._services.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
             raise RefusedError(Code.NAME_TAKEN, str(exc)) from exc
         return admin_pb2.AddOperatorResponse(operator=_operator(record), token=token)
@@ -81,7 +81,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         self, request: admin_pb2.ListOperatorsRequest, context: Context
     ) -> admin_pb2.ListOperatorsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
-        found = await self._services.store.list_operators(after=after, limit=size + 1)
+        found = await self._services.store.operators.list_operators(after=after, limit=size + 1)
         page, token = pages.cut(found, size, _operator, lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
@@ -93,7 +93,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
         entry = AuditEntry(current_operator(), Action.OPERATOR_REMOVED, request.name)
         try:
-            await self._services.store.remove_operator(request.name, [entry], keep_an_admin=True)
+            await self._services.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:
             raise RefusedError(Code.LAST_ADMIN) from exc
         except OperatorError as exc:
@@ -104,7 +104,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, context: Context) -> admin_pb2.ListAuditResponse:
         size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
         after = given[0] if given is not None else min(request.after_sequence, 2**62)
-        rows = await self._services.store.list_audit(after, size + 1)
+        rows = await self._services.store.audit.list_rows(after, size + 1)
         events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token)
 

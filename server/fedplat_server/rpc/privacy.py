@@ -18,8 +18,8 @@ from fedplat_server.rpc import convert, pages, requests
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.services import Services
+from fedplat_server.store.jobs import JobRecord
 from fedplat_server.store.ledger import Account, Budget, Population
-from fedplat_server.store.port import JobRecord
 
 MAX_EPSILON = 1e6
 _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
@@ -38,9 +38,9 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
         services = self._services
         if request.job:
             record = services.jobs.find(request.job)
-            records, populations = [record], [await services.store.population(record.state.spec.population)]
+            records, populations = [record], [await services.store.ledger.load_population(record.state.spec.population)]
         else:
-            records, populations = services.jobs.all(), await services.store.populations()
+            records, populations = services.jobs.all(), await services.store.ledger.load_populations()
             records = [record for record in records if record.state.spec.privacy is not None]
         token = pages.token(request.page_token, _TOKEN)
         size = pages.size(request.page_size)

@@ -1,21 +1,24 @@
-"""Transactions: short pieces of work on a connection, queued, translated, and tried again after conflicts."""
+"""Runs transactions: queued, run to their end, retried after conflicts, with errors translate_errors."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy
 from sqlalchemy import event
 
 from fedplat_server.errors import LeadershipLostError
-from fedplat_server.store.engine import NUM_READERS, ConflictError, num_writers, translated
+from fedplat_server.store.engine import NUM_READERS, ConflictError, num_writers, translate_errors
 from fedplat_server.store.transactions import Transactions, Work
 
 MAX_TRIES = 5
-"""How often a transaction is tried that the database rolls back because of another one."""
+"""Maximum number of tries of a transaction that the database rolls back because of another one."""
+
+Clock = Callable[[], float]
+"""Returns the seconds since 1970 on the wall clock."""
 
 _T = TypeVar("_T")
 
@@ -23,17 +26,17 @@ _T = TypeVar("_T")
 class Database:
     """Runs work in transactions.
 
-    A transaction that has begun goes on to its end though its caller is cancelled, as RPC handlers are whenever a
-    client hangs up; the caller gets its `CancelledError` then. Cutting it off would cost the connection, and leave
-    a lock of SQLite behind for a while.
+    A transaction runs to its end even if its caller is cancelled, as RPC handlers are whenever a client hangs up; the
+    caller then gets its `CancelledError`. To abort it would cost the connection, and leave a lock of SQLite behind for
+    a while.
     """
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
         engine = transactions.engine
         self.dialect = engine.dialect.name
-        """The kind of database: sqlite or postgresql."""
-        # Who waits, waits here, in order: SQLite's busy handler is unfair, and the pool gives up after a while.
+        """Kind of the database: sqlite or postgresql."""
+        # Callers queue here: SQLite's busy handler is unfair, and the pool times out.
         self._readers = asyncio.Semaphore(NUM_READERS)
         self._writers = asyncio.Semaphore(num_writers(engine.url))
         self._running: set[asyncio.Task[Any]] = set()
@@ -51,16 +54,16 @@ class Database:
         event.listen(engine, "close", on_close)
 
     async def close(self) -> None:
-        """Waits for transactions that still run, and lets go of every connection."""
+        """Wait for the transactions that still run and close all connections."""
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._transactions.close()
 
     def fence(self, check: Work[None]) -> None:
-        """From now on every transaction that writes begins with a check, which raises if it must not."""
+        """Begin every later write transaction with a check, which raises to refuse it."""
         self._fence = check
 
     def sever(self) -> None:
-        """Ends every transaction and every connection at once, whatever their answer would be: nobody may wait."""
+        """Abort every transaction and connection at once, without waiting for the database."""
         self._is_severed = True
         for connection in self._connections:
             if hasattr(connection.driver_connection, "terminate"):  # one of SQLite never hangs
@@ -69,20 +72,24 @@ class Database:
             task.cancel()
 
     async def read(self, work: Work[_T]) -> _T:
-        """Runs work that only reads, on one snapshot."""
-        return await self._to_the_end(self._readers, self._read, work)
+        """Run work that only reads, on one snapshot."""
+        return await self._run_to_end(self._readers, self._read, work)
+
+    async def fetch(self, query: sqlalchemy.Executable) -> Sequence[sqlalchemy.Row[Any]]:
+        """Return the rows of a query."""
+        return await self.read(lambda connection: connection.execute(query).all())
 
     async def write(self, work: Work[_T]) -> _T:
-        """Runs work in a transaction; again, if the database rolled it back because of another one."""
+        """Run work in a transaction, and again if the database rolled it back because of another one."""
         for tries in range(1, MAX_TRIES):
             try:
-                return await self._to_the_end(self._writers, self._write, work)
+                return await self._run_to_end(self._writers, self._write, work)
             except ConflictError:
                 await asyncio.sleep(random.uniform(0.0, 0.01 * 2**tries))
-        return await self._to_the_end(self._writers, self._write, work)
+        return await self._run_to_end(self._writers, self._write, work)
 
     async def _read(self, work: Work[_T]) -> _T:
-        with translated(self._transactions.engine.url):
+        with translate_errors(self._transactions.engine.url):
             return await self._transactions.run(work, writes=False)
 
     async def _write(self, work: Work[_T]) -> _T:
@@ -93,10 +100,10 @@ class Database:
                 fence(connection)
             return work(connection)
 
-        with translated(self._transactions.engine.url):
+        with translate_errors(self._transactions.engine.url):
             return await self._transactions.run(fenced, writes=True)
 
-    async def _to_the_end(
+    async def _run_to_end(
         self, queue: asyncio.Semaphore, run: Callable[[Work[_T]], Awaitable[_T]], work: Work[_T]
     ) -> _T:
         await queue.acquire()
@@ -110,7 +117,7 @@ class Database:
                     raise
             finally:
                 queue.release()
-            raise LeadershipLostError("this daemon leads no more")
+            raise LeadershipLostError("this daemon no longer leads")
 
         task = asyncio.create_task(running())
         self._running.add(task)

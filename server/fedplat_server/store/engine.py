@@ -1,4 +1,4 @@
-"""Database URLs, engines, and the one place where errors of SQLAlchemy and its drivers become ours."""
+"""Database URLs, engines, and the one place that translates errors of SQLAlchemy and its drivers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ BUSY_TIMEOUT_S = 30
 CONNECT_TIMEOUT_S = 10
 COMMAND_TIMEOUT_S = 60
 ABANDONED_S = 4
-"""When PostgreSQL ends a transaction of which it hears nothing: a daemon that was stopped must not keep its locks."""
+"""When PostgreSQL ends an idle transaction: a daemon that was stopped must not keep its locks."""
 
 NUM_READERS = 4
-"""How many transactions may read at once. More would only take turns on one core."""
+"""Number of transactions that may read at once. More would only take turns on one core."""
 
 _EXPECTED = "expected a path, sqlite:///path or postgresql://user:password@host/database"
 _DRIVERS = {
@@ -59,7 +59,7 @@ class ConflictError(StoreUnavailableError):
 
 
 def async_url(database: str) -> URL:
-    """Reads a path or a URL of any driver as the URL of the asynchronous driver. Raises `ConfigError`."""
+    """Return the URL of the asynchronous driver for a path or a URL of any driver. Raises `ConfigError`."""
     if "://" not in database:
         if not database.strip() or database == ":memory:":
             raise ConfigError(f"database {database!r}: {_EXPECTED}")
@@ -67,12 +67,12 @@ def async_url(database: str) -> URL:
     try:
         url = make_url(database)
     except (exc.ArgumentError, ValueError) as error:
-        # Not shown: it may hold a password in a place where nothing can be told apart.
+        # Not shown: it may contain a password that cannot be recognized as one.
         raise ConfigError(f"the database's URL cannot be read: {_EXPECTED}") from error
     driver = _DRIVERS.get(url.drivername)
     shown = url.render_as_string(hide_password=True)
     if driver is None:
-        raise ConfigError(f"database {shown}: there is no support for {url.drivername}; {_EXPECTED}")
+        raise ConfigError(f"database {shown}: {url.drivername} is not supported; {_EXPECTED}")
     if driver == "sqlite+aiosqlite" and (not url.database or url.database == ":memory:"):
         raise ConfigError(f"database {shown} names no file; {_EXPECTED}")
     if driver == "postgresql+asyncpg":
@@ -84,19 +84,19 @@ def async_url(database: str) -> URL:
 
 
 def sqlite_path(url: URL) -> Path | None:
-    """The file of a SQLite database; None for PostgreSQL."""
+    """Return the file of a SQLite database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
 def num_writers(url: URL) -> int:
-    """How many transactions may write at once."""
+    """Return the number of transactions that may write at once."""
     return 1 if url.get_backend_name() == "sqlite" else 4
 
 
 def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | None = None) -> AsyncEngine:
-    """An engine for a URL of `async_url`; nothing connects yet. Migrations of SQLite need `foreign_keys` off.
+    """Return an engine for a URL of `async_url`, without connecting. Migrations of SQLite need `foreign_keys` off.
 
-    `timeout_s`: how long PostgreSQL may take to connect or to answer, if other than usual.
+    `timeout_s`: how long PostgreSQL may take to connect or to answer, instead of the defaults.
     """
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     if url.get_backend_name() == "postgresql":
@@ -117,7 +117,7 @@ def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | Non
 
 
 def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
-    """An engine for the URL of a SQLite database that `create_engine` has opened before, so that it has its log."""
+    """Return an engine for the URL of a SQLite database that `create_engine` has opened before: it has its WAL then."""
     pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
     engine = sqlalchemy.create_engine(url.set(drivername="sqlite"), **pool)
     _set_up_sqlite(engine, foreign_keys=True)
@@ -151,7 +151,7 @@ def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:
 
 
 async def _use_wal(connection: aiosqlite.Connection) -> None:
-    """Keeps a write-ahead log, which the file remembers: readers then never wait for the writer."""
+    """Switch the file to a write-ahead log, for good: readers then never wait for the writer."""
     # Of two that open a new file at once SQLite refuses one, whatever its busy_timeout: waiting for the lock that the
     # change needs could be a deadlock.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -166,8 +166,8 @@ async def _use_wal(connection: aiosqlite.Connection) -> None:
 
 
 @contextlib.contextmanager
-def translated(url: URL) -> Generator[None]:
-    """Turns what a database library raises into errors of the store."""
+def translate_errors(url: URL) -> Generator[None]:
+    """Translate the exceptions of database libraries into errors of the store."""
     try:
         yield
     except exc.DBAPIError as error:
@@ -192,7 +192,7 @@ def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
     if isinstance(error.orig, sqlite3.OperationalError):
         lasting = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_LASTING
         return StoreError(said) if lasting else StoreUnavailableError(said)
-    # asyncpg's InterfaceError also covers values that it cannot encode, which no waiting mends.
+    # asyncpg's InterfaceError also covers values that it cannot encode, for which a retry is useless.
     if isinstance(error, exc.InterfaceError) and "connection" in str(error.orig):
         return StoreUnavailableError(said)
     return StoreError(said)

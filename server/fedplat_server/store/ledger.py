@@ -1,21 +1,18 @@
-"""The part of the store's port about what private jobs have released, and what their populations allow."""
+"""Records of private releases, and of what the budget of a population allows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds.states import ENDED_JOBS, JobStatus
-from fedplat_server.audit import AuditEntry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """A release: a committed version of a private job. How many clients took part is no part of it."""
+    """A release: a committed version of a private job. It does not contain the number of clients that took part."""
 
     version: int
     round: int
@@ -25,7 +22,7 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """What all private jobs of a population may cost together."""
+    """The privacy loss that all private jobs of a population may have together."""
 
     epsilon: float
     delta: float
@@ -33,7 +30,7 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """A job as an accountant sees it: what it has released, and what it may release in all (None: not private)."""
+    """The releases of a job so far, and all that it may make (`planned`; None: the job is not private)."""
 
     job_id: str
     status: JobStatus
@@ -42,17 +39,17 @@ class Account:
 
     @property
     def is_private(self) -> bool:
-        """Whether what it publishes are private releases."""
+        """Whether the job publishes private releases."""
         return self.planned is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will never release anything again."""
+        """Whether the job will make no more releases."""
         return self.status in ENDED_JOBS
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """What is taken of a budget: all that is planned, and of a job that has ended, what came of it."""
+        """What counts against a budget: all planned releases, or of a job that has ended those that it made."""
         return self.released if self.planned is None or self.has_ended else (self.planned,)
 
 
@@ -60,7 +57,7 @@ class Account:
 class Population:
     """A population's budget, if it has one, and the accounts of its jobs in the order of their creation.
 
-    `revision` grows with each new job and each change of the budget; 0 where there was none.
+    `revision` grows with each new job and each change of the budget; it begins at 0.
     """
 
     name: str
@@ -70,40 +67,15 @@ class Population:
 
     @property
     def charges(self) -> tuple[Charge, ...]:
-        """What its jobs take of the budget."""
+        """What its jobs charge to the budget."""
         return tuple(charge for account in self.accounts for charge in account.charges)
 
 
-class LedgerStore(Protocol):
-    """Releases and budgets. The ledger has no method that writes: `Store.save` adds each version's row to it."""
-
-    async def ledger(self, job_id: str) -> list[LedgerRow]:
-        """The releases of a job, oldest first."""
-        ...
-
-    async def population(self, name: str) -> Population:
-        """A population, on one snapshot; one that nobody has named is empty."""
-        ...
-
-    async def populations(self) -> list[Population]:
-        """All populations with jobs or a budget, by name, on one snapshot."""
-        ...
-
-    async def set_budget(
-        self, population: str, budget: Budget | None, expected_revision: int, audit: Sequence[AuditEntry] = ()
-    ) -> None:
-        """Gives a population a budget, or takes it away.
-
-        Raises `PopulationChangedError` if the population is not at the expected revision.
-        """
-        ...
-
-
-def spelled(mechanism: Mechanism) -> str:
-    """A mechanism as the ledger has it: JSON, one spelling for each."""
+def encode_mechanism(mechanism: Mechanism) -> str:
+    """Return a mechanism as JSON for the ledger; equal mechanisms have equal texts."""
     return msgspec.json.encode(mechanism).decode()
 
 
-def read(mechanism: str) -> Mechanism:
-    """A mechanism of the ledger. Raises `msgspec.ValidationError`."""
-    return msgspec.json.decode(mechanism, type=Mechanism)
+def decode_mechanism(text: str) -> Mechanism:
+    """Return a mechanism of the ledger. Raises `msgspec.ValidationError`."""
+    return msgspec.json.decode(text, type=Mechanism)

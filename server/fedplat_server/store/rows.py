@@ -1,4 +1,4 @@
-"""Rows of the tables to the records of the coordinator and of the port, and back."""
+"""Rows of the tables as the records of the coordinator and of the ports, and back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import sqlalchemy
+from sqlalchemy.dialects import postgresql, sqlite
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, parse_job
@@ -18,88 +19,69 @@ from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, Jo
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
-from fedplat_server.store.fleet import ClientRecord, EnrolmentToken
-from fedplat_server.store.ledger import spelled
-from fedplat_server.store.port import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
+from fedplat_server.store.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
+from fedplat_server.store.ledger import encode_mechanism
 
+_Record = TypeVar("_Record")
 Row = sqlalchemy.Row[Any]
 Values = dict[str, Any]
 """A row to be written, by the names of the columns."""
 
 
-def client_record(row: Row) -> ClientRecord:
-    """A row of `clients`."""
-    return ClientRecord(
-        client_id=row.client_id,
-        population=row.population,
-        labels=row.labels,
-        software_version=row.software_version,
-        enrolled_unix_s=row.enrolled_unix_s,
-        public_key=row.public_key,
-        session_number=row.session_number,
-        revoked_unix_s=row.revoked_unix_s,
-        token_id=row.token_id,
-    )
+def insert(dialect: str, table: sqlalchemy.Table) -> postgresql.Insert | sqlite.Insert:
+    """Return an INSERT that supports ON CONFLICT, which SQLAlchemy offers by dialect although both spell it alike."""
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
-def token_values(token: EnrolmentToken, token_hash: bytes) -> Values:
-    """A token as a row of `enrolment_tokens`."""
-    return {**dataclasses.asdict(token), "token_hash": token_hash}
+def to_record(row: Row, record: type[_Record]) -> _Record:
+    """Return a row as a record with fields named like the columns; other columns are left out."""
+    return record(*[getattr(row, name) for name in field_names(record)])
 
 
-def enrolment_token(row: Row) -> EnrolmentToken:
-    """A row of `enrolment_tokens`."""
-    names = (field.name for field in dataclasses.fields(EnrolmentToken))
-    return EnrolmentToken(**{name: getattr(row, name) for name in names})
+def to_values(record: object) -> Values:
+    """Return the fields of a record, by name."""
+    return {name: getattr(record, name) for name in field_names(type(record))}
+
+
+@functools.cache
+def field_names(record: type[Any]) -> tuple[str, ...]:
+    """Return the names of a record's fields, in order."""
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
+# --- versions ----------------------------------------------------------------------------------------------
 
 
 def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
-    """A version as a row of `model_versions`."""
-    return {
-        "job_id": job_id,
-        "version": version.version,
-        "round": version.round,
-        "attempt": version.attempt,
-        "digest": version.digest,
-        "size_bytes": version.size_bytes,
-        "state_digest": version.state_digest,
-        "delta_digest": version.delta_digest,
-        "delta_size_bytes": version.delta_size_bytes,
-        "delta_base": version.delta_base,
-        "num_updates": version.num_updates,
-        "total_weight": version.total_weight,
-        "restored_from": version.restored_from,
-        "created_unix_s": unix_s,
-        "metrics": {},
-    }
-
-
-def model_version(row: Row) -> ModelVersion:
-    """A row of `model_versions`."""
-    return ModelVersion(
-        version=row.version,
-        round=row.round,
-        attempt=row.attempt,
-        digest=row.digest,
-        size_bytes=row.size_bytes,
-        state_digest=row.state_digest,
-        delta_digest=row.delta_digest,
-        delta_size_bytes=row.delta_size_bytes,
-        delta_base=row.delta_base,
-        num_updates=row.num_updates,
-        total_weight=row.total_weight,
-        restored_from=row.restored_from,
-    )
+    """Return a row of `model_versions`."""
+    return to_values(version) | {"job_id": job_id, "created_unix_s": unix_s, "metrics": {}}
 
 
 def version_record(row: Row) -> VersionRecord:
-    """A row of `model_versions`, with what was said of it."""
+    """Read a row of `model_versions`."""
     removed = row.model_removed_unix_s, row.state_removed_unix_s
-    return VersionRecord(model_version(row), row.created_unix_s, row.metrics, *removed)
+    return VersionRecord(to_record(row, ModelVersion), row.created_unix_s, row.metrics, *removed)
+
+
+def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
+    """Return the row of `ledger` for a version of a job; None if it is not a private release."""
+    mechanism = job.spec.mechanism
+    if mechanism is None or not version.is_aggregate:
+        return None
+    return {
+        "job_id": job.job_id,
+        "version": version.version,
+        "round": version.round,
+        "mechanism": encode_mechanism(mechanism),
+        "unix_s": unix_s,
+    }
+
+
+# --- attempts and assignments ------------------------------------------------------------------------------
 
 
 def attempt_values(attempt: Attempt, unix_s: float) -> Values:
-    """An attempt as a row of `attempts`, as if it was opened (and, if it has ended, ended) at this moment."""
+    """Return a row of `attempts`, with this moment as that of its opening (and, if it has ended, of its end)."""
     return {
         "job_id": attempt.key.job_id,
         "round": attempt.key.round,
@@ -118,7 +100,7 @@ def attempt_values(attempt: Attempt, unix_s: float) -> Values:
 
 
 def attempt(row: Row) -> Attempt:
-    """A row of `attempts`, without its crew; moments of its own are forgotten."""
+    """Read a row of `attempts`, without assignments and with times of zero."""
     return Attempt(
         key=AttemptKey(row.job_id, row.round, row.number),
         kind=AttemptKind(row.kind),
@@ -135,7 +117,7 @@ def attempt(row: Row) -> Attempt:
 
 
 def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
-    """A row of `attempts` with its assignments counted; `tally` has one row or more for each of their states."""
+    """Read a row of `attempts` with the counts of its assignments: one row or more of `tally` for each state."""
     counts = Counter[AssignmentState]()
     for one in tally:
         counts[AssignmentState(one.state)] += one.total
@@ -159,7 +141,7 @@ def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
 
 
 def _staleness(tally: Sequence[Row]) -> Staleness:
-    """Mean and maximum over the groups of a tally; a group without any update has no number."""
+    """Return mean and maximum over the groups of a tally; a group without updates has no staleness."""
     groups = [(int(one.staleness), one.num_stale, one.max_staleness) for one in tally if one.num_stale]
     if not groups:
         return Staleness()
@@ -168,9 +150,9 @@ def _staleness(tally: Sequence[Row]) -> Staleness:
 
 
 def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
-    """An assignment that changed in this revision of its job, as a row of `assignments`.
+    """Return a row of `assignments` for an assignment that changed in this revision of its job.
 
-    `epoch_unix_s` is where the clock of its moments stands at 0.
+    `epoch_unix_s` is the wall-clock time at which the clock of its times is 0.
     """
     key, buffer = assignment.key, assignment.buffer
     into = buffer if buffer != key else None
@@ -202,7 +184,7 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 
 
 def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
-    """A row of `assignments`, with its moments on a clock that stands at 0 at `epoch_unix_s`, or without them."""
+    """Read a row of `assignments`, with times on a clock that is 0 at `epoch_unix_s`, or with times of zero."""
     moments = [row.assigned_unix_s, row.deadline_unix_s]
     assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
     key = AttemptKey(row.job_id, row.round, row.number)
@@ -230,8 +212,11 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
     )
 
 
+# --- jobs --------------------------------------------------------------------------------------------------
+
+
 def job_values(state: JobState) -> Values:
-    """What changes of a job, as columns of `jobs`."""
+    """Return the columns of `jobs` that change."""
     return {
         "status": state.status,
         "reason": state.reason,
@@ -243,14 +228,14 @@ def job_values(state: JobState) -> Values:
 
 
 class Past(NamedTuple):
-    """What a job remembers of its assignments: how long they took, and what clients claimed last; oldest first."""
+    """What a job remembers of reports: how long they took, and the last claim of each client; oldest first."""
 
     durations: tuple[float, ...]
     claims: tuple[Claim, ...]
 
 
 def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], past: Past) -> JobRecord:
-    """A row of `jobs` with what belongs to it."""
+    """Read a row of `jobs`, with what other tables hold of the job."""
     spec = job_spec(row)
     state = JobState(
         job_id=row.job_id,
@@ -270,7 +255,7 @@ def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew]
 
 
 def settled_values(spec: JobSpec) -> Values:
-    """What was settled of a job, as columns of `jobs`. Raises `StoreError` if a private one was not settled."""
+    """Return the settled `[privacy]` as a column of `jobs`. Raises `StoreError` if a private job is not settled."""
     options = spec.privacy
     if options is not None and (spec.mechanism is None or options.max_releases is None):
         raise StoreError("a private job cannot be stored before its noise and its releases are settled")
@@ -278,7 +263,7 @@ def settled_values(spec: JobSpec) -> Values:
 
 
 def job_spec(row: Row) -> JobSpec:
-    """The job file of a row of `jobs`, with what was settled. Raises `StoreError` if this fedplat cannot read it."""
+    """Read the job file of a row of `jobs`, with its settled `[privacy]`. Raises `StoreError` if it is not readable."""
     try:
         spec = parse_job_once(row.job_file)
         return with_settled(spec, row.privacy)
@@ -292,7 +277,10 @@ parse_job_once = functools.lru_cache(maxsize=1024)(parse_job)
 
 
 def with_settled(spec: JobSpec, settled: object) -> JobSpec:
-    """A job with what was settled of it. Raises `JobFileError` or `ValidationError` if they do not belong together."""
+    """Return a job with its settled `[privacy]`.
+
+    Raises `JobFileError` or `msgspec.ValidationError` if they do not belong together.
+    """
     if (spec.privacy is None) != (settled is None):
         raise JobFileError("privacy: the job file and what was settled of it do not agree")
     if settled is None:
@@ -300,42 +288,14 @@ def with_settled(spec: JobSpec, settled: object) -> JobSpec:
     return msgspec.structs.replace(spec, privacy=msgspec.convert(settled, Privacy))
 
 
-def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
-    """The row of `ledger` that belongs to a version of a job; None if that is no private release."""
-    mechanism = job.spec.mechanism
-    if mechanism is None or not version.is_aggregate:
-        return None
-    return {
-        "job_id": job.job_id,
-        "version": version.version,
-        "round": version.round,
-        "mechanism": spelled(mechanism),
-        "unix_s": unix_s,
-    }
+# --- history -----------------------------------------------------------------------------------------------
 
 
 def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
-    """A row of `history`."""
-    return {
-        "unix_s": unix_s,
-        "job_id": job_id,
-        "entity": row.entity,
-        "from_state": row.from_state,
-        "to_state": row.to_state,
-        "round": row.round,
-        "attempt": row.attempt,
-        "client_id": row.client_id,
-        "reason": row.reason,
-        "metrics": row.metrics,
-        "kind": row.kind,
-        "update_bytes": row.update_bytes,
-        "norm": row.norm,
-    }
+    """Return a row of `history`."""
+    return to_values(row) | {"job_id": job_id, "unix_s": unix_s}
 
 
 def history_record(row: Row) -> HistoryRecord:
-    """A row of `history`."""
-    columns = (row.entity, row.from_state, row.to_state, row.round, row.attempt, row.client_id, row.reason)
-    return HistoryRecord(
-        row.sequence, row.unix_s, HistoryRow(*columns, row.metrics, row.kind, row.update_bytes, row.norm)
-    )
+    """Read a row of `history`."""
+    return HistoryRecord(row.sequence, row.unix_s, to_record(row, HistoryRow))

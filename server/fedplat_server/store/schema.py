@@ -1,4 +1,4 @@
-"""The schema's version: which one a database has, which one this code needs, and the way from one to the other.
+"""The version of the schema: that of a database, that which this code needs, and the upgrade.
 
 `alembic` does the work, configured here: there is no alembic.ini.
 """
@@ -18,14 +18,14 @@ from sqlalchemy.engine import URL
 
 from fedplat_server import crash
 from fedplat_server.errors import SchemaVersionError, StoreUnavailableError
-from fedplat_server.store.engine import WRITES, async_url, create_engine, sqlite_path, translated
+from fedplat_server.store.engine import WRITES, async_url, create_engine, sqlite_path, translate_errors
 
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
-_UPGRADE_LOCK = 0x66656470  # any number that nobody else uses in PostgreSQL's advisory locks
+_UPGRADE_LOCK = 0x66656470  # any number that other users of PostgreSQL's advisory locks do not use
 
 
 def config(connection: sqlalchemy.Connection | None = None) -> Config:
-    """Alembic's configuration; `migrations/env.py` runs on the connection."""
+    """Return the configuration of alembic; `migrations/env.py` runs on the connection."""
     made = Config()
     made.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     made.attributes["connection"] = connection
@@ -33,21 +33,21 @@ def config(connection: sqlalchemy.Connection | None = None) -> Config:
 
 
 def head() -> str:
-    """The revision that this code needs."""
+    """Return the revision that this code needs."""
     revision = ScriptDirectory.from_config(config()).get_current_head()
     assert revision is not None
     return revision
 
 
 def current(database: str) -> str | None:
-    """The revision of the database at a path or URL; None if it is empty or not there. Not for coroutines."""
+    """Return the revision of the database at a path or URL; None if it is empty or missing. Not for coroutines."""
     return asyncio.run(_current(async_url(database)))
 
 
 def upgrade(database: str) -> str:
-    """Brings the database to the revision that this code needs, in one transaction, and returns it.
+    """Upgrade the database to the revision that this code needs, in one transaction, and return that.
 
-    Does nothing if it is there already. A SQLite file is created. Raises `SchemaVersionError` if a newer fedplat
+    Does nothing if it is up to date. A SQLite file is created. Raises `SchemaVersionError` if a newer fedplat
     has written the database. Not for coroutines.
     """
     with crash.step("schema.upgrade"):
@@ -57,15 +57,15 @@ def upgrade(database: str) -> str:
 
 async def _upgrade(url: URL) -> None:
     path = sqlite_path(url)
-    with translated(url):
+    with translate_errors(url):
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite alters a table by copying it, which references to it must not notice.
+        # SQLite alters a table by copying it, which must not trigger foreign keys.
         engine = create_engine(url, foreign_keys=False)
         try:
             async with engine.execution_options(**{WRITES: True}).begin() as connection:
                 if path is None:
-                    # Two that upgrade at once: the second finds the work done.
+                    # Of two upgrades at once, the second finds the work done.
                     await connection.execute(sqlalchemy.select(sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
                 await connection.run_sync(_run, url)
         finally:
@@ -73,7 +73,7 @@ async def _upgrade(url: URL) -> None:
 
 
 async def require_head(url: URL) -> None:
-    """Raises `SchemaVersionError` if the database's revision is not the one that this code needs."""
+    """Raise `SchemaVersionError` if the database is not at the revision that this code needs."""
     found = await _current(url)
     if found == head():
         return
@@ -92,7 +92,7 @@ async def _current(url: URL) -> str | None:
         if not path.parent.is_dir():
             raise StoreUnavailableError(f"the database {path}: there is no folder {path.parent}")
         return None
-    with translated(url):
+    with translate_errors(url):
         engine = create_engine(url)
         try:
             async with engine.connect() as connection:

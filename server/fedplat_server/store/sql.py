@@ -1,376 +1,59 @@
-"""The store in a SQL database: SQLite through aiosqlite, PostgreSQL through asyncpg."""
+"""The store in a SQL database, SQLite or PostgreSQL: one adapter for each port, on the same transactions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-import sqlalchemy
-from sqlalchemy import Connection, func, select, tuple_
+from sqlalchemy import select
 
-from fedplat.rounds import (
-    Assignment,
-    Attempt,
-    AttemptKey,
-    Change,
-    Crew,
-    HistoryRow,
-    JobState,
-    ModelVersion,
-    restored,
-)
-from fedplat.rounds.influence import REMEMBERED_CLAIMS
-from fedplat.rounds.records import Claim
-from fedplat.rounds.states import AttemptKind, AttemptPhase
-from fedplat.rounds.sync import REMEMBERED_DURATIONS
-from fedplat_server import crash
-from fedplat_server.audit import AuditEntry
-from fedplat_server.errors import StoreError
-from fedplat_server.store import rows, schema, sql_ledger, sql_people, sql_retention, transactions, writes
-from fedplat_server.store.database import Database
+from fedplat_server.store import schema, transactions
+from fedplat_server.store.database import Clock, Database
 from fedplat_server.store.engine import async_url
-from fedplat_server.store.port import (
-    AttemptRecord,
-    HistoryRecord,
-    JobRecord,
-    VersionRecord,
-)
-from fedplat_server.store.sql_fleet import SqlFleet
+from fedplat_server.store.sql_audit import SqlAudit
+from fedplat_server.store.sql_clients import SqlClients
+from fedplat_server.store.sql_jobs import SqlJobs
 from fedplat_server.store.sql_leases import require_term
-from fedplat_server.store.sql_participations import SqlParticipations
-from fedplat_server.store.tables import OF_ROUNDS, STILL_OPEN, assignments, attempts, history, jobs, model_versions
-
-# Made once: whoever watches a job asks this after each of its transactions, and making it costs more than running it.
-_LATER = (
-    select(history)
-    .where(history.c.job_id == sqlalchemy.bindparam("this_job"), history.c.sequence > sqlalchemy.bindparam("after"))
-    .order_by(history.c.sequence)
-    .limit(sqlalchemy.bindparam("most"))
-)
+from fedplat_server.store.sql_ledger import SqlLedger
+from fedplat_server.store.sql_operators import SqlOperators
+from fedplat_server.store.sql_retention import SqlRetention
 
 
-async def open_store(database: str, clock: Callable[[], float] = time.time) -> SqlStore:
-    """Opens the database at a path or URL.
+async def open_store(database: str, clock: Clock = time.time) -> SqlStore:
+    """Open the database at a path or URL.
 
-    Raises `ConfigError` if that cannot be read, `SchemaVersionError` if its schema is not this code's, and
-    `StoreUnavailableError` if it does not answer.
+    Raises `ConfigError` if that is not valid, `SchemaVersionError` if the database has another schema than this code,
+    and `StoreUnavailableError` if it does not answer.
     """
     url = async_url(database)
     await schema.require_head(url)
-    return SqlStore(transactions.to(url), clock)
+    return SqlStore(Database(transactions.for_url(url)), clock)
 
 
-class SqlStore(SqlFleet, sql_people.SqlPeople, SqlParticipations, sql_ledger.SqlLedger, sql_retention.SqlRetention):
-    """The adapter of `port.Store` for SQL databases; made by `open_store`, which checks the schema first."""
+class SqlStore:
+    """The adapter of `ports.Store` for SQL databases; made by `open_store`, which checks the schema first."""
 
-    def __init__(self, ways: transactions.Transactions, clock: Callable[[], float] = time.time) -> None:
-        self._database = Database(ways)
-        self._clock = clock
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self.jobs = SqlJobs(database, clock)
+        self.clients = SqlClients(database, clock)
+        self.operators = SqlOperators(database, clock)
+        self.audit = SqlAudit(database, clock)
+        self.ledger = SqlLedger(database, clock)
+        self.retention = SqlRetention(database, clock)
 
     async def close(self) -> None:
-        """Lets go of every connection."""
+        """Wait for the transactions that still run and close all connections."""
         await self._database.close()
 
     async def ping(self) -> None:
-        """Returns when the database answers."""
-        await self._all(select(1))
+        """Return when the database answers."""
+        await self._database.fetch(select(1))
 
     async def fence(self, term: int) -> None:
-        """Rejects every write from now on once the lease has another term; see the port."""
+        """Reject every later write once the lease has another term; see the port."""
         self._database.fence(lambda connection: require_term(connection, term))
-
         await self._database.write(lambda _: None)
 
     async def sever(self) -> None:
-        """Ends whatever is under way; see the port."""
+        """Abort all transactions; see the port."""
         self._database.sever()
-
-    # --- jobs ------------------------------------------------------------------------------------------------
-
-    async def create_job(
-        self,
-        state: JobState,
-        job_file: str,
-        idempotency_key: str,
-        audit: Sequence[AuditEntry] = (),
-        expected: int | None = None,
-    ) -> JobRecord:
-        """Adds a job with its version 0 and a history row; see the port."""
-        now = self._clock()
-        values = {
-            **rows.job_values(state),
-            **rows.settled_values(state.spec),
-            "job_id": state.job_id,
-            "population": state.spec.population,
-            "job_file": job_file,
-            "idempotency_key": idempotency_key,
-            "created_unix_s": now,
-        }
-        insert = writes.insert(self._database.dialect, jobs).values(values)
-        insert = insert.on_conflict_do_nothing(index_elements=["idempotency_key"])
-        row = rows.history_values(state.job_id, HistoryRow("job", "", state.status), now)
-
-        def work(connection: Connection) -> JobRecord:
-            if connection.execute(insert).rowcount == 1:
-                sql_ledger.advance(connection, state.spec.population, expected)
-                version = rows.version_values(state.job_id, state.latest, now)
-                connection.execute(model_versions.insert().values(version))
-                connection.execute(history.insert().values(row))
-                sql_people.append(connection, audit, now)
-            return _load_jobs(connection, now, jobs.c.idempotency_key == idempotency_key)[0]
-
-        with crash.step("create_job"):
-            return await self._database.write(work)
-
-    async def find_job(self, idempotency_key: str) -> JobRecord | None:
-        """The job that was created with this key."""
-        now, mine = self._clock(), jobs.c.idempotency_key == idempotency_key
-        found = await self._database.read(lambda connection: _load_jobs(connection, now, mine))
-        return found[0] if found else None
-
-    async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
-        """Every job in the order of creation; see the port."""
-        epoch_unix_s = self._clock() - now
-        return await self._database.read(lambda connection: _load_jobs(connection, epoch_unix_s))
-
-    async def save(
-        self, changes: Sequence[Change], now: float, *, save_id: str = "", audit: Sequence[AuditEntry] = ()
-    ) -> None:
-        """Writes changes, all or none; see the port."""
-        batch = writes.flatten(changes, writes.Batch(self._clock(), now, save_id))
-
-        def work(connection: Connection) -> None:
-            writes.write(connection, batch)
-            sql_people.append(connection, audit, batch.unix_s)
-
-        if batch.jobs or audit:
-            with crash.step("save"):
-                await self._database.write(work)
-
-    async def last_save(self, job_id: str) -> str:
-        """The id of the save that changed a job last; see the port."""
-        # A save holds the lock on its jobs' rows until its fate is decided, also if nobody waits for it any more.
-        locked = select(jobs.c.save_id).where(jobs.c.job_id == job_id).with_for_update()
-
-        def work(connection: Connection) -> str:
-            return connection.execute(locked).scalar_one()
-
-        return await self._database.write(work)
-
-    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
-        """The assignment with this token, however old."""
-        found = await self._all(select(assignments).where(assignments.c.token_hash == token_hash))
-        if not found:
-            return None
-        row = found[0]
-        return AttemptKey(row.job_id, row.round, row.number), rows.assignment(row)
-
-    async def find_version(self, job_id: str, version: int) -> ModelVersion | None:
-        """The version of a job that has this number."""
-        mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
-        found = await self._all(select(model_versions).where(mine))
-        return rows.model_version(found[0]) if found else None
-
-    async def list_attempts(
-        self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
-    ) -> list[AttemptRecord]:
-        """The first attempts after a round and number; see the port."""
-        query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.round, attempts.c.number)
-        query = query.limit(limit)
-        if not all_attempts:
-            query = query.where(attempts.c.phase != AttemptPhase.ABANDONED)
-        if after is not None:
-            query = query.where(tuple_(attempts.c.round, attempts.c.number) > after)
-        page = query.with_only_columns(attempts.c.round, attempts.c.number).subquery("page")
-
-        def work(connection: Connection) -> list[AttemptRecord]:
-            found = connection.execute(query).all()
-            tallies: dict[tuple[int, int], list[rows.Row]] = {}
-            for tally in _tallies(job_id, page) if found else ():
-                for row in connection.execute(tally):
-                    tallies.setdefault((row.round, row.number), []).append(row)
-            return [rows.attempt_record(row, tallies.get((row.round, row.number), ())) for row in found]
-
-        return await self._database.read(work)
-
-    async def last_attempt(self, job_id: str) -> AttemptRecord | None:
-        """The newest attempt; see the port."""
-
-        def work(connection: Connection) -> AttemptRecord | None:
-            row = _newest(connection, job_id)
-            if row is None:
-                return None
-            counted = (_made_in(row) & assignments.c.into_round.is_(None)) | _taken_into(row)
-            tally = _tally(assignments.c.state).where(counted)
-            return rows.attempt_record(row, connection.execute(tally).all())
-
-        return await self._database.read(work)
-
-    # --- versions and history --------------------------------------------------------------------------------
-
-    async def list_versions(self, job_id: str, *, after: int = -1, limit: int | None = None) -> list[VersionRecord]:
-        """The first model versions after a number; see the port."""
-        later = (model_versions.c.job_id == job_id) & (model_versions.c.version > after)
-        query = select(model_versions).where(later).order_by(model_versions.c.version).limit(limit)
-        return [rows.version_record(row) for row in await self._all(query)]
-
-    async def versions_of_rounds(self, job_id: str, first: int, last: int) -> list[VersionRecord]:
-        """The model versions that some rounds have made; see the port."""
-        mine = (model_versions.c.job_id == job_id) & model_versions.c.round.between(first, last)
-        if first > 0:
-            mine &= OF_ROUNDS  # else the index over them is not found
-        query = select(model_versions).where(mine).order_by(model_versions.c.version)
-        return [rows.version_record(row) for row in await self._all(query)]
-
-    async def set_version_metrics(self, job_id: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Notes what the server's evaluator said of a version, and adds a history row; see the port."""
-        now = self._clock()
-        # Locked, so that the rows of a job's history become visible in the order of their numbers.
-        lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
-        mine = (model_versions.c.job_id == job_id) & (model_versions.c.version == version)
-
-        def work(connection: Connection) -> None:
-            connection.execute(lock)
-            row = connection.execute(select(model_versions).where(mine)).one_or_none()
-            if row is None:
-                raise StoreError(f"job {job_id} has no version {version}")
-            if row.metrics == metrics and metrics:
-                return  # said before, and the reply was lost
-            connection.execute(model_versions.update().where(mine).values(metrics=metrics))
-            number = str(version)
-            said = HistoryRow("version", number, number, row.round, row.attempt, metrics=metrics)
-            connection.execute(history.insert().values(rows.history_values(job_id, said, now)))
-
-        with crash.step("metrics"):
-            await self._database.write(work)
-
-    async def history(self, job_id: str, after_sequence: int = 0, limit: int = 250) -> list[HistoryRecord]:
-        """Rows of a job after a sequence number, oldest first."""
-        values = {"this_job": job_id, "after": after_sequence, "most": limit}
-        found = await self._database.read(lambda connection: connection.execute(_LATER, values).all())
-        return [rows.history_record(row) for row in found]
-
-    async def populations_of(self, digest: str) -> frozenset[str]:
-        """The populations of the jobs that keep a version, or a delta, with this digest."""
-        named = (model_versions.c.digest == digest) | (model_versions.c.delta_digest == digest)
-        mine = (model_versions.c.job_id == jobs.c.job_id) & named & model_versions.c.model_removed_unix_s.is_(None)
-        return frozenset(row.population for row in await self._all(select(jobs.c.population).where(mine).distinct()))
-
-    async def referenced_digests(self) -> frozenset[str]:
-        """Digests of all files that are needed; see the port."""
-        return frozenset(row.digest for row in await self._all(sql_retention.references()))
-
-    async def _all(self, query: sqlalchemy.Select[Any] | sqlalchemy.CompoundSelect[Any]) -> Sequence[rows.Row]:
-        def work(connection: Connection) -> Sequence[rows.Row]:
-            return connection.execute(query).all()
-
-        return await self._database.read(work)
-
-
-def _load_jobs(
-    connection: Connection, epoch_unix_s: float, which: sqlalchemy.ColumnElement[bool] | None = None
-) -> list[JobRecord]:
-    query = select(jobs).order_by(jobs.c.sequence)
-    if which is not None:
-        query = query.where(which)
-    return [_load_job(connection, row, epoch_unix_s) for row in connection.execute(query).all()]
-
-
-def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> JobRecord:
-    latest = select(model_versions).where(
-        model_versions.c.job_id == row.job_id, model_versions.c.version == row.latest_version
-    )
-    version = rows.model_version(connection.execute(latest).one())
-    last = _last_attempt(connection, row.job_id, epoch_unix_s)
-    past = rows.Past(_durations(connection, row.job_id), _claims(connection, row.job_id))
-    return rows.job_record(row, version, last, past)
-
-
-def _newest(connection: Connection, job_id: str) -> rows.Row | None:
-    newest = (attempts.c.round.desc(), attempts.c.number.desc())
-    query = select(attempts).where(attempts.c.job_id == job_id).order_by(*newest).limit(1)
-    return connection.execute(query).one_or_none()
-
-
-def _tally(*group: sqlalchemy.ColumnElement[Any]) -> sqlalchemy.Select[Any]:
-    """How many assignments there are in each group, the bytes of their updates, and how stale these were."""
-    update_bytes = func.sum(assignments.c.update_bytes).label("update_bytes")
-    staleness = [
-        func.sum(assignments.c.staleness).label("staleness"),
-        func.count(assignments.c.staleness).label("num_stale"),
-        func.max(assignments.c.staleness).label("max_staleness"),
-    ]
-    largest_norm = func.max(assignments.c.norm).label("largest_norm")
-    return select(*group, func.count().label("total"), update_bytes, largest_norm, *staleness).group_by(*group)
-
-
-def _tallies(job_id: str, page: sqlalchemy.Subquery) -> Iterator[sqlalchemy.Select[Any]]:
-    """What counts for the attempts of a page: their own assignments, and the updates of others that they took in."""
-    own, into = (assignments.c.round, assignments.c.number), (assignments.c.into_round, assignments.c.into_number)
-    for place, which in ((own, into[0].is_(None)), (into, into[0].is_not(None))):
-        group = [column.label(name) for column, name in zip(place, ("round", "number"), strict=True)]
-        theirs = (place[0] == page.c.round) & (place[1] == page.c.number)
-        tally = _tally(*group, assignments.c.state).select_from(assignments.join(page, theirs))
-        yield tally.where(assignments.c.job_id == job_id, which)
-
-
-def _made_in(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    """Which assignments were made in an attempt."""
-    return _are((assignments.c.job_id, assignments.c.round, assignments.c.number), row)
-
-
-def _taken_into(row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    """Which assignments of earlier attempts have their update in an attempt."""
-    return _are((assignments.c.job_id, assignments.c.into_round, assignments.c.into_number), row)
-
-
-def _are(columns: Sequence[sqlalchemy.ColumnElement[Any]], row: rows.Row) -> sqlalchemy.ColumnElement[bool]:
-    return sqlalchemy.and_(*(c == v for c, v in zip(columns, (row.job_id, row.round, row.number), strict=True)))
-
-
-def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, Crew]:
-    row = _newest(connection, job_id)
-    if row is None:
-        return None, Crew()
-    still = (assignments.c.job_id == job_id) & STILL_OPEN
-    cohort = select(assignments).where(_made_in(row) | _taken_into(row) | still)
-    found = connection.execute(cohort.order_by(assignments.c.client_id))
-    return restored(rows.attempt(row), [rows.assignment(one, epoch_unix_s) for one in found])
-
-
-def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:
-    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
-    query = (
-        select(assignments.c.took_s)
-        .join(attempts, sqlalchemy.and_(*same))
-        .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
-        .where(attempts.c.kind == AttemptKind.TRAIN)
-        .order_by(assignments.c.reported_revision.desc())
-        .limit(REMEMBERED_DURATIONS)
-    )
-    newest_first = [row.took_s for row in connection.execute(query)]
-    return tuple(reversed(newest_first))
-
-
-def _claims(connection: Connection, job_id: str) -> tuple[Claim, ...]:
-    """The latest report to train of each client, oldest first; of those that reported last."""
-    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
-    last = (
-        select(assignments.c.client_id, func.max(assignments.c.reported_revision).label("revision"))
-        .join(attempts, sqlalchemy.and_(*same))
-        .where(assignments.c.job_id == job_id, assignments.c.reported_revision.is_not(None))
-        .where(attempts.c.kind == AttemptKind.TRAIN)
-        .group_by(assignments.c.client_id)
-        .order_by(func.max(assignments.c.reported_revision).desc())
-        .limit(REMEMBERED_CLAIMS)
-        .subquery()
-    )
-    is_last = (assignments.c.client_id == last.c.client_id) & (assignments.c.reported_revision == last.c.revision)
-    query = (
-        select(assignments.c.client_id, assignments.c.norm, assignments.c.num_examples)
-        .join(last, is_last)
-        .where(assignments.c.job_id == job_id)
-        .order_by(assignments.c.reported_revision)
-    )
-    return tuple(Claim(*row) for row in connection.execute(query))

@@ -1,8 +1,8 @@
-"""Releases and budgets in a SQL database."""
+"""Private releases and budgets in a SQL database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sqlalchemy import Connection, func, select
 
@@ -10,34 +10,32 @@ from fedplat.privacy import Charge
 from fedplat.rounds.states import JobStatus
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError
-from fedplat_server.store import rows, sql_people, writes
-from fedplat_server.store.database import Database
-from fedplat_server.store.ledger import Account, Budget, LedgerRow, Population, read
+from fedplat_server.store import rows
+from fedplat_server.store.database import Clock, Database
+from fedplat_server.store.ledger import Account, Budget, LedgerRow, Population, decode_mechanism
+from fedplat_server.store.sql_audit import append_entries
 from fedplat_server.store.tables import jobs, ledger, populations
 
 
 class SqlLedger:
-    """What `SqlStore` does of `ledger.LedgerStore`."""
+    """The adapter of `ports.LedgerStore`."""
 
-    _database: Database
-    _clock: Callable[[], float]
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
 
-    async def ledger(self, job_id: str) -> list[LedgerRow]:
-        """The releases of a job, oldest first."""
+    async def list_releases(self, job_id: str) -> list[LedgerRow]:
+        """Return the releases of a job, oldest first."""
         query = select(ledger).where(ledger.c.job_id == job_id).order_by(ledger.c.version)
+        found = await self._database.fetch(query)
+        return [LedgerRow(row.version, row.round, decode_mechanism(row.mechanism), row.unix_s) for row in found]
 
-        def work(connection: Connection) -> list[LedgerRow]:
-            found = connection.execute(query)
-            return [LedgerRow(row.version, row.round, read(row.mechanism), row.unix_s) for row in found]
-
-        return await self._database.read(work)
-
-    async def population(self, name: str) -> Population:
-        """A population, on one snapshot; see the port."""
+    async def load_population(self, name: str) -> Population:
+        """Return a population; see the port."""
         return await self._database.read(lambda connection: _population(connection, name))
 
-    async def populations(self) -> list[Population]:
-        """All populations with jobs or a budget, by name; see the port."""
+    async def load_populations(self) -> list[Population]:
+        """Return all populations with jobs or a budget, by name; see the port."""
         names = select(jobs.c.population).union(select(populations.c.population))
 
         def work(connection: Connection) -> list[Population]:
@@ -49,19 +47,22 @@ class SqlLedger:
     async def set_budget(
         self, population: str, budget: Budget | None, expected_revision: int, audit: Sequence[AuditEntry] = ()
     ) -> None:
-        """Gives a population a budget, or takes it away; see the port."""
-        values = {"epsilon": None, "delta": None} if budget is None else _values(budget)
+        """Set the budget of a population, or remove it; see the port."""
+        values: rows.Values = {
+            "epsilon": None if budget is None else budget.epsilon,
+            "delta": None if budget is None else budget.delta,
+        }
 
         def work(connection: Connection) -> None:
-            advance(connection, population, expected_revision)
+            advance_revision(connection, population, expected_revision)
             connection.execute(populations.update().where(populations.c.population == population).values(values))
-            sql_people.append(connection, audit, self._clock())
+            append_entries(connection, audit, self._clock())
 
         await self._database.write(work)
 
 
-def advance(connection: Connection, population: str, expected: int | None) -> None:
-    """A population's next revision, whose row stays locked: who looks at its jobs and budget comes before or after.
+def advance_revision(connection: Connection, population: str, expected: int | None) -> None:
+    """Move a population to its next revision, and lock its row: others read its jobs and budget before or after.
 
     Raises `PopulationChangedError` if it is not at the expected one.
     """
@@ -70,16 +71,12 @@ def advance(connection: Connection, population: str, expected: int | None) -> No
     if expected:
         step = populations.update().where(mine, populations.c.revision == expected).values(next_one)
     else:
-        insert = writes.insert(connection.dialect.name, populations).values(population=population, revision=1)
+        insert = rows.insert(connection.dialect.name, populations).values(population=population, revision=1)
         step = insert.on_conflict_do_update(index_elements=["population"], set_=next_one)
         if expected == 0:
             step = insert.on_conflict_do_nothing(index_elements=["population"])
     if connection.execute(step).rowcount != 1:
         raise PopulationChangedError(f"the jobs or the budget of population {population} have changed: read them again")
-
-
-def _values(budget: Budget) -> rows.Values:
-    return {"epsilon": budget.epsilon, "delta": budget.delta}
 
 
 def _population(connection: Connection, name: str) -> Population:
@@ -93,18 +90,14 @@ def _population(connection: Connection, name: str) -> Population:
     )
     released: dict[str, list[Charge]] = {}
     for one in connection.execute(tally):
-        released.setdefault(one.job_id, []).append(Charge(read(one.mechanism), one.releases))
+        released.setdefault(one.job_id, []).append(Charge(decode_mechanism(one.mechanism), one.releases))
     found: Sequence[rows.Row] = connection.execute(select(jobs).where(mine).order_by(jobs.c.sequence)).all()
     return Population(
         name=name,
         revision=row.revision if row is not None else 0,
-        budget=None if row is None else _budget(row),
+        budget=None if row is None or row.epsilon is None else Budget(row.epsilon, row.delta),
         accounts=tuple(_account(one, tuple(released.get(one.job_id, ()))) for one in found),
     )
-
-
-def _budget(row: rows.Row) -> Budget | None:
-    return None if row.epsilon is None else Budget(row.epsilon, row.delta)
 
 
 def _account(row: rows.Row, released: tuple[Charge, ...]) -> Account:

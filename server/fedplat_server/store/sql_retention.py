@@ -1,19 +1,19 @@
-"""The part of the SQL store that gives up old files."""
+"""Removal of old files and history in a SQL database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash
-from fedplat_server.audit import AuditEntry
-from fedplat_server.store import rows, sql_people
-from fedplat_server.store.database import Database
-from fedplat_server.store.retention import BATCH, Keep, Removable
-from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, clients, history, jobs, model_versions
+from fedplat_server.store import rows
+from fedplat_server.store.database import Clock, Database
+from fedplat_server.store.jobs import Keep, Removable
+from fedplat_server.store.ports import BATCH
+from fedplat_server.store.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
 
 _V = model_versions.c
 _KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
@@ -21,17 +21,18 @@ _KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
 
 
 class SqlRetention:
-    """`port.RetentionStore` for SQL databases."""
+    """The adapter of `ports.RetentionStore`."""
 
-    _database: Database
-    _clock: Callable[[], float]
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
 
-    async def removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
-        """The oldest versions of which files may go; see the port."""
+    async def list_removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
+        """Return the oldest versions with files to remove; see the port."""
         return await self._database.read(lambda connection: _removable(connection, job_id, keep, limit))
 
-    async def give_up(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
-        """Notes that the files of these versions go; see the port."""
+    async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
+        """Record that the files of these versions are removed; see the port."""
         now = self._clock()
         # Locked: a rollback that makes one of these versions the latest again comes before this, or after it.
         lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
@@ -52,13 +53,20 @@ class SqlRetention:
         with crash.step("retention.give_up"):
             return await self._database.write(work)
 
-    async def unreferenced(self, digests: Collection[str]) -> frozenset[str]:
-        """Those of some digests that no row names."""
+    async def list_referenced(self) -> frozenset[str]:
+        """Return the digests of all kept files; see the port."""
+        models = select(_V.digest.label("digest")).where(_KEEPS_MODEL)
+        deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
+        states = select(_V.state_digest).where(_KEEPS_STATE)
+        return frozenset(row.digest for row in await self._database.fetch(models.union(states, deltas)))
+
+    async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
+        """Return those of the digests without a reference."""
         # A transaction that writes: a daemon that no longer leads must not remove what the next leader has written.
         return await self._database.write(lambda connection: _unreferenced(connection, digests))
 
-    async def old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
-        """The oldest attempts with a history that ended before a moment; see the port."""
+    async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """Return the oldest attempts with a history that ended before a time; see the port."""
         at_work = select(assignments.c.client_id).where(
             assignments.c.job_id == attempts.c.job_id,
             assignments.c.round == attempts.c.round,
@@ -72,11 +80,11 @@ class SqlRetention:
             .order_by(attempts.c.round, attempts.c.number)
             .limit(limit)
         )
-        found = await self._database.read(lambda connection: connection.execute(query).all())
+        found = await self._database.fetch(query)
         return [AttemptKey(job_id, row.round, row.number) for row in found]
 
     async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
-        """Removes the rows of the history of attempts; see the port."""
+        """Remove the history rows of attempts; see the port."""
         now = self._clock()
 
         def work(connection: Connection) -> int:
@@ -96,39 +104,6 @@ class SqlRetention:
         with crash.step("retention.history"):
             return await self._database.write(work)
 
-    async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:
-        """Notes when clients were last here."""
-        this = clients.c.client_id == sqlalchemy.bindparam("this_client")
-        values = [{"this_client": client_id, "seen_unix_s": seen} for client_id, seen in sorted(seen_unix_s.items())]
-        statement = clients.update().where(this)
-        if values:
-            await self._database.write(lambda connection: connection.execute(statement, values))
-
-    async def idle_clients(self, before_unix_s: float) -> list[str]:
-        """The clients that were not seen since a moment, and have no work; the oldest first."""
-        at_work = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
-        seen = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
-        query = select(clients.c.client_id).where(seen < before_unix_s, ~at_work.exists()).order_by(clients.c.sequence)
-        return [row.client_id for row in await self._database.read(lambda connection: connection.execute(query).all())]
-
-    async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
-        """Removes clients that were not seen since a moment; how many. What they did stays, under their ids."""
-        seen = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
-        gone = clients.delete().where(clients.c.client_id.in_(client_ids), seen < before_unix_s)
-        return await self._database.write(lambda connection: connection.execute(gone).rowcount)
-
-    async def note(self, entries: Collection[AuditEntry]) -> None:
-        """Adds entries to the audit log."""
-        now = self._clock()
-        await self._database.write(lambda connection: sql_people.append(connection, list(entries), now))
-
-
-def references() -> sqlalchemy.CompoundSelect[tuple[str]]:
-    """The digests of all files that are needed."""
-    models = select(_V.digest.label("digest")).where(_KEEPS_MODEL)
-    deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
-    return models.union(select(_V.state_digest).where(_KEEPS_STATE), deltas)
-
 
 def _unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
     named: set[str] = set()
@@ -145,7 +120,7 @@ def _unreferenced(connection: Connection, digests: Collection[str]) -> frozenset
 
 
 def _is_spare(job_id: str) -> sqlalchemy.ColumnElement[bool]:
-    """Whether neither the job nor a client at work for it needs a version's model."""
+    """Return the condition for models that neither the job nor a client at work for it needs."""
     latest = select(jobs.c.latest_version).where(jobs.c.job_id == job_id).scalar_subquery()
     begun = select(assignments.c.base_version).where(assignments.c.job_id == job_id, STILL_OPEN)
     open_ = select(attempts.c.base_version).where(attempts.c.job_id == job_id, attempts.c.ended_unix_s.is_(None))
@@ -160,6 +135,6 @@ def _removable(connection: Connection, job_id: str, keep: Keep, limit: int) -> l
     columns = (model_versions, model.label("spare_model"), state.label("spare_state"))
     query = select(*columns).where(_V.job_id == job_id, model | state).order_by(_V.version).limit(limit)
     return [
-        Removable(rows.model_version(row), bool(row.spare_model), bool(row.spare_state))
+        Removable(rows.to_record(row, ModelVersion), bool(row.spare_model), bool(row.spare_state))
         for row in connection.execute(query)
     ]

@@ -1,7 +1,7 @@
-"""The tables, portable between SQLite and PostgreSQL; `migrations/` holds the way to them.
+"""The tables, portable between SQLite and PostgreSQL; `migrations/` creates them.
 
-Ids that people and programs see are strings; `sequence` columns keep the order in which rows were added, which no
-wall clock does. A client's assignments outlive its enrolment, so they do not refer to `clients`.
+Ids that people and programs see are strings; `sequence` columns keep the order in which rows were added, which wall
+clocks do not. A client's assignments outlive its enrolment, so they do not refer to `clients`.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ from sqlalchemy.sql.elements import ColumnElement
 from fedplat.texts import MAX_TEXT_BYTES, shortened
 
 MAX_METRICS_BYTES = 64 * 2**10
-"""Length of the JSON of named numbers beyond which a query leaves it out; reports have a sixth of it at most."""
+"""Maximum length of the JSON of metrics that a query returns; reports have a sixth of it at most."""
 
 
 class Metrics(TypeDecorator[Mapping[str, float]]):
     """Named numbers as JSON. NaN and infinities, which JSON does not have, are stored as text.
 
-    Beyond `MAX_METRICS_BYTES`, which earlier versions let clients write, they are read as none.
+    Metrics above `MAX_METRICS_BYTES`, which earlier versions accepted from clients, are read as empty.
     """
 
     impl = JSON
     cache_ok = True
 
     def process_bind_param(self, value: Mapping[str, float] | None, dialect: Dialect) -> dict[str, float | str]:
-        """Python to database."""
+        """Convert Python to database."""
         return {name: x if math.isfinite(x) else str(x) for name, x in (value or {}).items()}
 
     def process_result_value(self, value: Mapping[str, float | str] | None, dialect: Dialect) -> dict[str, float]:
-        """Database to Python."""
+        """Convert database to Python."""
         return {name: float(x) for name, x in (value or {}).items()}
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """What a query selects: the database itself leaves out what is too long."""
+        """Return what a query selects: the database itself leaves out what is too long."""
         size = func.length(cast(column, Text))
         return case((size > MAX_METRICS_BYTES, literal_column("'{}'")), else_=column)
 
 
 class Words(TypeDecorator[str]):
-    """Text for people, part of which clients wrote: stored and read with `MAX_TEXT_BYTES` bytes at most.
+    """Text for people, partly from clients: stored and read with `MAX_TEXT_BYTES` bytes at most.
 
-    Control characters are replaced: they steer terminals, and PostgreSQL refuses a NUL.
+    Control characters are replaced: they control terminals, and PostgreSQL rejects NUL.
     """
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Python to database."""
+        """Convert Python to database."""
         return shortened(value) if value is not None else None
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """Database to Python."""
+        """Convert database to Python."""
         return shortened(value) if value is not None else None
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
-        """What a query selects: the database itself cuts what an earlier version let clients write."""
+        """Return what a query selects: the database itself cuts longer text, which earlier versions accepted."""
         return func.substr(column, 1, MAX_TEXT_BYTES + 1, type_=self)
 
 
@@ -96,7 +96,7 @@ metadata = MetaData(
     }
 )
 
-# SQLite numbers rows by itself only in a column of the type INTEGER, which holds 64 bits there.
+# SQLite numbers rows by itself only in a column of type INTEGER, which has 64 bits there.
 _Sequence = BigInteger().with_variant(Integer(), "sqlite")
 
 clients = Table(
@@ -112,9 +112,9 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
-    # The enrolment token that let it in; "" for those that enrolled before this was noted.
+    # The enrolment token that it used; "" for those that enrolled before this was stored.
     Column("token_id", String, nullable=False, index=True, server_default=""),
-    # When it last opened a session, as far as that is known.
+    # When it last opened a session, if that is known.
     Column("seen_unix_s", Float),
 )
 
@@ -147,9 +147,9 @@ jobs = Table(
     Column("latest_version", Integer, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Column("created_unix_s", Float, nullable=False),
-    # Names the save that changed the job last: one whose reply was lost is found again by it.
+    # The id of the last save of the job: shows whether a save whose reply was lost was committed.
     Column("save_id", String, nullable=False, server_default=""),
-    # Of a private job: its table [privacy] as it was settled when the job was created.
+    # Of a private job: its settled table [privacy], as of the job's creation.
     Column("privacy", JSON(none_as_null=True)),
 )
 
@@ -169,7 +169,7 @@ attempts = Table(
     Column("opened_unix_s", Float, nullable=False),
     Column("ended_unix_s", Float),
     Column("metrics", Metrics, nullable=False),
-    # When its rows of the history, and those of its assignments, were given up; NULL: they are kept.
+    # When its history, and that of its assignments, was removed; NULL: it is kept.
     Column("history_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "round", "number"),
 )
@@ -206,9 +206,9 @@ assignments = Table(
     Column("report_number", Integer),
     Column("update_bytes", BigInteger, nullable=False, server_default="0"),
     Column("base_version", Integer, nullable=False, server_default="0"),
-    # NULL until an attempt has taken the update in.
+    # NULL until an attempt has taken in the update.
     Column("staleness", Integer),
-    # The attempt that took it in, if that is a later one than its own.
+    # The attempt that took in the update, if that is a later one than its own.
     Column("into_round", Integer),
     Column("into_number", Integer),
     # L2 norm of the reported update; private jobs do not keep it.
@@ -224,7 +224,7 @@ assignments = Table(
 
 _later = text("into_round IS NOT NULL")
 STILL_OPEN = text("state IN ('TRAINING', 'UPLOADING', 'REPORTED')")
-"""Which assignments have not ended: in these words, for the index over them to be found."""
+"""Condition for assignments that have not ended; literally that of the index, else the index is not used."""
 _into = (assignments.c.job_id, assignments.c.into_round, assignments.c.into_number)
 Index("ix_assignments_into", *_into, sqlite_where=_later, postgresql_where=_later)
 Index("ix_assignments_open", assignments.c.job_id, sqlite_where=STILL_OPEN, postgresql_where=STILL_OPEN)
@@ -246,16 +246,16 @@ model_versions = Table(
     Column("delta_digest", String, nullable=False, index=True, server_default=""),
     Column("delta_size_bytes", BigInteger, nullable=False, server_default="0"),
     Column("delta_base", String, nullable=False, server_default=""),
-    # The version whose bytes an operator's rollback made the latest again.
+    # The version whose bytes a rollback made the latest again.
     Column("restored_from", Integer),
-    # When the files were given up, the model's with its delta; NULL: they are kept.
+    # When the files were removed, the model's with its delta; NULL: they are kept.
     Column("model_removed_unix_s", Float),
     Column("state_removed_unix_s", Float),
     PrimaryKeyConstraint("job_id", "version"),
 )
-# Round 0 may have two: the initial model, and what a warm start made of it.
+# Round 0 may have two: the initial model, and that of a warm start.
 OF_ROUNDS = text("round > 0")
-"""Which versions rounds have made: in these words, for the index over them to be found."""
+"""Condition for versions made by rounds; literally that of the index, else the index is not used."""
 Index(
     "uq_model_versions_round",
     model_versions.c.job_id,
@@ -279,7 +279,7 @@ ledger = Table(
     ForeignKeyConstraint(["job_id", "version"], ["model_versions.job_id", "model_versions.version"]),
 )
 
-# The revision grows with each job that is created there and each change of the budget, which may be none.
+# The revision grows with each new job and each change of the budget; epsilon and delta are NULL without one.
 populations = Table(
     "populations",
     metadata,
@@ -319,7 +319,7 @@ operators = Table(
     Column("expires_unix_s", Float),
 )
 
-# Rows are numbered by the chain, not by the database: there are no gaps.
+# Numbered by the chain, not by the database: without gaps.
 audit_log = Table(
     "audit_log",
     metadata,
@@ -341,7 +341,7 @@ audit_head = Table(
     Column("hash", String, nullable=False),
 )
 
-# Who leads. Moments are on the database's clock; no holder means that the lease was released.
+# The leader. Times are on the database's clock; an empty holder means that the lease was released.
 leases = Table(
     "leases",
     metadata,

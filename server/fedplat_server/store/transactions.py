@@ -1,6 +1,6 @@
-"""How a transaction reaches its database: in a thread, all of it in one visit, or on the event loop.
+"""Drivers of transactions: SQLite blocks in threads, PostgreSQL answers on the event loop.
 
-Work is a plain function on a connection of SQLAlchemy, whichever way it goes.
+Work is a plain function on a connection of SQLAlchemy for both.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ class Transactions(Protocol):
 
     @property
     def engine(self) -> sqlalchemy.Engine:
-        """Whose connections are used; for its events, its dialect and its URL."""
+        """The engine that makes the connections; for its events, its dialect and its URL."""
         ...
 
     async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """Runs work and commits it if it `writes`; else all of its queries see one snapshot."""
+        """Run work and commit it if it `writes`; otherwise all of its queries see one snapshot."""
         ...
 
     async def close(self) -> None:
-        """Waits for what is under way, and lets go of every connection."""
+        """Wait for transactions that still run and close all connections."""
         ...
 
 
-def to(url: URL) -> Transactions:
-    """The way to the database at a URL of `engine.async_url`, whose tables are there."""
-    return Threads(url) if url.get_backend_name() == "sqlite" else Loop(url)
+def for_url(url: URL) -> Transactions:
+    """Return the driver for a URL of `engine.async_url`. The tables must exist."""
+    return ThreadedSqlite(url) if url.get_backend_name() == "sqlite" else AsyncPostgres(url)
 
 
-class Threads:
-    """SQLite, in one visit to a thread for each transaction.
+class ThreadedSqlite:
+    """SQLite: each transaction runs as a whole in a thread.
 
-    An asynchronous driver makes one for each step of each statement, which costs more than what the database does.
+    An asynchronous driver changes threads at each step of each statement, which costs more than the database itself.
     """
 
     def __init__(self, url: URL) -> None:
@@ -53,12 +53,13 @@ class Threads:
         self._threads = ThreadPoolExecutor(NUM_READERS + num_writers(url), thread_name_prefix="database")
 
     async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """In a thread; goes on to its end there, whatever becomes of the task that waits."""
-        visit = self._write if writes else self._read
-        return await asyncio.get_running_loop().run_in_executor(self._threads, visit, work)
+        """Run work in a thread, to its end, even if the task that waits is cancelled."""
+        run = self._write if writes else self._read
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
 
     async def close(self) -> None:
-        """Waits in a thread of another pool: SQLite may be waiting for another process."""
+        """Wait for transactions that still run and close all connections."""
+        # In another pool: SQLite may be waiting for another process.
         await asyncio.to_thread(self._threads.shutdown)
         self.engine.dispose()
 
@@ -71,8 +72,8 @@ class Threads:
             return work(connection)
 
 
-class Loop:
-    """PostgreSQL, which answers over a socket."""
+class AsyncPostgres:
+    """PostgreSQL, over a socket."""
 
     def __init__(self, url: URL) -> None:
         self._engine = create_engine(url)
@@ -81,10 +82,10 @@ class Loop:
         self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
     async def run(self, work: Work[_T], *, writes: bool) -> _T:
-        """In this task."""
+        """Run work in this task."""
         async with self._writing.begin() if writes else self._reading.connect() as connection:
             return await connection.run_sync(work)
 
     async def close(self) -> None:
-        """Closes what the pool has."""
+        """Close all connections."""
         await self._engine.dispose()

@@ -7,38 +7,39 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedplat_server.store import inspection
-from fedplat_server.verify import files, invariants, spool
-from fedplat_server.verify.records import Attempt, AuditPart, Finding, Job, Place, Report, Strays, Unit
+from fedplat.rounds.invariants import attempts
+from fedplat.rounds.invariants.records import Location, StoredAttempt, StoredJob, StrayHistory
+from fedplat_server.verify import checks, files, inspection, spool
+from fedplat_server.verify.records import AuditPart, Finding, Report, Unit
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Tells nobody."""
+    """Ignore the progress."""
 
 
 async def verify(
     database: str, data_dir: Path, progress: files.Progress = _no_progress, *, live: bool = False
 ) -> Report:
-    """Checks everything that can be seen; a daemon may run meanwhile, and does if this is `live`.
+    """Check the database and its files. A daemon may run meanwhile, and does if `live`.
 
-    Raises what `open_store` does when the database cannot be read. `progress` is called from a thread.
+    Raises as `open_store` does if the database cannot be read. `progress` is called from a thread.
     """
     blob_dir, upload_dir = data_dir / "blobs", data_dir / "uploads"
-    # First, so that a version that a running daemon commits meanwhile is no file without a row.
-    folder = await asyncio.to_thread(files.look, blob_dir)
-    uploaded = await asyncio.to_thread(spool.look, upload_dir)
+    # First, so that the files of a version that a running daemon commits meanwhile are not taken for orphans.
+    folder = await asyncio.to_thread(files.list_blobs, blob_dir)
+    uploaded = await asyncio.to_thread(spool.list_files, upload_dir)
     report, needed, spooled = Report(), dict[str, files.Needed](), spool.Spool()
     num_overdue = 0
     now = time.time()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection, now):
-            report.findings.extend(invariants.findings(unit, live=live))
+            report.findings.extend(checks.findings(unit, live=live))
             _count(report, unit)
-            spooled.take(unit)
-            if isinstance(unit, Job):
+            spooled.add(unit)
+            if isinstance(unit, StoredJob):
                 _need(needed, unit)
-            if isinstance(unit, Attempt) and not live:
-                num_overdue += len(list(invariants.overdue(unit)))
+            if isinstance(unit, StoredAttempt) and not live:
+                num_overdue += len(list(attempts.overdue(unit)))
     report.findings.extend(await _lost_blobs(database, blob_dir, needed, progress))
     report.findings.extend(await _lost_updates(database, upload_dir, spooled))
     report.checked |= {"updates": len(spooled.reported)} | {
@@ -61,11 +62,11 @@ async def _lost_blobs(
     found = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
     if not found:
         return []
-    # A daemon that runs may have given them up meanwhile.
+    # A daemon that runs may have removed them meanwhile.
     still = dict[str, files.Needed]()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
-            if isinstance(unit, Job):
+            if isinstance(unit, StoredJob):
                 _need(still, unit)
     return [finding for digest, finding in found.items() if digest in still]
 
@@ -74,27 +75,29 @@ async def _lost_updates(database: str, folder: Path, spooled: spool.Spool) -> li
     wrong = await asyncio.to_thread(lambda: dict(files.spooled(folder, spooled.reported)))
     if not wrong:
         return []
-    # A daemon that runs may have merged them meanwhile, and thrown them away.
+    # A daemon that runs may have merged and removed them meanwhile.
     still = spool.Spool()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
-            still.take(unit)
+            still.add(unit)
     return [finding for key, finding in wrong.items() if key in still.reported]
 
 
 def _count(report: Report, unit: Unit) -> None:
     if isinstance(unit, AuditPart):
         report.checked.update({"audit rows": len(unit.rows)})
-    if isinstance(unit, Job):
+    if isinstance(unit, StoredJob):
         report.checked.update(jobs=1, versions=len(unit.versions))
-    if isinstance(unit, Attempt):
+    if isinstance(unit, StoredAttempt):
         report.checked.update(attempts=1, assignments=len(unit.made))
-    report.checked.update({"history rows": len(unit.history) if isinstance(unit, Job | Attempt | Strays) else 0})
+    report.checked.update(
+        {"history rows": len(unit.history) if isinstance(unit, StoredJob | StoredAttempt | StrayHistory) else 0}
+    )
 
 
-def _need(needed: dict[str, files.Needed], job: Job) -> None:
+def _need(needed: dict[str, files.Needed], job: StoredJob) -> None:
     for version in job.versions:
-        place = Place(job.row.job_id, version=version.version)
+        place = Location(job.row.job_id, version=version.version)
         # Jobs may share bytes. A size that the database knows is not forgotten.
         if version.model_removed_unix_s is None:
             needed[version.digest] = files.Needed(place, "its model", version.size_bytes)

@@ -17,7 +17,7 @@ from fedplat_server.verify.records import Report
 
 
 def run(database: str, data_dir: Path, *, live: bool, as_json: bool) -> bool:
-    """Checks and prints; whether nothing is broken. `live`: a daemon runs, and has done so for a minute."""
+    """Check and print; return whether nothing is broken. `live`: a daemon has been running for a minute."""
     with _bar() as progress:
         report = asyncio.run(checker.verify(database, data_dir, progress, live=live))
     print(_as_json(report) if as_json else "\n".join(_lines(report)))
@@ -26,7 +26,7 @@ def run(database: str, data_dir: Path, *, live: bool, as_json: bool) -> bool:
 
 @contextlib.contextmanager
 def _bar() -> Generator[files.Progress]:
-    """A bar on stderr while files are read, if that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("reading blobs"), BarColumn(), DownloadColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -60,5 +60,5 @@ def _as_json(report: Report) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Ids and reasons come from outside: they shall not make lines of their own, nor move the cursor."""
+    """Replace control characters: ids and reasons come from clients, and must not add lines or move the cursor."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -10,35 +10,36 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from fedplat.rounds.invariants.records import Location
 from fedplat_server import files, uploads
 from fedplat_server.uploads import UploadKey
-from fedplat_server.verify.records import Finding, Place
+from fedplat_server.verify.records import Finding
 
 LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
 LOST_UPDATE = "Restart the daemon: it abandons the attempt and tries the round again. Then look at the disk."
 Progress = Callable[[int, int], None]
-"""Hears how many bytes of how many were read."""
+"""Called with the number of bytes read so far, and in all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needed:
-    """A blob that the database names. `size_bytes` is None where it does not say."""
+    """A blob with a reference in the database; `size_bytes` is None if its size is unknown."""
 
-    place: Place
+    place: Location
     what: str
     size_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """What lay in the folder of blobs: sizes by digest, and files that are none."""
+    """The folder of blobs: sizes by digest, and files that are not blobs."""
 
     sizes: Mapping[str, int]
     unknown: tuple[Path, ...]
 
 
-def look(folder: Path) -> Folder:
-    """Lists the blobs. Files that go away meanwhile are left out."""
+def list_blobs(folder: Path) -> Folder:
+    """Return the blobs, without files that are removed meanwhile."""
     sizes: dict[str, int] = {}
     unknown: list[Path] = []
     with files.translated(f"listing {folder}"):
@@ -57,12 +58,12 @@ def look(folder: Path) -> Folder:
 
 
 def path_of(folder: Path, digest: str) -> Path:
-    """Where a blob lies."""
+    """Return the path of a blob."""
     return folder / digest[:2] / digest[2:4] / digest
 
 
 def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[tuple[str, Finding]]:
-    """I2: every blob that is named is there, whole, and has the digest that it is named by. Findings by digest."""
+    """I2: every referenced blob exists, whole, with the digest of its name. Yields findings by digest."""
     total = sum(one.size_bytes or 0 for one in needed.values())
     done = 0
     for digest, one in needed.items():
@@ -74,15 +75,15 @@ def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Ite
 
 
 def spooled(folder: Path, needed: Mapping[UploadKey, str]) -> Iterator[tuple[UploadKey, Finding]]:
-    """I3: every update that was acknowledged and is not merged yet lies in the spool, as it was reported."""
+    """I3: every acknowledged update that is not merged yet is in the spool, as it was reported."""
     for key, digest in needed.items():
-        wrong = _wrong(uploads.path_of(folder, key, digest), digest, Needed(Place(*key), "its update", None))
+        wrong = _wrong(uploads.path_of(folder, key, digest), digest, Needed(Location(*key), "its update", None))
         if wrong is not None:
-            yield key, Finding("I3", "spooled", Place(*key), f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
+            yield key, Finding("I3", "spooled", Location(*key), f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
 
 
 def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:
-    """What was found and what was expected, if that differs."""
+    """Return what was found and what was expected, if they differ."""
     if not files.is_digest(digest):
         return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"
     try:

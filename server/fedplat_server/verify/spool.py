@@ -1,4 +1,4 @@
-"""What must lie in the spool, and what may: learnt from the rows, compared with the folder of uploads."""
+"""Which files must be in the spool and which may be, by the rows; compared with the folder of uploads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedplat.rounds.invariants import attempts
+from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat.rounds.states import AssignmentState, AttemptKind
 from fedplat_server import files, uploads
 from fedplat_server.uploads import UploadKey
-from fedplat_server.verify import invariants
-from fedplat_server.verify.records import Attempt, Job, Unit
+from fedplat_server.verify.records import Unit
 
 _UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
 
 
 @dataclasses.dataclass
 class Spool:
-    """What the rows say about the spool; takes every unit, a job before its attempts.
+    """The files of the spool by the rows of all units; a job must be added before its attempts.
 
     `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended or for the
     next one, and to be kept. `expected` are all whose uploads may be there, complete or not.
@@ -28,19 +29,19 @@ class Spool:
     expected: set[UploadKey] = dataclasses.field(default_factory=set[UploadKey])
     _kept: bool = False
 
-    def take(self, unit: Unit) -> None:
-        """Looks at a job, and then at its attempts."""
-        if isinstance(unit, Job):
+    def add(self, unit: Unit) -> None:
+        """Add the files of an attempt. Other units have none."""
+        if isinstance(unit, StoredJob):
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
-        if isinstance(unit, Attempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
-            for one in unit.made if invariants.is_open(unit.row) else invariants.still_open(unit):
+        if isinstance(unit, StoredAttempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
+            for one in unit.made if unit.row.is_open else attempts.still_open(unit):
                 key = UploadKey(unit.row.job_id, unit.row.round, unit.row.number, one.client_id)
                 self.expected.add(key)
                 if one.state == AssignmentState.REPORTED:
                     self.reported[key] = one.digest
 
     def notes(self, folder: Path, found: list[Path]) -> Iterator[str]:
-        """What is worth knowing of files that were in the folder before the rows were read."""
+        """Yield notes on unexpected files, of those that were in the folder before the rows were read."""
         still = [path for path in found if (folder / path).exists()]
         unknown = [path for path in still if not _UPLOAD.fullmatch(path.as_posix())]
         expected = {uploads.path_of(folder, key, "").relative_to(folder).as_posix() for key in self.expected}
@@ -53,7 +54,7 @@ class Spool:
         yield from (f"the file {path} in {folder} is no upload" for path in unknown)
 
 
-def look(folder: Path) -> list[Path]:
-    """Lists the files in the folder of uploads, relative to it."""
+def list_files(folder: Path) -> list[Path]:
+    """Return the files in the folder of uploads, relative to it."""
     with files.translated(f"listing {folder}"):
         return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())

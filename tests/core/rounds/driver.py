@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -269,6 +270,7 @@ def make_aggregated(job: JobState, num_updates: int | None = None) -> AttemptAgg
         digest=f"model-{attempt.base_version + 1}",
         size_bytes=4,
         num_updates=attempt.num_reported if num_updates is None else num_updates,
+        total_weight=math.fsum(each.weight for each in attempt.reported),
     )
     return AttemptAggregated(attempt.key, version)
 

@@ -1,6 +1,7 @@
 """What must hold after every step, checked against nothing but the stored changes and the commands.
 
-It has so many lines because every check is a function of the same store.
+What must hold of the stored rows alone is checked by `fedplat.rounds.invariants`, as in a database; here is what
+compares them with the coordinator, its commands and its answers.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from core.rounds import crews
+from core.rounds import crews, stored
 from core.rounds.warm_starts import WarmStarts
 from fedplat.rounds import (
     Assignment,
@@ -32,11 +32,7 @@ from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, Timer
 from fedplat.rounds.records import NOBODY
 from fedplat.rounds.selection import Demand, demand_of
 from fedplat.rounds.states import (
-    ASSIGNMENT_TRANSITIONS,
-    ATTEMPT_TRANSITIONS,
     ENDED_JOBS,
-    FIRST_PHASES,
-    JOB_TRANSITIONS,
     AssignmentState,
     AttemptKind,
     AttemptPhase,
@@ -44,15 +40,6 @@ from fedplat.rounds.states import (
     Reason,
 )
 
-
-def _table(transitions: Mapping[Any, frozenset[Any]], first: str) -> dict[str, frozenset[str]]:
-    return {str(state): frozenset(map(str, after)) for state, after in transitions.items()} | {"": frozenset({first})}
-
-
-_TABLES: Mapping[str, Mapping[str, frozenset[str]]] = {
-    "assignment": _table(ASSIGNMENT_TRANSITIONS, "TRAINING"),
-    "job": _table(JOB_TRANSITIONS, "DRAFT"),
-} | {f"attempt {kind}": _table(ATTEMPT_TRANSITIONS, first) for kind, first in FIRST_PHASES.items()}
 _Name = tuple[AttemptKey, str]
 _TAKEN_OUT = (Reason.REJECTED_OUTLIER, Reason.REVOKED)
 
@@ -80,6 +67,7 @@ class Ledger:
         self.open: dict[str, AttemptKey] = {}
         self.versions: dict[str, list[ModelVersion]] = {job_id: [job.latest] for job_id, job in self.jobs.items()}
         self.history: dict[str, list[HistoryRow]] = {job_id: [] for job_id in self.jobs}
+        self.steps: dict[AttemptKey, list[HistoryRow]] = {}
         self.desk: dict[str, ClientCheckedIn] = {}
         self.tokens: set[str] = set()
         self.given: set[_Name] = set()
@@ -87,7 +75,6 @@ class Ledger:
         self.counted: dict[AttemptKey, dict[str, float]] = {}
         self.warm = WarmStarts()
         self.acknowledged: dict[_Name, str] = {}
-        self._states: dict[tuple[str, ...], str] = {("job", job_id): job.status for job_id, job in self.jobs.items()}
 
     # --- storing ---
 
@@ -110,11 +97,12 @@ class Ledger:
             for each in change.assignments:
                 self._write(each)
             if change.version is not None:
-                assert change.version.version == len(self.versions[job_id])
                 self.versions[job_id].append(change.version)
+            self.history[job_id] += change.history
             for row in change.history:
-                self._follow(job_id, row)
-            self._check_history(change)
+                if row.entity in ("attempt", "assignment"):
+                    self.steps.setdefault(AttemptKey(job_id, row.round, row.attempt), []).append(row)
+            self._check_stored(change)
 
     def _write(self, row: Assignment) -> None:
         """No client may be busy twice, not even within a batch; and no row may become another assignment's."""
@@ -127,40 +115,11 @@ class Ledger:
         elif self.busy.get(row.client_id) == key:
             del self.busy[row.client_id]
         cohort = self.cohorts.setdefault(key, {})
-        if row.client_id not in cohort:
-            self._check_separation(key, row.client_id)
         cohort[row.client_id] = row
         if row.is_open:
             self.unended[key.job_id][key, row.client_id] = row
         else:
             self.unended[key.job_id].pop((key, row.client_id), None)
-
-    def _follow(self, job_id: str, row: HistoryRow) -> None:
-        """Every row begins where the entity's last one ended, and its table allows the step."""
-        self.history[job_id].append(row)
-        if row.entity == "version":
-            assert int(row.to_state) == int(row.from_state) + 1 == len(self.versions[job_id]) - 1
-            return
-        place = ("job", job_id)
-        if row.entity != "job":
-            place = (row.entity, job_id, str(row.round), str(row.attempt), row.client_id)
-        assert self._states.get(place, "") == row.from_state, row
-        table = f"attempt {row.kind}" if row.entity == "attempt" else row.entity
-        assert row.to_state in _TABLES[table][row.from_state], row
-        self._states[place] = row.to_state
-
-    def _check_history(self, change: Change) -> None:
-        """The history leads to the states that were written: no change is without its row."""
-        job_id = change.job.job_id
-        assert self._states["job", job_id] == change.job.status
-        if change.attempt is not None:
-            number = (job_id, str(change.attempt.key.round), str(change.attempt.key.number))
-            assert self._states[("attempt", *number, "")] == change.attempt.phase
-        for each in change.assignments:
-            place = ("assignment", job_id, str(each.key.round), str(each.key.number), each.client_id)
-            assert self._states[place] == each.state
-        versions = [row for row in change.history if row.entity == "version"]
-        assert len(versions) == (change.version is not None)
 
     def reload(self, coordinator: Coordinator, shift_s: float) -> None:
         """Gives a new coordinator what a database would: assignments on the new clock; nobody waits any more."""
@@ -240,6 +199,18 @@ class Ledger:
             if isinstance(event, TimerFired) and event.job_id in self.coordinator.jobs:
                 self._check_deadlines(self.coordinator.jobs[event.job_id], now)
 
+    def _check_stored(self, change: Change) -> None:
+        """What was written satisfies every invariant of what is stored."""
+        job = self.jobs[change.job.job_id]
+        attempts = [attempt for key, attempt in self.attempts.items() if key.job_id == job.job_id]
+        stored.require(stored.stored_job(job, self.versions[job.job_id], attempts, self.history[job.job_id]))
+        if job.spec.selection.min_separation or job.spec.max_participations:
+            stored.require(stored.participation_rounds(job, self.participations(job.job_id)))
+        made = {(v.round, v.attempt): v for v in self.versions[job.job_id] if v.version and v.restored_from is None}
+        for key in _changed_attempts(change):
+            attempt, version = self.attempts[key], made.get(key[1:])
+            stored.require(stored.stored_attempt(job, attempt, version, self._rows_of(key), self.steps[key]))
+
     def _check_answers(self, events: Sequence[Event], proposal: Proposal) -> None:
         """Everybody who waits is in the room or is answered once; work goes to those who may have it."""
         self.desk |= {event.client_id: event for event in events if isinstance(event, ClientCheckedIn)}
@@ -293,7 +264,6 @@ class Ledger:
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
                 assert self.folded.get(change.attempt.key, []) == [each.client_id for each in merged]
-                assert len(merged) >= change.attempt.minimum
                 assert all(each.buffer == change.attempt.key for each in merged)
                 self._check_influence(change.job, merged)
 
@@ -373,15 +343,6 @@ class Ledger:
         waiting = Counter(client.population for client in room.clients.values())
         assert all(room.num_waiting(population) == waiting[population] for population in {*waiting, "demo"})
 
-    def _check_separation(self, key: AttemptKey, client_id: str) -> None:
-        """Nobody is assigned in one of the rounds after one that it took part in."""
-        rest = self.jobs[key.job_id].spec.selection.min_separation
-        if self.attempts[key].kind is AttemptKind.TRAIN:
-            rounds = {p.round for p in self.participations(key.job_id) if p.client_id == client_id}
-            assert not rounds & set(range(key.round - rest, key.round)), f"{client_id} has to rest in {key}"
-            most = self.jobs[key.job_id].spec.max_participations
-            assert not most or len(rounds) <= most, f"{client_id} took part too often in {key}"
-
     def _check_memory(self, job: JobState) -> None:
         """What is remembered follows from what is stored; and so does who may be drawn."""
         job_id, room = job.job_id, self.coordinator.room
@@ -459,6 +420,11 @@ class Ledger:
             assert attempt.closes_at > now
             assert all(each.deadline_at <= attempt.closes_at for each in attempt.busy)
         assert all(each.deadline_at > now for crew in job.crews for each in crew.busy)
+
+
+def _changed_attempts(change: Change) -> set[AttemptKey]:
+    named = {key for row in change.assignments for key in (row.key, row.buffer) if key is not None}
+    return named | ({change.attempt.key} if change.attempt is not None else set())
 
 
 def _shifted(row: Assignment, shift_s: float) -> Assignment:

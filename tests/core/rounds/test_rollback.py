@@ -36,7 +36,9 @@ def after_two_rounds(**sections: Any) -> Driver:
     driver = Driver(make_job(spec=make_spec(rounds=5, **sections))).start(2)
     for number in (1, 2):
         driver.report(*driver.attempt.assignments)
-        driver.do(dataclasses.replace(driver.aggregated(), version=version(number)))
+        made = driver.aggregated()
+        made = dataclasses.replace(made, version=version(number, total_weight=made.version.total_weight))
+        driver.do(made)
         driver.check_in("c0", "c1")
     assert driver.key == ("j", 3, 1)
     return driver
@@ -148,7 +150,7 @@ def test_whoever_works_for_a_buffer_stops() -> None:
     """What carried clients train began with a model that is not wanted any more."""
     driver = buffered(3, concurrency=3, goal=1)
     driver.report("c0")
-    driver.do(dataclasses.replace(driver.aggregated(), version=dataclasses.replace(version(1), num_updates=1)))
+    driver.commit()
     assert driver.job.num_busy == 2
     proposal = roll_back(driver, 0)
     assert aborted(proposal) == {"c1": "ATTEMPT_ABANDONED", "c2": "ATTEMPT_ABANDONED"}

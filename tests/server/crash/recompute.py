@@ -16,31 +16,30 @@ from fedplat.aggregate import (
 )
 from fedplat.job import JobSpec
 from fedplat.model import Parameters, Values
+from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
 from fedplat.updates import Format
-from fedplat_server.store import inspection
-from fedplat_server.verify import files
-from fedplat_server.verify.records import AssignmentRow, Attempt, Job, VersionRow
+from fedplat_server.verify import files, inspection
 from server.crash.scenario import World, content_of
 from server.harness import digest_of
 
-Result: TypeAlias = tuple[Job, dict[tuple[int, int], Attempt]]
+Result: TypeAlias = tuple[StoredJob, dict[tuple[int, int], StoredAttempt]]
 
 
 async def read(database: str) -> Result:
     """The one job in the database, and its attempts by round and number."""
-    jobs: list[Job] = []
-    attempts: dict[tuple[int, int], Attempt] = {}
+    jobs: list[StoredJob] = []
+    attempts: dict[tuple[int, int], StoredAttempt] = {}
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
-            if isinstance(unit, Job):
+            if isinstance(unit, StoredJob):
                 jobs.append(unit)
-            elif isinstance(unit, Attempt):
+            elif isinstance(unit, StoredAttempt):
                 attempts[unit.row.round, unit.row.number] = unit
     (job,) = jobs
     return job, attempts
 
 
-def merged(attempt: Attempt) -> list[AssignmentRow]:
+def merged(attempt: StoredAttempt) -> list[AssignmentRow]:
     """The merged reports in the order of their acceptance."""
     found = [one for one in attempt.assignments if one.state == "MERGED"]
     return sorted(found, key=lambda one: one.reported_revision or 0)
@@ -68,7 +67,7 @@ def check_versions(world: World, result: Result, data_dir: Path) -> None:
 
 
 def _aggregate(
-    job: Job, blobs: Path, before: VersionRow, updates: list[tuple[bytes, AssignmentRow]]
+    job: StoredJob, blobs: Path, before: VersionRow, updates: list[tuple[bytes, AssignmentRow]]
 ) -> tuple[bytes, bytes, bytes]:
     """The files of the next version, of the rule's state and of the delta."""
     spec, payloads = job.spec, list[bytes]()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedplat.model import Parameters
+from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat_server.verify import files
 from fedplat_server.verify.checker import verify
-from fedplat_server.verify.records import Attempt, Job
 from server.crash import recompute, scenario
 from server.crash.nursery import Nursery, Order
 from server.crash.scenario import KILLED, World
@@ -42,7 +42,7 @@ class Watched(World):
             self.charged = len((await found(self))[0].ledger)
 
 
-async def found(world: World) -> tuple[Job, dict[tuple[int, int], Attempt]]:
+async def found(world: World) -> tuple[StoredJob, dict[tuple[int, int], StoredAttempt]]:
     """The job and its attempts, of which nothing is broken: each release has its row."""
     assert (await verify(world.order.database, world.order.data_dir)).findings == []
     job, attempts = await recompute.read(world.order.database)

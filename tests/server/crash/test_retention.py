@@ -29,7 +29,7 @@ async def files(world: World) -> tuple[set[str], set[str]]:
         pass
     store = await open_store(order.database)
     try:
-        named = set(await store.referenced_digests())
+        named = set(await store.retention.list_referenced())
     finally:
         await store.close()
     return {path.name for path in (order.data_dir / "blobs").rglob("*") if path.is_file()}, named

@@ -1,4 +1,4 @@
-"""Stores to test: in memory, on SQLite, and on a real PostgreSQL."""
+"""Stores to test, on SQLite and on a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.store import schema
-from fedplat_server.store.port import Store
 from fedplat_server.store.sql import SqlStore, open_store
-from fedplat_server.testing import MemoryStore
+from server import databases
 from server.store.driver import Ticks
 
 
@@ -25,9 +23,7 @@ def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def sqlite(tmp_path: Path) -> str:
     """The URL of a SQLite database with the tables of this version."""
-    url = f"sqlite:///{tmp_path / 'fedplat.db'}"
-    schema.upgrade(url)
-    return url
+    return databases.create_sqlite(tmp_path / "fedplat.db")
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -37,22 +33,8 @@ def database(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def sql_store(database: str) -> AsyncGenerator[SqlStore]:
+async def store(database: str) -> AsyncGenerator[SqlStore]:
     """A store in each kind of database."""
     store = await open_store(database, Ticks())
-    yield store
-    await store.close()
-
-
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
-def backend(request: pytest.FixtureRequest) -> str | None:
-    """The URL of each kind of database, and None for the memory."""
-    return None if request.param == "memory" else request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-async def store(backend: str | None) -> AsyncGenerator[Store]:
-    """Every adapter of the port."""
-    store = MemoryStore(Ticks()) if backend is None else await open_store(backend, Ticks())
     yield store
     await store.close()

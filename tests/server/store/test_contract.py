@@ -12,12 +12,13 @@ from fedplat.rounds import AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
-from fedplat_server.store.port import AttemptRecord, Store
-from fedplat_server.testing import as_stored
+from fedplat_server.store.jobs import AttemptRecord
+from fedplat_server.store.ports import Store
 from server.store.driver import (
     JOB_FILE,
     NOW,
     Driver,
+    as_stored,
     check_invariants,
     digest_of,
     draft,
@@ -35,43 +36,43 @@ async def test_ping(store: Store) -> None:
 
 async def test_a_new_job_is_a_draft_with_version_0(store: Store) -> None:
     state = draft("one")
-    record = await store.create_job(state, JOB_FILE, "key")
+    record = await store.jobs.create_job(state, JOB_FILE, "key")
     assert (record.state, record.job_file, record.created_unix_s) == (state, JOB_FILE, 1_000_001.0)
-    assert await store.load_jobs() == [record]
-    (version,) = await store.list_versions("one")
+    assert await store.jobs.load_jobs() == [record]
+    (version,) = await store.jobs.list_versions("one")
     assert (version.version, version.metrics) == (state.latest, {})
-    (history,) = await store.history("one")
+    (history,) = await store.jobs.list_history("one")
     assert history.row == HistoryRow("job", "", "DRAFT")
 
 
 async def test_creating_a_job_again_changes_nothing(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
-    history = await store.history("one")
-    again = await store.create_job(draft("two"), JOB_FILE, "key of one")
+    history = await store.jobs.list_history("one")
+    again = await store.jobs.create_job(draft("two"), JOB_FILE, "key of one")
     assert (again.state.job_id, again.state.status) == ("one", JobStatus.RUNNING)
     assert again.state == as_stored(driver.coordinator.jobs["one"])
-    assert await store.history("one") == history
-    assert len(await store.load_jobs()) == 1
+    assert await store.jobs.list_history("one") == history
+    assert len(await store.jobs.load_jobs()) == 1
 
 
 async def test_jobs_are_loaded_in_the_order_of_their_creation(store: Store) -> None:
     for job_id in ("z", "a", "m"):
-        await store.create_job(draft(job_id), JOB_FILE, job_id)
-    assert [record.state.job_id for record in await store.load_jobs()] == ["z", "a", "m"]
+        await store.jobs.create_job(draft(job_id), JOB_FILE, job_id)
+    assert [record.state.job_id for record in await store.jobs.load_jobs()] == ["z", "a", "m"]
 
 
 async def test_two_jobs_cannot_share_an_id(store: Store) -> None:
-    await store.create_job(draft("one"), JOB_FILE, "key 1")
+    await store.jobs.create_job(draft("one"), JOB_FILE, "key 1")
     with pytest.raises(StoreError):
-        await store.create_job(draft("one"), JOB_FILE, "key 2")
-    assert len(await store.history("one")) == 1
+        await store.jobs.create_job(draft("one"), JOB_FILE, "key 2")
+    assert len(await store.jobs.list_history("one")) == 1
 
 
 async def test_concurrent_creations_with_one_key_make_one_job(store: Store) -> None:
-    records = await asyncio.gather(*(store.create_job(draft(f"job {n}"), JOB_FILE, "key") for n in range(8)))
+    records = await asyncio.gather(*(store.jobs.create_job(draft(f"job {n}"), JOB_FILE, "key") for n in range(8)))
     assert len({record.state.job_id for record in records}) == 1
-    assert len(await store.load_jobs()) == 1
+    assert len(await store.jobs.load_jobs()) == 1
 
 
 # --- assignments and attempts ----------------------------------------------------------------------------------
@@ -80,18 +81,18 @@ async def test_concurrent_creations_with_one_key_make_one_job(store: Store) -> N
 async def test_assignments_are_found_by_token_however_old(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
-    found = await store.find_assignment(token_hash(driver.tokens["b"]))
+    found = await store.jobs.find_assignment(token_hash(driver.tokens["b"]))
     assert found is not None
     key, assignment = found
     assert key == AttemptKey("eventful", 1, 1)
     assert (assignment.client_id, assignment.state) == ("b", AssignmentState.FAILED)
     assert (assignment.reason, assignment.text) == (Reason.TRAINER_ERROR, "ValueError: \N{SNOWMAN}")
-    found = await store.find_assignment(token_hash(driver.tokens["d"]))
+    found = await store.jobs.find_assignment(token_hash(driver.tokens["d"]))
     assert found is not None
     assert found[1].state is AssignmentState.MERGED
     assert (found[1].num_examples, found[1].weight, found[1].took_s) == (17.0, 17.0, 4.5)
     assert found[1].metrics == {"loss": 1 / 3 + 1004.5, "accuracy": 0.5}
-    assert await store.find_assignment(token_hash("no such token")) is None
+    assert await store.jobs.find_assignment(token_hash("no such token")) is None
 
 
 async def test_a_replaced_token_finds_nothing(store: Store) -> None:
@@ -101,8 +102,8 @@ async def test_a_replaced_token_finds_nothing(store: Store) -> None:
     old = driver.tokens["a"]
     await driver.check_in("a")
     assert driver.tokens["a"] != old
-    assert await store.find_assignment(token_hash(old)) is None
-    found = await store.find_assignment(token_hash(driver.tokens["a"]))
+    assert await store.jobs.find_assignment(token_hash(old)) is None
+    found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
     assert found is not None
     assert found[1].client_id == "a"
 
@@ -110,8 +111,8 @@ async def test_a_replaced_token_finds_nothing(store: Store) -> None:
 async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
-    committed = await store.list_attempts("eventful")
-    everything = await store.list_attempts("eventful", all_attempts=True)
+    committed = await store.jobs.list_attempts("eventful")
+    everything = await store.jobs.list_attempts("eventful", all_attempts=True)
     assert [tuple(one.key[1:]) for one in everything] == [
         *((1, 1), (1, 2)),
         *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5)),  # a restart in between did not end the last one
@@ -127,9 +128,9 @@ async def test_attempts_are_listed_with_their_counts(store: Store) -> None:
     assert late.counts == {AssignmentState.DROPPED: 1, AssignmentState.LATE: 4}
     assert late.phase is AttemptPhase.ABANDONED
     assert "1 of at least 2 needed clients reported" in late.reason
-    assert await store.last_attempt("eventful") == everything[-1]
-    assert await store.list_attempts("nobody") == []
-    assert await store.last_attempt("nobody") is None
+    assert await store.jobs.find_last_attempt("eventful") == everything[-1]
+    assert await store.jobs.list_attempts("nobody") == []
+    assert await store.jobs.find_last_attempt("nobody") is None
 
 
 @pytest.mark.fault("F47")
@@ -137,15 +138,17 @@ async def test_attempts_are_listed_page_by_page(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
     for all_attempts in (True, False):
-        whole = await store.list_attempts("eventful", all_attempts=all_attempts)
+        whole = await store.jobs.list_attempts("eventful", all_attempts=all_attempts)
         for limit in (1, 2, 100):
             found, after = list[AttemptRecord](), None
-            while page := await store.list_attempts("eventful", all_attempts=all_attempts, after=after, limit=limit):
+            while page := await store.jobs.list_attempts(
+                "eventful", all_attempts=all_attempts, after=after, limit=limit
+            ):
                 assert len(page) <= limit
                 found += page
                 after = page[-1].key[1:]
             assert found == whole
-        assert await store.list_attempts("eventful", all_attempts=all_attempts, after=(1, 7)) == [
+        assert await store.jobs.list_attempts("eventful", all_attempts=all_attempts, after=(1, 7)) == [
             one for one in whole if one.key.round > 1
         ]
 
@@ -153,15 +156,15 @@ async def test_attempts_are_listed_page_by_page(store: Store) -> None:
 async def test_an_attempt_has_a_beginning_and_an_end(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
-    (open_one,) = await store.list_attempts("one")
+    (open_one,) = await store.jobs.list_attempts("one")
     assert open_one.ended_unix_s is None
     await driver.finish_attempt("one", "a")
-    ended, _ = await store.list_attempts("one")
+    ended, _ = await store.jobs.list_attempts("one")
     assert ended.opened_unix_s == open_one.opened_unix_s
     assert ended.ended_unix_s is not None
     assert ended.ended_unix_s > ended.opened_unix_s
     await driver.finish_attempt("one", "b")
-    assert (await store.list_attempts("one"))[0] == ended
+    assert (await store.jobs.list_attempts("one"))[0] == ended
 
 
 # --- versions --------------------------------------------------------------------------------------------------
@@ -170,47 +173,47 @@ async def test_an_attempt_has_a_beginning_and_an_end(store: Store) -> None:
 async def test_versions_are_listed_as_they_were_committed(store: Store) -> None:
     driver = Driver(store)
     await eventful(driver)
-    records = await store.list_versions("eventful")
+    records = await store.jobs.list_versions("eventful")
     assert [record.version.version for record in records] == [0, 1, 2]
     assert records[2].version == driver.coordinator.jobs["eventful"].latest
     assert records[2].version.size_bytes == 2**40 + 2
-    assert await store.list_versions("nobody") == []
-    assert await store.list_versions("eventful", after=0, limit=1) == records[1:2]
-    assert await store.list_versions("eventful", after=1, limit=9) == records[2:]
-    assert await store.list_versions("eventful", after=2) == []
-    assert await store.versions_of_rounds("eventful", 0, 1) == records[:2]
-    assert await store.versions_of_rounds("eventful", 2, 9) == records[2:]
-    assert await store.versions_of_rounds("nobody", 0, 9) == []
+    assert await store.jobs.list_versions("nobody") == []
+    assert await store.jobs.list_versions("eventful", after=0, limit=1) == records[1:2]
+    assert await store.jobs.list_versions("eventful", after=1, limit=9) == records[2:]
+    assert await store.jobs.list_versions("eventful", after=2) == []
+    assert await store.jobs.list_versions_of_rounds("eventful", 0, 1) == records[:2]
+    assert await store.jobs.list_versions_of_rounds("eventful", 2, 9) == records[2:]
+    assert await store.jobs.list_versions_of_rounds("nobody", 0, 9) == []
 
 
-async def test_metrics_of_a_version_are_noted(store: Store) -> None:
+async def test_metrics_of_a_version_are_noted(store: Store, database: str) -> None:
     driver = Driver(store)
     await eventful(driver)
-    before = await store.history("eventful")
+    before = await store.jobs.list_history("eventful")
     metrics = {"accuracy": 0.25, "loss": math.inf, "low": -math.inf}
-    await store.set_version_metrics("eventful", 2, metrics)
-    records = await store.list_versions("eventful")
+    await store.jobs.set_version_metrics("eventful", 2, metrics)
+    records = await store.jobs.list_versions("eventful")
     assert [record.metrics for record in records] == [{}, {}, metrics]
-    *earlier, noted = await store.history("eventful")
+    *earlier, noted = await store.jobs.list_history("eventful")
     assert earlier == before
     version = records[2].version
     assert noted.row == HistoryRow("version", "2", "2", version.round, version.attempt, metrics=metrics)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_a_metric_may_be_nan(store: Store) -> None:
-    await store.create_job(draft("one"), JOB_FILE, "key")
-    await store.set_version_metrics("one", 0, {"loss": math.nan})
-    (record,) = await store.list_versions("one")
+    await store.jobs.create_job(draft("one"), JOB_FILE, "key")
+    await store.jobs.set_version_metrics("one", 0, {"loss": math.nan})
+    (record,) = await store.jobs.list_versions("one")
     assert math.isnan(record.metrics["loss"])
 
 
 async def test_metrics_of_a_version_that_is_not_there_are_refused(store: Store) -> None:
-    await store.create_job(draft("one"), JOB_FILE, "key")
+    await store.jobs.create_job(draft("one"), JOB_FILE, "key")
     for job_id, version in (("one", 1), ("nobody", 0)):
         with pytest.raises(StoreError, match="no version"):
-            await store.set_version_metrics(job_id, version, {})
-    assert len(await store.history("one")) == 1
+            await store.jobs.set_version_metrics(job_id, version, {})
+    assert len(await store.jobs.list_history("one")) == 1
 
 
 async def test_digests_and_who_may_read_them(store: Store) -> None:
@@ -219,10 +222,10 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
     await driver.create("two", JOB_FILE.replace('"demo"', '"production"'))
     await driver.finish_attempt("one", "a")
     latest = driver.coordinator.jobs["one"].latest
-    assert await store.populations_of(latest.digest) == {"demo"}
-    assert await store.populations_of(latest.delta_digest) == {"demo"}
-    assert await store.populations_of(latest.state_digest) == frozenset()
-    await store.create_job(
+    assert await store.jobs.find_populations(latest.digest) == {"demo"}
+    assert await store.jobs.find_populations(latest.delta_digest) == {"demo"}
+    assert await store.jobs.find_populations(latest.state_digest) == frozenset()
+    await store.jobs.create_job(
         dataclasses.replace(
             draft("three", JOB_FILE.replace('"demo"', '"third"')),
             latest=dataclasses.replace(latest, version=0, round=0, delta_digest=""),
@@ -230,8 +233,8 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
         JOB_FILE.replace('"demo"', '"third"'),
         "three",
     )
-    assert await store.populations_of(latest.digest) == {"demo", "third"}
-    assert await store.referenced_digests() == {
+    assert await store.jobs.find_populations(latest.digest) == {"demo", "third"}
+    assert await store.retention.list_referenced() == {
         digest_of("one", 0),
         digest_of("two", 0),
         latest.digest,
@@ -246,29 +249,29 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
 async def test_history_is_complete_and_ordered(store: Store) -> None:
     driver, rows = Driver(store), list[HistoryRow]()
     await driver.create("one")
-    rows = [record.row for record in await store.history("one")]
+    rows = [record.row for record in await store.jobs.list_history("one")]
     for names in ("a", "b"):
         proposal = driver.propose(OperatorCommand("one", Action.PAUSE), OperatorCommand("one", Action.RESUME))
-        await store.save(proposal.changes, NOW)
+        await store.jobs.save(proposal.changes, NOW)
         driver.coordinator.accept(proposal)
         rows += [row for change in proposal.changes for row in change.history]
-        assert [record.row for record in await store.history("one")] == rows
+        assert [record.row for record in await store.jobs.list_history("one")] == rows
         await driver.finish_attempt("one", names)
-        rows = [record.row for record in await store.history("one")]
-    records = await store.history("one")
+        rows = [record.row for record in await store.jobs.list_history("one")]
+    records = await store.jobs.list_history("one")
     assert [r.sequence for r in records] == sorted({r.sequence for r in records})
     assert [r.unix_s for r in records] == sorted(r.unix_s for r in records)
 
 
 async def test_history_is_read_in_pages_of_one_job(store: Store) -> None:
-    await store.create_job(draft("one"), JOB_FILE, "key")
+    await store.jobs.create_job(draft("one"), JOB_FILE, "key")
     await eventful(Driver(store), "two")
-    await store.set_version_metrics("one", 0, {})
-    records, pages, after = await store.history("two"), list[object](), 0
-    while page := await store.history("two", after, limit=7):
+    await store.jobs.set_version_metrics("one", 0, {})
+    records, pages, after = await store.jobs.list_history("two"), list[object](), 0
+    while page := await store.jobs.list_history("two", after, limit=7):
         assert len(page) <= 7
         pages += page
         after = page[-1].sequence
     assert pages == records
-    assert [record.row.to_state for record in await store.history("one")] == ["DRAFT", "0"]
-    assert await store.history("nobody") == []
+    assert [record.row.to_state for record in await store.jobs.list_history("one")] == ["DRAFT", "0"]
+    assert await store.jobs.list_history("nobody") == []

@@ -7,7 +7,8 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import Action, AssignmentFailed, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
-from fedplat_server.store.port import Staleness, Store
+from fedplat_server.store.jobs import Staleness
+from fedplat_server.store.ports import Store
 from server.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 
 BUFFERED = JOB_FILE.replace("rounds = 3", "rounds = 9") + '[mode]\nkind = "buffered"\nconcurrency = 6\n'
@@ -28,7 +29,7 @@ async def report(driver: Driver, *client_ids: str) -> None:
         await driver.send(UpdateReported(key, client_id, digest_of(key, client_id), 4.0, {"loss": 1.0}, 100))
 
 
-async def test_assignments_outlive_their_attempts(store: Store) -> None:
+async def test_assignments_outlive_their_attempts(store: Store, database: str) -> None:
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await report(driver, "d")  # while the first version is made
@@ -43,11 +44,11 @@ async def test_assignments_outlive_their_attempts(store: Store) -> None:
     await report(driver, "a", "e")
     await driver.aggregate("one")
     assert job.attempt.assignments["d"].weight == 4.0 * 2**-0.5
-    rounds = [one for one in await store.list_attempts("one") if one.kind is AttemptKind.TRAIN]
+    rounds = [one for one in await store.jobs.list_attempts("one") if one.kind is AttemptKind.TRAIN]
     assert [one.counts.get(AssignmentState.MERGED) for one in rounds[:2]] == [3, 3]
     assert [one.staleness for one in rounds[:2]] == [Staleness(), Staleness(2 / 3, 1)]
     assert [one.update_bytes for one in rounds[:2]] == [300, 300]
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
@@ -56,13 +57,13 @@ async def test_the_last_attempt_counts_what_it_took_over(store: Store) -> None:
     await driver.aggregate("one")
     await driver.finish_attempt("one", "scores-")
     await report(driver, "f")
-    last = await store.last_attempt("one")
+    last = await store.jobs.find_last_attempt("one")
     assert last is not None
     assert (last.key.round, dict(last.counts), last.staleness) == (2, {AssignmentState.REPORTED: 1}, Staleness(1.0, 1))
-    assert last == (await store.list_attempts("one", all_attempts=True))[-1]
+    assert last == (await store.jobs.list_attempts("one", all_attempts=True))[-1]
 
 
-async def test_everybody_goes_on_after_a_restart(store: Store) -> None:
+async def test_everybody_goes_on_after_a_restart(store: Store, database: str) -> None:
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await report(driver, "f")
@@ -85,7 +86,7 @@ async def test_everybody_goes_on_after_a_restart(store: Store) -> None:
     assert driver.coordinator.num_busy == 0
     await driver.restart()
     await driver.operate("one", Action.RESUME)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -93,7 +94,7 @@ async def test_versions_are_found_by_their_number(store: Store, number: int) -> 
     driver = await begun(store)
     await report(driver, "a", "b", "c")
     await driver.aggregate("one")
-    found = await store.find_version("one", number)
-    assert found == [one.version for one in await store.list_versions("one")][number]
-    assert await store.find_version("one", 7) is None
-    assert await store.find_version("two", 0) is None
+    found = await store.jobs.find_version("one", number)
+    assert found == [one.version for one in await store.jobs.list_versions("one")][number]
+    assert await store.jobs.find_version("one", 7) is None
+    assert await store.jobs.find_version("two", 0) is None

@@ -12,8 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat_server.cluster.lease import Candidate
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.store.leases import Leases
-from fedplat_server.store.memory_leases import MemoryLeases
+from fedplat_server.store.ports import LeaseStore
 from fedplat_server.store.sql import open_store
 from fedplat_server.store.sql_leases import SqlLeases, open_leases, require_term
 from server.databases import execute_sql
@@ -24,8 +23,8 @@ LONG_S = 3600.0
 
 
 @pytest.fixture
-async def leases(backend: str | None) -> AsyncGenerator[Leases]:
-    made: Leases = MemoryLeases() if backend is None else await open_leases(backend)
+async def leases(database: str) -> AsyncGenerator[LeaseStore]:
+    made = await open_leases(database)
     yield made
     await made.close()
 
@@ -39,7 +38,7 @@ async def until_blocked(connection: AsyncConnection, table: str, task: asyncio.T
         await connection.execute(text("SELECT pg_stat_clear_snapshot()"))  # else a transaction sees what it saw
 
 
-async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(leases: Leases) -> None:
+async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(leases: LeaseStore) -> None:
     assert (await leases.read()).lease is None
     lease = await leases.take(ONE, "secret", LONG_S)
     assert lease is not None
@@ -51,7 +50,7 @@ async def test_the_first_one_takes_it_and_the_second_learns_where_the_leader_is(
     assert lease.expires_unix_s - lease.renewed_unix_s == pytest.approx(LONG_S, abs=0.001)
 
 
-async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: Leases) -> None:
+async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: LeaseStore) -> None:
     first = await leases.take(ONE, "s1", 0.0)
     second = await leases.take(TWO, "s2", LONG_S)
     assert first is not None
@@ -62,7 +61,7 @@ async def test_an_expired_lease_changes_hands_with_a_higher_term(leases: Leases)
     assert (await leases.read()).lease == second
 
 
-async def test_a_renewal_moves_the_end(leases: Leases) -> None:
+async def test_a_renewal_moves_the_end(leases: LeaseStore) -> None:
     lease = await leases.take(ONE, "s1", 0.0)
     assert lease is not None
     assert await leases.renew(lease, LONG_S)
@@ -73,7 +72,7 @@ async def test_a_renewal_moves_the_end(leases: Leases) -> None:
     assert await leases.take(TWO, "s2", LONG_S) is None
 
 
-async def test_a_released_lease_is_free_at_once_and_terms_never_repeat(leases: Leases) -> None:
+async def test_a_released_lease_is_free_at_once_and_terms_never_repeat(leases: LeaseStore) -> None:
     lease = await leases.take(ONE, "s1", LONG_S)
     assert lease is not None
     await leases.release(lease)
@@ -101,11 +100,11 @@ async def test_a_write_of_an_older_term_is_rejected(database: str) -> None:
     try:
         await leases.take(ONE, "s1", 0.0)
         await store.fence(1)
-        await store.create_job(draft("j-1"), JOB_FILE, "key-1")
+        await store.jobs.create_job(draft("j-1"), JOB_FILE, "key-1")
         await leases.take(TWO, "s2", LONG_S)
         with pytest.raises(LeadershipLostError, match="its term is 2"):
-            await store.create_job(draft("j-2"), JOB_FILE, "key-2")
-        assert [job.state.job_id for job in await store.load_jobs()] == ["j-1"]
+            await store.jobs.create_job(draft("j-2"), JOB_FILE, "key-2")
+        assert [job.state.job_id for job in await store.jobs.load_jobs()] == ["j-1"]
         with pytest.raises(LeadershipLostError):
             await store.fence(1)
     finally:
@@ -151,16 +150,16 @@ async def test_a_severed_store_lets_go_of_a_database_that_does_not_answer(postgr
     """The row of the job is locked by somebody who never lets go: as good as a network that swallows everything."""
     store, blocker = await open_store(postgres), await open_leases(postgres)
     try:
-        await store.create_job(draft("j-1"), JOB_FILE, "key-1")
+        await store.jobs.create_job(draft("j-1"), JOB_FILE, "key-1")
         async with blocker._engine.begin() as blocking:  # pyright: ignore[reportPrivateUsage]
             await blocking.execute(text("SELECT 1 FROM jobs FOR UPDATE"))
-            writing = asyncio.create_task(store.set_version_metrics("j-1", 0, {}))
+            writing = asyncio.create_task(store.jobs.set_version_metrics("j-1", 0, {}))
             await until_blocked(blocking, "jobs", writing)
             await store.sever()
             with pytest.raises(LeadershipLostError):
                 await writing
             with pytest.raises(LeadershipLostError):
-                await store.load_jobs()
+                await store.jobs.load_jobs()
             await store.close()
     finally:
         await blocker.close()

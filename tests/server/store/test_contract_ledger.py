@@ -17,7 +17,7 @@ from fedplat_server.audit import Action as Noted
 from fedplat_server.audit import AuditEntry
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
 from fedplat_server.store.ledger import Account, Budget, Population
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from server.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
 
 PRIVATE = """
@@ -58,15 +58,15 @@ async def train(driver: Driver, job_id: str, rounds: int) -> None:
 async def test_each_version_of_a_private_job_has_one_row(store: Store) -> None:
     driver = Driver(store)
     await start(driver)
-    assert await store.ledger("one") == []
+    assert await store.ledger.list_releases("one") == []
     await train(driver, "one", 2)
     await driver.restart()
-    rows = await store.ledger("one")
+    rows = await store.ledger.list_releases("one")
     assert [(row.version, row.round, row.mechanism) for row in rows] == [(1, 1, MECHANISM), (2, 2, MECHANISM)]
     assert rows[0].unix_s < rows[1].unix_s
     await train(driver, "one", 1)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    assert len(await store.ledger("one")) == 3
+    assert len(await store.ledger.list_releases("one")) == 3
 
 
 async def test_a_warm_start_is_no_release(store: Store) -> None:
@@ -74,33 +74,33 @@ async def test_a_warm_start_is_no_release(store: Store) -> None:
     await driver.create("one", PRIVATE + 'warm_start = { trainer = "public", batch_size = 8, learning_rate = 0.1 }\n')
     await driver.restart()
     await driver.warm_start("one")
-    assert await store.ledger("one") == []
-    versions = [record.version for record in await store.list_versions("one")]
+    assert await store.ledger.list_releases("one") == []
+    versions = [record.version for record in await store.jobs.list_versions("one")]
     assert [(one.version, one.round, one.attempt, one.num_updates) for one in versions] == [(0, 0, 0, 0), (1, 0, 1, 0)]
-    attempt, _ = await store.list_attempts("one", all_attempts=True)
+    attempt, _ = await store.jobs.list_attempts("one", all_attempts=True)
     assert (attempt.key[1:], attempt.kind, attempt.counts) == ((0, 1), AttemptKind.WARM_START, {})
     await driver.restart()
     await train(driver, "one", 3)
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    assert [(row.version, row.round) for row in await store.ledger("one")] == [(2, 1), (3, 2), (4, 3)]
+    assert [(row.version, row.round) for row in await store.ledger.list_releases("one")] == [(2, 1), (3, 2), (4, 3)]
 
 
 async def test_other_jobs_have_none(store: Store) -> None:
     driver = Driver(store)
     await driver.create("other")
     await driver.finish_attempt("other", "a")
-    assert len(await store.list_versions("other")) == 2
-    assert await store.ledger("other") == [] == await store.ledger("nobody")
+    assert len(await store.jobs.list_versions("other")) == 2
+    assert await store.ledger.list_releases("other") == [] == await store.ledger.list_releases("nobody")
 
 
 async def test_a_commit_that_is_repeated_is_charged_once(store: Store) -> None:
     driver = Driver(store)
     await start(driver)
     change = await until_closed(driver)
-    await store.save([change], NOW)
+    await store.jobs.save([change], NOW)
     with pytest.raises(StaleRevisionError):
-        await store.save([change], NOW)
-    assert [row.version for row in await store.ledger("one")] == [1]
+        await store.jobs.save([change], NOW)
+    assert [row.version for row in await store.ledger.list_releases("one")] == [1]
 
 
 async def test_a_version_without_its_row_is_refused(store: Store) -> None:
@@ -111,11 +111,11 @@ async def test_a_version_without_its_row_is_refused(store: Store) -> None:
     forgetful = msgspec.structs.replace(change.job.spec, privacy=None)
     changed = dataclasses.replace(change, job=dataclasses.replace(change.job, spec=forgetful))
     with pytest.raises(StoreError, match="version 1 and the ledger do not agree; nothing was stored"):
-        await store.save([changed], NOW)
-    assert len(await store.list_versions("one")) == 1
-    assert await store.ledger("one") == []
-    await store.save([change], NOW)
-    assert len(await store.ledger("one")) == 1
+        await store.jobs.save([changed], NOW)
+    assert len(await store.jobs.list_versions("one")) == 1
+    assert await store.ledger.list_releases("one") == []
+    await store.jobs.save([change], NOW)
+    assert len(await store.ledger.list_releases("one")) == 1
 
 
 async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> None:
@@ -124,21 +124,21 @@ async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> No
     change = await until_closed(driver)
     spec = parse_job(PRIVATE)
     with pytest.raises(StoreError, match="do not agree"):
-        await store.save([dataclasses.replace(change, job=dataclasses.replace(change.job, spec=spec))], NOW)
-    assert len(await store.list_versions("one")) == 1
+        await store.jobs.save([dataclasses.replace(change, job=dataclasses.replace(change.job, spec=spec))], NOW)
+    assert len(await store.jobs.list_versions("one")) == 1
 
 
 async def test_what_was_settled_stays(store: Store) -> None:
     settled = draft("one", CALIBRATED)
     state = dataclasses.replace(settled, spec=parse_job(CALIBRATED))
     with pytest.raises(StoreError, match="before its noise and its releases are settled"):
-        await store.create_job(state, CALIBRATED, "key")
-    assert await store.find_job("key") is None
-    record = await store.create_job(settled, CALIBRATED, "key")
+        await store.jobs.create_job(state, CALIBRATED, "key")
+    assert await store.jobs.find_job("key") is None
+    record = await store.jobs.create_job(settled, CALIBRATED, "key")
     assert record.state.spec == settled.spec != state.spec
     assert record.job_file == CALIBRATED
-    assert (await store.load_jobs())[0].state.spec == settled.spec
-    found = await store.find_job("key")
+    assert (await store.jobs.load_jobs())[0].state.spec == settled.spec
+    found = await store.jobs.find_job("key")
     assert found is not None
     assert found.state.spec == settled.spec
 
@@ -148,55 +148,55 @@ def account(state: JobState, status: JobStatus = JobStatus.DRAFT, *released: Cha
 
 
 async def test_a_population_has_the_accounts_of_its_jobs(store: Store) -> None:
-    assert await store.population("demo") == Population("demo", 0, None, ())
+    assert await store.ledger.load_population("demo") == Population("demo", 0, None, ())
     driver = Driver(store)
     await start(driver)
     await train(driver, "one", 2)
-    await store.create_job(draft("other"), JOB_FILE, "key 2")
+    await store.jobs.create_job(draft("other"), JOB_FILE, "key 2")
     elsewhere = draft("elsewhere", PRIVATE.replace('"demo"', '"another"'))
-    await store.create_job(elsewhere, PRIVATE.replace('"demo"', '"another"'), "key 3")
-    found = await store.population("demo")
+    await store.jobs.create_job(elsewhere, PRIVATE.replace('"demo"', '"another"'), "key 3")
+    found = await store.ledger.load_population("demo")
     accounts = (account(draft("one", PRIVATE), JobStatus.RUNNING, Charge(MECHANISM, 2)), account(draft("other")))
     assert found == Population("demo", 2, None, accounts)
     assert [one.is_private for one in accounts] == [True, False]
     assert found.charges == (Charge(MECHANISM, 3),)
     await driver.operate("one", Action.CANCEL)
-    assert (await store.population("demo")).charges == (Charge(MECHANISM, 2),)
-    assert await store.populations() == [
+    assert (await store.ledger.load_population("demo")).charges == (Charge(MECHANISM, 2),)
+    assert await store.ledger.load_populations() == [
         Population("another", 1, None, (account(elsewhere),)),
-        await store.population("demo"),
+        await store.ledger.load_population("demo"),
     ]
 
 
 async def test_budgets_come_and_go(store: Store) -> None:
     entry = AuditEntry("anna", Noted.BUDGET_SET, "demo", {"epsilon": 3.0})
-    before = (await store.audit_head()).num_rows
-    await store.set_budget("demo", BUDGET, 0, [entry])
-    assert await store.population("demo") == Population("demo", 1, BUDGET, ())
-    assert (await store.audit_head()).num_rows == before + 1
+    before = (await store.audit.read_head()).num_rows
+    await store.ledger.set_budget("demo", BUDGET, 0, [entry])
+    assert await store.ledger.load_population("demo") == Population("demo", 1, BUDGET, ())
+    assert (await store.audit.read_head()).num_rows == before + 1
     with pytest.raises(PopulationChangedError):
-        await store.set_budget("demo", Budget(9.0, 1e-6), 0, [entry])
-    assert (await store.audit_head()).num_rows == before + 1
-    await store.set_budget("demo", None, 1)
-    assert await store.populations() == [Population("demo", 2, None, ())]
+        await store.ledger.set_budget("demo", Budget(9.0, 1e-6), 0, [entry])
+    assert (await store.audit.read_head()).num_rows == before + 1
+    await store.ledger.set_budget("demo", None, 1)
+    assert await store.ledger.load_populations() == [Population("demo", 2, None, ())]
 
 
 async def test_who_looked_at_a_population_that_has_changed_creates_nothing(store: Store) -> None:
-    await store.create_job(draft("one"), JOB_FILE, "key 1", expected=0)
+    await store.jobs.create_job(draft("one"), JOB_FILE, "key 1", expected=0)
     with pytest.raises(PopulationChangedError):
-        await store.create_job(draft("two"), JOB_FILE, "key 2", expected=0)
-    assert await store.find_job("key 2") is None
-    await store.set_budget("demo", BUDGET, 1)
+        await store.jobs.create_job(draft("two"), JOB_FILE, "key 2", expected=0)
+    assert await store.jobs.find_job("key 2") is None
+    await store.ledger.set_budget("demo", BUDGET, 1)
     with pytest.raises(PopulationChangedError):
-        await store.create_job(draft("two"), JOB_FILE, "key 2", expected=1)
-    again = await store.create_job(draft("three"), JOB_FILE, "key 1", expected=0)
+        await store.jobs.create_job(draft("two"), JOB_FILE, "key 2", expected=1)
+    again = await store.jobs.create_job(draft("three"), JOB_FILE, "key 1", expected=0)
     assert again.state.job_id == "one"
-    assert len(await store.load_jobs()) == 1
+    assert len(await store.jobs.load_jobs()) == 1
 
 
 async def test_of_those_who_looked_at_the_same_only_one_goes_on(store: Store) -> None:
-    await store.set_budget("demo", BUDGET, 0)
-    tries = [store.create_job(draft(f"j {n}"), JOB_FILE, f"key {n}", expected=1) for n in range(4)]
-    ends = await asyncio.gather(*tries, store.set_budget("demo", None, 1), return_exceptions=True)
+    await store.ledger.set_budget("demo", BUDGET, 0)
+    tries = [store.jobs.create_job(draft(f"j {n}"), JOB_FILE, f"key {n}", expected=1) for n in range(4)]
+    ends = await asyncio.gather(*tries, store.ledger.set_budget("demo", None, 1), return_exceptions=True)
     assert sum(isinstance(end, PopulationChangedError) for end in ends) == 4
-    assert (await store.population("demo")).revision == 2
+    assert (await store.ledger.load_population("demo")).revision == 2

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 
 from fedplat.rounds import Memory, Participation
 from fedplat.rounds.events import UpdateReported
-from fedplat_server.store.participations import ROUNDS_AT_ONCE, read_back
-from fedplat_server.store.port import Store
-from fedplat_server.testing import MemoryStore
-from server.store.driver import JOB_FILE, Driver, digest_of, eventful
+from fedplat_server.store.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
+from server.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
 
 REMEMBERS = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, sampling = { policy = 'weighted' }")
 SEPARATED = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, min_separation = 1").replace(
@@ -22,7 +21,7 @@ SEPARATED = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, min_sepa
 async def test_a_memory_follows_from_what_is_stored_whatever_happens(store: Store) -> None:
     driver = Driver(store)  # which compares after each step
     await eventful(driver, "eventful", REMEMBERS)
-    found = await store.participations("eventful", range(1, 10))
+    found = await store.jobs.list_participations("eventful", range(1, 10))
     assert {each.client_id for each in found} > set("abcdeghlmnqr")
     assert not {"e0", "e1"} & {each.client_id for each in found if each.round == 2}  # they evaluated
 
@@ -38,12 +37,12 @@ async def test_participations_come_in_the_order_of_their_reports(store: Store) -
     await driver.send(
         UpdateReported(key, "d", digest_of("d"), 7.0, metrics), UpdateReported(key, "b", digest_of("b"), 2.0)
     )
-    found = await store.participations("one", range(1, 2))
+    found = await store.jobs.list_participations("one", range(1, 2))
     assert found[:2] == [Participation("d", 1, 1, 7.0, 1.5, metrics), Participation("b", 1, 1, 2.0, 1.5, {})]
     assert sorted(found[2:], key=lambda each: each.client_id) == [Participation(c, 1, 1, 0.0, None, {}) for c in "ace"]
-    assert await store.participations("one", range(2, 9)) == []
-    assert await store.participations("other", range(1, 9)) == []
-    assert await store.participations("nothing", range(1, 9)) == []
+    assert await store.jobs.list_participations("one", range(2, 9)) == []
+    assert await store.jobs.list_participations("other", range(1, 9)) == []
+    assert await store.jobs.list_participations("nothing", range(1, 9)) == []
 
 
 async def test_only_the_rounds_that_matter_are_read_back(store: Store) -> None:
@@ -56,11 +55,11 @@ async def test_only_the_rounds_that_matter_are_read_back(store: Store) -> None:
             await driver.finish_attempt(job_id, f"{job_id}-evaluator-{round_}-")
     jobs = driver.coordinator.jobs
     assert jobs["one"].round == 3
-    assert {each.round for each in await read_back(store, jobs["one"])} == {3}
-    assert await read_back(store, jobs["plain"]) == []
+    assert {each.round for each in await recall_participations(store.jobs, jobs["one"])} == {3}
+    assert await recall_participations(store.jobs, jobs["plain"]) == []
     before, after = (
         driver.coordinator.memories["one"],
-        Memory.recall(jobs["one"].spec, await read_back(store, jobs["one"])),
+        Memory.recall(jobs["one"].spec, await recall_participations(store.jobs, jobs["one"])),
     )
     assert after is not None
     assert before.clients.keys() > after.clients.keys()
@@ -68,7 +67,7 @@ async def test_only_the_rounds_that_matter_are_read_back(store: Store) -> None:
         assert before.rounds_to_rest(client_id, 4) == after.rounds_to_rest(client_id, 4)
 
 
-@pytest.mark.parametrize("num_rounds", [ROUNDS_AT_ONCE - 1, ROUNDS_AT_ONCE, 2 * ROUNDS_AT_ONCE + 1])
+@pytest.mark.parametrize("num_rounds", [ROUNDS_PER_QUERY - 1, ROUNDS_PER_QUERY, 2 * ROUNDS_PER_QUERY + 1])
 async def test_many_rounds_are_read_piece_by_piece(num_rounds: int) -> None:
     class Asked:
         """Notes what it is asked for."""
@@ -76,13 +75,11 @@ async def test_many_rounds_are_read_piece_by_piece(num_rounds: int) -> None:
         def __init__(self) -> None:
             self.rounds: list[int] = []
 
-        async def participations(self, job_id: str, rounds: range) -> list[Participation]:
-            assert 0 < len(rounds) <= ROUNDS_AT_ONCE
+        async def list_participations(self, job_id: str, rounds: range) -> list[Participation]:
+            assert 0 < len(rounds) <= ROUNDS_PER_QUERY
             self.rounds += rounds
             return [Participation("c", rounds[0], 1, 0.0, None, {})]
 
-    driver = Driver(MemoryStore())
-    asked = Asked()
-    job = await driver.create("one", REMEMBERS)
-    await read_back(asked, dataclasses.replace(job, round=num_rounds))
+    asked, job = Asked(), draft("one", REMEMBERS)
+    await recall_participations(cast(JobStore, asked), dataclasses.replace(job, round=num_rounds))
     assert asked.rounds == list(range(1, num_rounds + 2))

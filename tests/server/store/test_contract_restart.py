@@ -12,9 +12,8 @@ from fedplat.rounds.events import Action, OperatorCommand, UpdateReported, Uploa
 from fedplat_server.errors import StaleRevisionError
 from fedplat_server.store import tables
 from fedplat_server.store.engine import WRITES, async_url, create_engine
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from fedplat_server.store.sql import open_store
-from fedplat_server.testing import MemoryStore
 from server.store.driver import NOW, Driver, digest_of
 
 
@@ -32,15 +31,15 @@ def wall() -> WallClock:
 
 
 @pytest.fixture
-async def timed(backend: str | None, wall: WallClock) -> AsyncGenerator[Store]:
-    """Every adapter of the port, on a wall clock that the test sets."""
-    store = MemoryStore(wall) if backend is None else await open_store(backend, wall)
+async def timed(database: str, wall: WallClock) -> AsyncGenerator[Store]:
+    """A store in each kind of database, on a wall clock that the test sets."""
+    store = await open_store(database, wall)
     yield store
     await store.close()
 
 
 async def attempt_of(store: Store, now: float) -> Attempt:
-    (record,) = await store.load_jobs(now)
+    (record,) = await store.jobs.load_jobs(now)
     assert record.state.attempt is not None
     return record.state.attempt
 
@@ -96,21 +95,21 @@ async def test_the_last_save_of_each_job_has_a_name(store: Store) -> None:
     for job_id in ("one", "two", "three"):
         await driver.create(job_id)
     both = driver.propose(OperatorCommand("one", Action.PAUSE), OperatorCommand("two", Action.PAUSE))
-    await store.save(both.changes, NOW, save_id="first")
+    await store.jobs.save(both.changes, NOW, save_id="first")
     driver.coordinator.accept(both)
     proposal = driver.propose(OperatorCommand("two", Action.RESUME))
-    await store.save(proposal.changes, NOW, save_id="second")
-    assert [await store.last_save(job_id) for job_id in ("one", "two", "three")] == ["first", "second", ""]
+    await store.jobs.save(proposal.changes, NOW, save_id="second")
+    assert [await store.jobs.find_last_save(job_id) for job_id in ("one", "two", "three")] == ["first", "second", ""]
 
 
 async def test_a_save_that_was_refused_leaves_no_name(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
     proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
-    await store.save(proposal.changes, NOW, save_id="first")
+    await store.jobs.save(proposal.changes, NOW, save_id="first")
     with pytest.raises(StaleRevisionError):
-        await store.save(proposal.changes, NOW, save_id="again")
-    assert await store.last_save("one") == "first"
+        await store.jobs.save(proposal.changes, NOW, save_id="again")
+    assert await store.jobs.find_last_save("one") == "first"
 
 
 @pytest.mark.fault("F10")
@@ -120,7 +119,7 @@ async def test_asking_for_the_last_save_waits_for_one_that_is_under_way(database
     await Driver(store).create("one")
     async with engine.execution_options(**{WRITES: True}).begin() as connection:
         await connection.execute(tables.jobs.update().values(save_id="mine"))
-        asking = asyncio.create_task(store.last_save("one"))
+        asking = asyncio.create_task(store.jobs.find_last_save("one"))
         for _ in range(5):
             await store.ping()
         assert not asking.done()
@@ -133,7 +132,7 @@ async def test_a_score_that_is_said_again_is_noted_once(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
     for _ in range(3):
-        await store.set_version_metrics("one", 0, {"accuracy": 1 / 3})
-    assert [record.row.entity for record in await store.history("one")].count("version") == 1
-    await store.set_version_metrics("one", 0, {"accuracy": 0.5})
-    assert [record.row.entity for record in await store.history("one")].count("version") == 2
+        await store.jobs.set_version_metrics("one", 0, {"accuracy": 1 / 3})
+    assert [record.row.entity for record in await store.jobs.list_history("one")].count("version") == 1
+    await store.jobs.set_version_metrics("one", 0, {"accuracy": 0.5})
+    assert [record.row.entity for record in await store.jobs.list_history("one")].count("version") == 2

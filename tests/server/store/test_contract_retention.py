@@ -9,8 +9,8 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import RollbackOrdered
 from fedplat_server.errors import StoreError
-from fedplat_server.store.port import Store
-from fedplat_server.store.retention import Keep, Removable
+from fedplat_server.store.jobs import Keep, Removable
+from fedplat_server.store.ports import Store
 from server.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
 
 ROUNDS = 4
@@ -33,22 +33,22 @@ async def ended(store: Store, job_id: str = "one") -> Driver:
 async def test_old_files_are_given_up_and_rows_stay(store: Store) -> None:
     await ended(store)
     keep = Keep(models_from=4, every=2, states_from=3)
-    found = await store.removable("one", keep)
+    found = await store.retention.list_removable("one", keep)
     assert shown(found) == [(1, True, True), (2, False, True), (3, True, False)]
-    assert shown(await store.removable("one", keep, limit=1)) == [(1, True, True)]
-    gone = await store.give_up("one", found)
+    assert shown(await store.retention.list_removable("one", keep, limit=1)) == [(1, True, True)]
+    gone = await store.retention.mark_removed("one", found)
     models = {digest_of("one", number) for number in (1, 3)} | {digest_of("one", "delta", number) for number in (1, 3)}
     assert gone == models | {digest_of("one", "state", number) for number in (1, 2)}
-    assert not gone & await store.referenced_digests()
-    assert await store.removable("one", keep) == []
-    records = await store.list_versions("one")
+    assert not gone & await store.retention.list_referenced()
+    assert await store.retention.list_removable("one", keep) == []
+    records = await store.jobs.list_versions("one")
     assert [record.model_removed_unix_s is None for record in records] == [True, False, True, False, True]
     assert [record.state_removed_unix_s is None for record in records] == [True, False, False, True, True]
     assert [record.version.version for record in records] == list(range(ROUNDS + 1))
-    assert await store.populations_of(digest_of("one", 1)) == frozenset()
-    assert await store.populations_of(digest_of("one", 2)) == {"demo"}
+    assert await store.jobs.find_populations(digest_of("one", 1)) == frozenset()
+    assert await store.jobs.find_populations(digest_of("one", 2)) == {"demo"}
     some = {digest_of("one", 1), digest_of("one", 2), digest_of("one", "state", 4), "f" * 64}
-    assert await store.unreferenced(some) == {digest_of("one", 1), "f" * 64}
+    assert await store.retention.find_unreferenced(some) == {digest_of("one", 1), "f" * 64}
 
 
 async def test_the_first_the_latest_and_what_clients_work_with_are_kept(store: Store) -> None:
@@ -59,7 +59,7 @@ async def test_the_first_the_latest_and_what_clients_work_with_are_kept(store: S
     await driver.finish_attempt("one", "b")
     await driver.check_in(*(f"c{number}" for number in range(9)))  # somebody works with version 2, the latest
     everything = Keep(models_from=100, states_from=0)
-    assert shown(await store.removable("one", everything)) == [(1, True, False)]
+    assert shown(await store.retention.list_removable("one", everything)) == [(1, True, False)]
 
 
 async def test_what_has_become_the_latest_meanwhile_is_kept(store: Store) -> None:
@@ -68,14 +68,14 @@ async def test_what_has_become_the_latest_meanwhile_is_kept(store: Store) -> Non
     await driver.create("one", TEXT)
     for name in ("a", "evaluator-", "b", "evaluator2-"):
         await driver.finish_attempt("one", name)
-    found = await store.removable("one", Keep(models_from=2, states_from=2))
+    found = await store.retention.list_removable("one", Keep(models_from=2, states_from=2))
     assert shown(found) == [(1, True, True)]
-    (record,) = [one for one in await store.list_versions("one") if one.version.version == 1]
+    (record,) = [one for one in await store.jobs.list_versions("one") if one.version.version == 1]
     await driver.send(RollbackOrdered("one", record.version))
-    assert await store.give_up("one", found) == {digest_of("one", "delta", 1)}
+    assert await store.retention.mark_removed("one", found) == {digest_of("one", "delta", 1)}
     job = driver.coordinator.jobs["one"]
     assert (job.latest.version, job.latest.digest, job.latest.restored_from) == (3, digest_of("one", 1), 1)
-    assert {digest_of("one", 1), digest_of("one", "state", 1)} <= await store.referenced_digests()
+    assert {digest_of("one", 1), digest_of("one", "state", 1)} <= await store.retention.list_referenced()
 
 
 async def test_a_rollback_to_files_that_were_given_up_is_refused(store: Store) -> None:
@@ -83,11 +83,11 @@ async def test_a_rollback_to_files_that_were_given_up_is_refused(store: Store) -
     await driver.create("one", TEXT)
     for name in ("a", "evaluator-", "b", "evaluator2-"):
         await driver.finish_attempt("one", name)
-    (record,) = [one for one in await store.list_versions("one") if one.version.version == 1]
-    await store.give_up("one", await store.removable("one", Keep(states_from=2)))
+    (record,) = [one for one in await store.jobs.list_versions("one") if one.version.version == 1]
+    await store.retention.mark_removed("one", await store.retention.list_removable("one", Keep(states_from=2)))
     proposal = driver.propose(RollbackOrdered("one", record.version))
     with pytest.raises(StoreError, match="the files of version 1 are not kept any more"):
-        await store.save(proposal.changes, driver.now)
+        await store.jobs.save(proposal.changes, driver.now)
     driver.coordinator.reject(proposal)
     await driver.check()
     await driver.send(RollbackOrdered("one", dataclasses.replace(record.version, state_digest="")))
@@ -100,27 +100,27 @@ async def test_shared_bytes_stay_as_long_as_a_version_names_them(store: Store) -
     await ended(store)
     state = draft("two", JOB_FILE)
     same = dataclasses.replace(state.latest, digest=digest_of("one", 1))
-    await store.create_job(dataclasses.replace(state, latest=same), JOB_FILE, "the second job")
-    found = await store.removable("one", Keep(models_from=2))
-    gone = await store.give_up("one", [*found, *found])  # said twice, it is the same
+    await store.jobs.create_job(dataclasses.replace(state, latest=same), JOB_FILE, "the second job")
+    found = await store.retention.list_removable("one", Keep(models_from=2))
+    gone = await store.retention.mark_removed("one", [*found, *found])  # said twice, it is the same
     assert gone == {digest_of("one", "delta", 1)}
-    assert await store.populations_of(digest_of("one", 1)) == {"demo"}
+    assert await store.jobs.find_populations(digest_of("one", 1)) == {"demo"}
 
 
 async def test_the_history_of_old_attempts_is_removed(store: Store) -> None:
     await ended(store)
-    before = len(await store.history("one"))
-    assert await store.old_attempts("one", 0.0) == []
-    keys = await store.old_attempts("one", 1e12)
+    before = len(await store.jobs.list_history("one"))
+    assert await store.retention.list_old_attempts("one", 0.0) == []
+    keys = await store.retention.list_old_attempts("one", 1e12)
     assert keys[:2] == sorted(keys)[:2]
-    assert await store.old_attempts("one", 1e12, limit=1) == keys[:1]
-    rows = await store.history("one")
+    assert await store.retention.list_old_attempts("one", 1e12, limit=1) == keys[:1]
+    rows = await store.jobs.list_history("one")
     mine = [one for one in rows if one.row.entity in ("attempt", "assignment")]
     first = [one for one in mine if AttemptKey("one", one.row.round, one.row.attempt) == keys[0]]
-    assert await store.remove_history(keys[:1], metrics=True) == len(first) > 0
-    assert len(await store.history("one")) == before - len(first)
-    assert await store.remove_history(keys[1:], metrics=False) == len(mine) - len(first)
-    left = await store.history("one")
+    assert await store.retention.remove_history(keys[:1], metrics=True) == len(first) > 0
+    assert len(await store.jobs.list_history("one")) == before - len(first)
+    assert await store.retention.remove_history(keys[1:], metrics=False) == len(mine) - len(first)
+    left = await store.jobs.list_history("one")
     assert {one.row.entity for one in left} == {"job", "version"}
-    assert await store.old_attempts("one", 1e12) == []
-    assert [one.metrics != {} for one in await store.list_attempts("one")][-1]
+    assert await store.retention.list_old_attempts("one", 1e12) == []
+    assert [one.metrics != {} for one in await store.jobs.list_attempts("one")][-1]

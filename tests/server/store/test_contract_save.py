@@ -11,7 +11,7 @@ from fedplat.rounds import Change, sync
 from fedplat.rounds.events import Action, AttemptAggregated, OperatorCommand, UpdateReported
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import StaleRevisionError, StoreError
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from server.store.driver import (
     JOB_FILE,
     NOW,
@@ -25,15 +25,15 @@ from server.store.driver import (
 )
 
 
-async def test_whatever_happens_is_read_back_after_each_step(store: Store) -> None:
+async def test_whatever_happens_is_read_back_after_each_step(store: Store, database: str) -> None:
     driver = Driver(store)
     await eventful(driver)
     job = driver.coordinator.jobs["eventful"]
     assert (job.status, job.round, job.latest.version) == (JobStatus.CANCELLED, 2, 2)
-    await check_invariants(store)
+    await check_invariants(database)
 
 
-async def test_a_paused_commit_becomes_a_version(store: Store) -> None:
+async def test_a_paused_commit_becomes_a_version(store: Store, database: str) -> None:
     driver = Driver(store)
     await driver.create("one")
     await driver.check_in(*"abcde")
@@ -46,10 +46,10 @@ async def test_a_paused_commit_becomes_a_version(store: Store) -> None:
     await driver.operate("one", Action.RESUME)
     await run_to_the_end(driver, "one", "x")
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
-    await check_invariants(store)
+    await check_invariants(database)
 
 
-async def test_many_steps_are_saved_at_once(store: Store) -> None:
+async def test_many_steps_are_saved_at_once(store: Store, database: str) -> None:
     """A batch in which an attempt opens, is joined, reported and closed gives the same as its steps."""
     driver = Driver(store)
     await driver.create("one")
@@ -60,10 +60,10 @@ async def test_many_steps_are_saved_at_once(store: Store) -> None:
     driver.coordinator.accept(proposal)
     after = driver.propose(AttemptAggregated(key, driver.next_version("one")))
     driver.coordinator.accept(after)
-    await store.save([*proposal.changes, *after.changes], NOW)
+    await store.jobs.save([*proposal.changes, *after.changes], NOW)
     await driver.check()
     assert len(driver.coordinator.jobs["one"].durations) == 3
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None:
@@ -82,9 +82,9 @@ async def test_only_the_newest_durations_are_read_in_order(store: Store) -> None
             proposal = driver.propose(UpdateReported(key, name, digest_of(key, name), 1.0))
             driver.coordinator.accept(proposal)
             changes += proposal.changes
-        await store.save(changes, NOW)
+        await store.jobs.save(changes, NOW)
         await driver.aggregate("one")
-    (record,) = await store.load_jobs()
+    (record,) = await store.jobs.load_jobs()
     assert len(record.state.durations) == sync.REMEMBERED_DURATIONS
     await driver.check()
 
@@ -100,15 +100,15 @@ async def test_the_latest_claim_of_each_client_is_read_in_order(store: Store) ->
     for number, name in enumerate(cohort[: attempt.goal]):
         await driver.send(UpdateReported(key, name, digest_of(key, name), 2.0, norm=1.0 + number))
     await driver.aggregate("one")
-    (record,) = await store.load_jobs()
+    (record,) = await store.jobs.load_jobs()
     assert record.state.claims == driver.coordinator.jobs["one"].claims
     assert len({claim.client_id for claim in record.state.claims}) == len(record.state.claims) >= 3
-    rows = [one.row for one in await store.history("one") if one.row.to_state == "REPORTED"]
+    rows = [one.row for one in await store.jobs.list_history("one") if one.row.to_state == "REPORTED"]
     assert {row.norm for row in rows} >= {claim.norm for claim in record.state.claims}
 
 
 async def test_an_empty_save_does_nothing(store: Store) -> None:
-    await store.save([], NOW)
+    await store.jobs.save([], NOW)
 
 
 @pytest.mark.fault("F20")
@@ -116,22 +116,22 @@ async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
     proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
-    await store.save(proposal.changes, NOW)
+    await store.jobs.save(proposal.changes, NOW)
     with pytest.raises(StaleRevisionError):
-        await store.save(proposal.changes, NOW)
+        await store.jobs.save(proposal.changes, NOW)
 
 
 @pytest.mark.fault("F20")
-async def test_of_two_that_save_the_same_revision_one_wins(store: Store) -> None:
+async def test_of_two_that_save_the_same_revision_one_wins(store: Store, database: str) -> None:
     driver = Driver(store)
     await driver.create("one")
     proposals = [driver.propose(OperatorCommand("one", action)) for action in (Action.PAUSE, Action.CANCEL) * 4]
-    results = await asyncio.gather(*(store.save(p.changes, NOW) for p in proposals), return_exceptions=True)
+    results = await asyncio.gather(*(store.jobs.save(p.changes, NOW) for p in proposals), return_exceptions=True)
     assert sum(result is None for result in results) == 1
     assert sum(isinstance(result, StaleRevisionError) for result in results) == 7
-    (record,) = await store.load_jobs()
+    (record,) = await store.jobs.load_jobs()
     assert record.state.status is proposals[results.index(None)].jobs["one"].status
-    await check_invariants(store)
+    await check_invariants(database)
 
 
 async def test_a_save_of_an_unknown_job_is_refused(store: Store) -> None:
@@ -144,24 +144,24 @@ async def test_a_save_of_an_unknown_job_is_refused(store: Store) -> None:
 async def _everything(store: Store, job_ids: tuple[str, ...]) -> list[object]:
     per_job = [
         [
-            await store.list_attempts(job_id, all_attempts=True),
-            await store.list_versions(job_id),
-            await store.history(job_id),
+            await store.jobs.list_attempts(job_id, all_attempts=True),
+            await store.jobs.list_versions(job_id),
+            await store.jobs.list_history(job_id),
         ]
         for job_id in job_ids
     ]
-    return [[without_moments(record.state) for record in await store.load_jobs()], per_job]
+    return [[without_moments(record.state) for record in await store.jobs.load_jobs()], per_job]
 
 
 async def _refused(store: Store, *changes: Change, error: type[StoreError] = StoreError) -> None:
     """Saves changes, and asserts that it fails and leaves nothing behind."""
     before = await _everything(store, ("one", "two"))
     with pytest.raises(error):
-        await store.save(changes, NOW)
+        await store.jobs.save(changes, NOW)
     assert await _everything(store, ("one", "two")) == before
     for change in changes:
         for assignment in change.assignments:
-            found = await store.find_assignment(assignment.token_hash)
+            found = await store.jobs.find_assignment(assignment.token_hash)
             assert found is None or found[1] != dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
 
 
@@ -189,7 +189,7 @@ async def test_a_save_is_all_or_nothing(store: Store) -> None:
     double = dataclasses.replace(second, version=driver.coordinator.jobs["two"].latest)
     await _refused(store, first, double)
 
-    await store.save([first, second], NOW)
+    await store.jobs.save([first, second], NOW)
 
 
 async def test_a_round_has_one_version(store: Store) -> None:

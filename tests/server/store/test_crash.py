@@ -47,8 +47,8 @@ async def test_a_killed_server_leaves_a_consistent_database(sqlite: str, saves: 
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
     store = await open_store(sqlite)
     try:
-        await check_invariants(store)
-        found = {record.state.job_id: record.state for record in await store.load_jobs()}
+        await check_invariants(sqlite)
+        found = {record.state.job_id: record.state for record in await store.jobs.load_jobs()}
         for job_id, revision in acknowledged.items():
             assert found[job_id].revision >= revision
 
@@ -57,6 +57,6 @@ async def test_a_killed_server_leaves_a_consistent_database(sqlite: str, saves: 
             driver.coordinator.add(job)
         await driver.restart()
         assert not any(job.open_attempt for job in driver.coordinator.jobs.values() if job.status != JobStatus.RUNNING)
-        await check_invariants(store)
+        await check_invariants(sqlite)
     finally:
         await store.close()

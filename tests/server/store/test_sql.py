@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import time
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -19,7 +20,7 @@ from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shortened
 from fedplat_server.errors import StoreError, StoreUnavailableError
 from fedplat_server.store import transactions
-from fedplat_server.store.database import MAX_TRIES
+from fedplat_server.store.database import MAX_TRIES, Database
 from fedplat_server.store.engine import async_url, create_engine
 from fedplat_server.store.sql import SqlStore, open_store
 from server.databases import execute_sql
@@ -45,8 +46,8 @@ async def opened(database: str) -> AsyncGenerator[SqlStore]:
 # --- concurrency -----------------------------------------------------------------------------------------------
 
 
-async def test_forty_writers_and_forty_readers(sql_store: SqlStore) -> None:
-    drivers = [Driver(sql_store, prefix=f"job {n} ", check=False) for n in range(40)]
+async def test_forty_writers_and_forty_readers(store: SqlStore, database: str) -> None:
+    drivers = [Driver(store, prefix=f"job {n} ", check=False) for n in range(40)]
 
     async def write(n: int) -> None:
         await drivers[n].create(f"job {n}", SHORT_JOB)
@@ -54,15 +55,15 @@ async def test_forty_writers_and_forty_readers(sql_store: SqlStore) -> None:
 
     async def read(n: int) -> None:
         for _ in range(5):
-            await sql_store.history(f"job {n}")
-            await sql_store.list_attempts(f"job {n}")
-            await sql_store.find_assignment(token_hash(f"job {n} token-1"))
+            await store.jobs.list_history(f"job {n}")
+            await store.jobs.list_attempts(f"job {n}")
+            await store.jobs.find_assignment(token_hash(f"job {n} token-1"))
 
     await asyncio.gather(*(write(n) for n in range(40)), *(read(n) for n in range(40)))
-    jobs = [record.state for record in await sql_store.load_jobs()]
+    jobs = [record.state for record in await store.jobs.load_jobs()]
     assert len(jobs) == 40
     assert {job.status for job in jobs} == {JobStatus.COMPLETED}
-    await check_invariants(sql_store)
+    await check_invariants(database)
 
 
 async def test_two_servers_write_to_one_database(database: str) -> None:
@@ -74,8 +75,8 @@ async def test_two_servers_write_to_one_database(database: str) -> None:
             await run_to_the_end(driver, name, name)
 
         await asyncio.gather(*(work(store, f"job {n} {store is one}") for store in (one, two) for n in range(4)))
-        assert {record.state.status for record in await two.load_jobs()} == {JobStatus.COMPLETED}
-        await check_invariants(one)
+        assert {record.state.status for record in await two.jobs.load_jobs()} == {JobStatus.COMPLETED}
+        await check_invariants(database)
 
 
 async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> None:
@@ -87,33 +88,33 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
             commands = [OperatorCommand(job_id, action) for job_id in "abcdef"]
             here, there = driver.propose(*commands), driver.propose(*reversed(commands))
             results = await asyncio.gather(
-                one.save(here.changes, NOW), two.save(there.changes, NOW), return_exceptions=True
+                one.jobs.save(here.changes, NOW), two.jobs.save(there.changes, NOW), return_exceptions=True
             )
             assert sum(result is None for result in results) == 1
             driver.coordinator.accept(here)  # both say the same
         await driver.check()
 
 
-async def test_a_cancelled_save_happens_or_not(sql_store: SqlStore) -> None:
+async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -> None:
     """And whatever happens, the store goes on."""
-    driver = Driver(sql_store)
+    driver = Driver(store)
     await driver.create("one")
     for turns in range(40):
         action = Action.RESUME if driver.coordinator.jobs["one"].status is JobStatus.PAUSED else Action.PAUSE
         proposal = driver.propose(OperatorCommand("one", action))
-        task = asyncio.create_task(sql_store.save(proposal.changes, NOW))
+        task = asyncio.create_task(store.jobs.save(proposal.changes, NOW))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        (record,) = await sql_store.load_jobs()
+        (record,) = await store.jobs.load_jobs()
         if record.state.revision == proposal.jobs["one"].revision:
             driver.coordinator.accept(proposal)
         else:
             driver.coordinator.reject(proposal)
         await driver.check()
-    await check_invariants(sql_store)
+    await check_invariants(database)
 
 
 async def test_history_is_numbered_in_the_order_in_which_it_appears(database: str) -> None:
@@ -126,14 +127,14 @@ async def test_history_is_numbered_in_the_order_in_which_it_appears(database: st
         async def read() -> None:
             while True:
                 last = done.is_set()
-                page = await two.history("one", seen[-1] if seen else 0)
+                page = await two.jobs.list_history("one", seen[-1] if seen else 0)
                 seen.extend(record.sequence for record in page)
                 if last and not page:
                     return
 
         async def note(store: SqlStore) -> None:
             for number in range(25):
-                await store.set_version_metrics("one", 0, {"n": float(number)})
+                await store.jobs.set_version_metrics("one", 0, {"n": float(number)})
 
         async def write() -> None:
             saving = (driver.operate("one", action) for action in (Action.PAUSE, Action.RESUME) * 10)
@@ -141,7 +142,7 @@ async def test_history_is_numbered_in_the_order_in_which_it_appears(database: st
             done.set()
 
         await asyncio.gather(read(), write())
-        assert seen == [record.sequence for record in await one.history("one", limit=10_000)]
+        assert seen == [record.sequence for record in await one.jobs.list_history("one", limit=10_000)]
 
 
 async def _in_order(coroutines: Any) -> None:
@@ -154,51 +155,51 @@ async def _in_order(coroutines: Any) -> None:
 
 @pytest.mark.fault("F7")
 async def test_a_full_disk_is_unavailability_and_passes(sqlite: str) -> None:
-    ways, limit = transactions.to(async_url(sqlite)), [2**30]
+    ways, limit = transactions.for_url(async_url(sqlite)), [2**30]
 
     def on_begin(connection: Any) -> None:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}")
 
     event.listen(ways.engine, "begin", on_begin)
-    store = SqlStore(ways)
-    await store.create_job(draft("one"), JOB_FILE, "one")
+    store = SqlStore(Database(ways), time.time)
+    await store.jobs.create_job(draft("one"), JOB_FILE, "one")
     limit[0] = 1
     with pytest.raises(StoreUnavailableError, match="database or disk is full"):
-        await store.create_job(draft("two"), JOB_FILE + "\n" + "# long\n" * 10_000, "two")
-    assert len(await store.load_jobs()) == 1
+        await store.jobs.create_job(draft("two"), JOB_FILE + "\n" + "# long\n" * 10_000, "two")
+    assert len(await store.jobs.load_jobs()) == 1
     limit[0] = 2**30
-    await store.create_job(draft("two"), JOB_FILE, "two")
-    assert len(await store.load_jobs()) == 2
+    await store.jobs.create_job(draft("two"), JOB_FILE, "two")
+    assert len(await store.jobs.load_jobs()) == 2
     await store.close()
 
 
-async def test_a_broken_database_is_no_unavailability(sql_store: SqlStore, database: str) -> None:
+async def test_a_broken_database_is_no_unavailability(store: SqlStore, database: str) -> None:
     engine = create_engine(async_url(database))
     async with engine.begin() as connection:
         await connection.execute(text("DROP TABLE history"))
     await engine.dispose()
     with pytest.raises(StoreError, match="history") as caught:
-        await sql_store.create_job(draft("one"), JOB_FILE, "one")
+        await store.jobs.create_job(draft("one"), JOB_FILE, "one")
     assert not isinstance(caught.value, StoreUnavailableError)
-    assert await sql_store.load_jobs() == []
+    assert await store.jobs.load_jobs() == []
 
 
-async def test_a_nul_in_a_clients_text_is_replaced(sql_store: SqlStore) -> None:
-    driver = Driver(sql_store, check=False)
+async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
+    driver = Driver(store, check=False)
     await driver.create("one")
     await driver.check_in(*"abcde")
     key, _ = driver.cohort("one")
     await driver.send(AssignmentFailed(key, "a", Reason.TRAINER_ERROR, "zero \x00 byte"))
-    found = await sql_store.find_assignment(token_hash(driver.tokens["a"]))
+    found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
     assert found is not None
     assert found[1].text == "zero \N{REPLACEMENT CHARACTER} byte"
-    assert (await sql_store.history("one"))[-1].row.reason == "zero \N{REPLACEMENT CHARACTER} byte"
+    assert (await store.jobs.list_history("one"))[-1].row.reason == "zero \N{REPLACEMENT CHARACTER} byte"
 
 
 @pytest.mark.fault("F46", "F47")
-async def test_what_was_stored_too_large_is_read_shortened(sql_store: SqlStore, database: str) -> None:
+async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, database: str) -> None:
     """Rows of earlier versions, which kept what a client wrote: 9 MiB of text, and as much of metrics."""
-    driver = Driver(sql_store, check=False)
+    driver = Driver(store, check=False)
     await driver.create("one")
     await driver.check_in(*"abcde")
     key, _ = driver.cohort("one")
@@ -216,11 +217,11 @@ async def test_what_was_stored_too_large_is_read_shortened(sql_store: SqlStore, 
     await engine.dispose()
     tracemalloc.start()
     try:
-        rows = await sql_store.history("one")
-        (attempt,) = await sql_store.list_attempts("one")
-        last = await sql_store.last_attempt("one")
-        found = await sql_store.find_assignment(token_hash(driver.tokens["a"]))
-        (job,) = await sql_store.load_jobs()
+        rows = await store.jobs.list_history("one")
+        (attempt,) = await store.jobs.list_attempts("one")
+        last = await store.jobs.find_last_attempt("one")
+        found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
+        (job,) = await store.jobs.load_jobs()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -235,10 +236,10 @@ async def test_what_was_stored_too_large_is_read_shortened(sql_store: SqlStore, 
     assert peak < 4 * 2**20
 
 
-async def test_an_old_job_file_that_this_version_cannot_read_is_named(sql_store: SqlStore) -> None:
+async def test_an_old_job_file_that_this_version_cannot_read_is_named(store: SqlStore) -> None:
     with pytest.raises(StoreError, match="job file of one cannot be read by this version"):
-        await sql_store.create_job(draft("one"), JOB_FILE + "\nnonsense = 1", "one")
-    assert await sql_store.load_jobs() == []
+        await store.jobs.create_job(draft("one"), JOB_FILE + "\nnonsense = 1", "one")
+    assert await store.jobs.load_jobs() == []
 
 
 def _fails(times: int, what: str) -> list[str]:
@@ -258,8 +259,8 @@ def _fails(times: int, what: str) -> list[str]:
 async def test_a_conflict_is_tried_again(postgres: str, sqlstate: str) -> None:
     async with opened(postgres) as store:
         await execute_sql(postgres, *_fails(MAX_TRIES - 1, f"RAISE EXCEPTION 'conflict' USING ERRCODE = '{sqlstate}'"))
-        await store.create_job(draft("one"), JOB_FILE, "key")
-        assert len(await store.history("one")) == 1
+        await store.jobs.create_job(draft("one"), JOB_FILE, "key")
+        assert len(await store.jobs.list_history("one")) == 1
 
 
 @pytest.mark.fault("F11")
@@ -267,9 +268,9 @@ async def test_a_conflict_is_not_tried_for_ever(postgres: str) -> None:
     async with opened(postgres) as store:
         await execute_sql(postgres, *_fails(MAX_TRIES, "RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'"))
         with pytest.raises(StoreUnavailableError, match="conflict"):
-            await store.create_job(draft("one"), JOB_FILE, "key")
-        assert await store.load_jobs() == []
-        await store.create_job(draft("one"), JOB_FILE, "key")
+            await store.jobs.create_job(draft("one"), JOB_FILE, "key")
+        assert await store.jobs.load_jobs() == []
+        await store.jobs.create_job(draft("one"), JOB_FILE, "key")
 
 
 @pytest.mark.fault("F9")
@@ -280,9 +281,9 @@ async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> 
         await execute_sql(postgres, *_fails(1, "PERFORM pg_terminate_backend(pg_backend_pid())"))
         proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
         with pytest.raises(StoreUnavailableError):
-            await store.save(proposal.changes, NOW)
+            await store.jobs.save(proposal.changes, NOW)
         await driver.check()  # nothing was saved
-        await store.save(proposal.changes, NOW)
+        await store.jobs.save(proposal.changes, NOW)
         driver.coordinator.accept(proposal)
         await driver.check()
 
@@ -295,7 +296,7 @@ async def test_idle_connections_that_broke_are_replaced(postgres: str, postgres_
         everyone = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
         await execute_sql(postgres_server, everyone)
         await asyncio.gather(*(store.ping() for _ in range(5)))
-        await store.create_job(draft("one"), JOB_FILE, "key")
+        await store.jobs.create_job(draft("one"), JOB_FILE, "key")
 
 
 @pytest.mark.fault("F9")
@@ -314,8 +315,8 @@ async def test_everything_lasts_through_a_new_start(database: str) -> None:
     async with opened(database) as store:
         driver = Driver(store)
         await eventful(driver)
-        before = dataclasses.astuple((await store.list_versions("eventful"))[-1])
+        before = dataclasses.astuple((await store.jobs.list_versions("eventful"))[-1])
     async with opened(database) as store:
         driver.store = store
         await driver.check()
-        assert dataclasses.astuple((await store.list_versions("eventful"))[-1]) == before
+        assert dataclasses.astuple((await store.jobs.list_versions("eventful"))[-1]) == before

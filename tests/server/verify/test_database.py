@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from fedplat_server.store import inspection
-from fedplat_server.verify import files, invariants
+from fedplat_server.verify import checks, files, inspection
 from fedplat_server.verify.checker import verify
 from server import harness
 from server.harness import initial_model, job_file, update_of
@@ -27,7 +26,7 @@ async def test_a_healthy_database_is_clean(place: Place) -> None:
 
 def test_every_check_is_tried() -> None:
     tried = {check for check, _ in BREAKAGES.values()}
-    assert tried == {check.find for check in invariants.CHECKS} | {files.blobs}
+    assert tried == {check.find for check in checks.CHECKS} | {files.blobs}
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

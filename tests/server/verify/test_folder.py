@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.verify import records
+from fedplat.rounds.invariants.records import Location
 from fedplat_server.verify.checker import verify
 from server.verify.places import Place
 
@@ -47,7 +47,7 @@ async def test_what_is_broken_in_the_blobs_is_found(
     if which == "state_digest" and said == "bytes in":
         said = "has the digest"  # nothing says how large it should be
     (finding,) = report.findings
-    assert (finding.invariant, finding.place) == ("I2", records.Place(place.jobs["done"], version=1))
+    assert (finding.invariant, finding.place) == ("I2", Location(place.jobs["done"], version=1))
     assert said in finding.found
     assert finding.found.startswith(WHAT[which])
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from fedplat_server.store import inspection
 from fedplat_server.store.engine import async_url, create_blocking_engine
 from fedplat_server.store.sql import open_store
+from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from fedplat_server.verify.records import Finding
 from server.store.driver import Driver, Ticks
-from server.store.test_contract_shares import BOTH, LIMITED, SEPARATED, play
+from server.store.test_contract_limits import BOTH, LIMITED, SEPARATED, play
 
 COHORTS = ("ab", "cd", "ae", "cf", "gh")
 TOO_SOON = [(4, "it took part in round 3, too"), (5, "it took part in round 4, too")]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import Action, ClientCheckedIn
 from fedplat_server.errors import ParticipationError
-from fedplat_server.store.participations import read_back
-from fedplat_server.store.port import Store
-from fedplat_server.store.shares import Share
+from fedplat_server.store.ports import Store, recall_participations
+from fedplat_server.store.writes import ParticipationLimits
 from server.store.driver import Driver
 
 PRIVATE = """
@@ -45,9 +42,9 @@ def forgetful(driver: Driver, job_id: str, keep: str = "") -> None:
 
 
 async def stored(store: Store, job_id: str) -> object:
-    job = next(record for record in await store.load_jobs() if record.state.job_id == job_id)
-    history, attempts = await store.history(job_id), await store.list_attempts(job_id, all_attempts=True)
-    return job.state.revision, history, attempts, await store.participations(job_id, range(1, 99))
+    job = next(record for record in await store.jobs.load_jobs() if record.state.job_id == job_id)
+    history, attempts = await store.jobs.list_history(job_id), await store.jobs.list_attempts(job_id, all_attempts=True)
+    return job.state.revision, history, attempts, await store.jobs.list_participations(job_id, range(1, 99))
 
 
 async def refused(driver: Driver, job_id: str, *names: str) -> str:
@@ -57,7 +54,7 @@ async def refused(driver: Driver, job_id: str, *names: str) -> str:
     proposal = driver.propose(*(ClientCheckedIn(name, "demo", {}, handlers, handlers) for name in names))
     assert {c.client_id for c in proposal.commands if isinstance(c, Assign)} == set(names)
     with pytest.raises(ParticipationError) as raised:
-        await driver.store.save(proposal.changes, driver.now)
+        await driver.store.jobs.save(proposal.changes, driver.now)
     driver.coordinator.reject(proposal)
     assert await stored(driver.store, job_id) == before
     return str(raised.value)
@@ -132,7 +129,7 @@ async def test_the_coordinator_never_proposes_what_is_refused(store: Store) -> N
         await driver.report("j", driver.cohort("j")[1])
         await driver.restart()
     rounds: dict[str, list[int]] = {}
-    for each in await read_back(store, driver.coordinator.jobs["j"]):
+    for each in await recall_participations(store.jobs, driver.coordinator.jobs["j"]):
         rounds.setdefault(each.client_id, []).append(each.round)
     assert max(len(each) for each in rounds.values()) == 2
     assert min(each[1] - each[0] for each in rounds.values() if len(each) > 1) >= 2
@@ -153,8 +150,6 @@ async def test_other_jobs_have_no_such_limit(store: Store) -> None:
 
 
 def test_what_is_said_tells_both_apart() -> None:
-    share = Share(2, 0)
-    assert [other for other in range(1, 10) if share.is_too_near(5, other)] == [3, 4, 6, 7]
-    both = dataclasses.replace(share, max_participations=3)
-    said = [str(both.refusal(AttemptKey("j", 1, 1), "c", number)) for number in (3, 4)]
+    limits = ParticipationLimits(min_separation=2, max_participations=3)
+    said = [str(limits.refusal(AttemptKey("j", 1, 1), "c", number)) for number in (3, 4)]
     assert ["min_separation" in text for text in said] == [True, False]

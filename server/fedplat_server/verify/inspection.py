@@ -1,9 +1,12 @@
-"""Reads a whole database on one snapshot, for `verify`: rows as they are, a job or an attempt at a time."""
+"""Reads a whole database on one snapshot: rows as they are, a job or an attempt at a time.
+
+The records declare which columns are read. Values are not converted: what a column should not hold is for the checks to
+find.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar
 
@@ -14,47 +17,45 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
+from fedplat.rounds.invariants.records import (
+    AssignmentRow,
+    AttemptRow,
+    JobRow,
+    ParticipationRounds,
+    ReleaseRow,
+    StepRow,
+    StoredAttempt,
+    StoredJob,
+    StrayHistory,
+    VersionRow,
+)
 from fedplat.rounds.states import AttemptKind
 from fedplat_server.audit import AuditHead, AuditRow, head_after
 from fedplat_server.store import rows, schema, tables
-from fedplat_server.store.engine import async_url, create_engine, translated
-from fedplat_server.store.shares import share_of
-from fedplat_server.verify.records import (
-    AssignmentRow,
-    Attempt,
-    AttemptRow,
-    AuditEnd,
-    AuditPart,
-    HistoryRow,
-    Job,
-    JobRow,
-    LedgerRow,
-    Strays,
-    Turns,
-    Unit,
-    VersionRow,
-)
+from fedplat_server.store.engine import async_url, create_engine, translate_errors
+from fedplat_server.store.writes import ParticipationLimits
+from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")
 _Number = tuple[int, int]
 CLIENTS = 1000
-"""The rounds of how many clients are looked at at a time."""
+"""Number of clients whose rounds are read at a time."""
 AUDIT_ROWS = 1000
-"""How many rows of the audit log are read at a time."""
+"""Number of rows of the audit log that are read at a time."""
 
 
 @contextlib.asynccontextmanager
 async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
-    """A connection that sees the database as it is now, and changes nothing.
+    """Open a read-only connection that sees the database as it is now, while a daemon may go on writing.
 
-    A daemon may go on writing meanwhile. Raises what `open_store` does.
+    Raises as `open_store` does.
     """
     url = async_url(database)
     await schema.require_head(url)
     engine = create_engine(url)
     if engine.dialect.name == "postgresql":
         engine = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-    with translated(url):
+    with translate_errors(url):
         try:
             async with engine.connect() as connection:
                 yield connection
@@ -63,7 +64,7 @@ async def snapshot(database: str) -> AsyncGenerator[AsyncConnection]:
 
 
 async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIterator[Unit]:
-    """Everything, job by job in the order of creation: the job, its attempts by number, and what belongs to none.
+    """Yield everything, job by job in the order of creation: the job, its attempts by number, and stray history.
 
     Then the audit log. Memory holds one attempt, and of the whole job the rows of its versions and attempts.
     """
@@ -72,8 +73,8 @@ async def units(connection: AsyncConnection, now_unix_s: float = 0.0) -> AsyncIt
         yield job
         async for unit in _attempts(connection, job, now_unix_s):
             yield unit
-        async for turns in _turns(connection, job):
-            yield turns
+        async for participations in _participations(connection, job):
+            yield participations
     async for part in _audit(connection):
         yield part
 
@@ -90,19 +91,19 @@ async def _audit(connection: AsyncConnection) -> AsyncIterator[AuditPart | Audit
     yield AuditEnd(at, heads[0] if len(heads) == 1 else None)
 
 
-async def _job(connection: AsyncConnection, row: JobRow) -> Job:
+async def _job(connection: AsyncConnection, row: JobRow) -> StoredJob:
     mine = {"job_id": row.job_id}
     spec, unreadable = _spec(row)
-    history = _query(HistoryRow, tables.history, mine, ("sequence",))
+    history = _query(StepRow, tables.history, mine, ("sequence",))
     history = history.where(tables.history.c.entity.in_(("job", "version")))
-    return Job(
+    return StoredJob(
         row=row,
         spec=spec,
         unreadable=unreadable,
         versions=tuple(await _rows(connection, VersionRow, tables.model_versions, mine, ("version",))),
-        ledger=tuple(await _rows(connection, LedgerRow, tables.ledger, mine, ("version",))),
+        ledger=tuple(await _rows(connection, ReleaseRow, tables.ledger, mine, ("version",))),
         attempts=tuple(await _rows(connection, AttemptRow, tables.attempts, mine, ("round", "number"))),
-        history=tuple(HistoryRow(*one) for one in await connection.execute(history)),
+        history=tuple(StepRow(*one) for one in await connection.execute(history)),
     )
 
 
@@ -113,7 +114,7 @@ def _spec(row: JobRow) -> tuple[JobSpec | None, str]:
         return None, f"its job file cannot be read ({str(exc).splitlines()[0]})"
 
 
-async def _attempts(connection: AsyncConnection, job: Job, now_unix_s: float) -> AsyncIterator[Unit]:
+async def _attempts(connection: AsyncConnection, job: StoredJob, now_unix_s: float) -> AsyncIterator[Unit]:
     made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     history = _History(connection, job.row)
     async with contextlib.aclosing(history.groups()) as groups:
@@ -121,22 +122,22 @@ async def _attempts(connection: AsyncConnection, job: Job, now_unix_s: float) ->
         for attempt in job.attempts:
             number = (attempt.round, attempt.number)
             while key is not None and key < number:
-                yield Strays(job.row, tuple(rows))
+                yield StrayHistory(job.row, tuple(rows))
                 key, rows = await anext(groups)
             mine = tuple(rows) if key == number else ()
             if key == number:
                 key, rows = await anext(groups)
             cohort = await _cohort(connection, job.row.job_id, number)
             own = tuple(one for one in cohort if (one.round, one.number) == number)
-            counted = tuple(one for one in cohort if one.place == number)
-            yield Attempt(job.row, job.spec, attempt, made.get(number), own, counted, mine, now_unix_s)
+            counted = tuple(one for one in cohort if one.counted_in == number)
+            yield StoredAttempt(job.row, job.spec, attempt, made.get(number), own, counted, mine, now_unix_s)
         while key is not None:
-            yield Strays(job.row, tuple(rows))
+            yield StrayHistory(job.row, tuple(rows))
             key, rows = await anext(groups)
 
 
 async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> list[AssignmentRow]:
-    """The assignments that were made in an attempt, and those that it took over."""
+    """Return the assignments that were made in an attempt, and those that it took over."""
     rows = tables.assignments.c
     made = (rows.job_id == job_id) & (rows.round == number[0]) & (rows.number == number[1])
     taken = (rows.job_id == job_id) & (rows.into_round == number[0]) & (rows.into_number == number[1])
@@ -144,9 +145,9 @@ async def _cohort(connection: AsyncConnection, job_id: str, number: _Number) -> 
     return [AssignmentRow(*row) for row in await connection.execute(query)]
 
 
-async def _turns(connection: AsyncConnection, job: Job) -> AsyncIterator[Turns]:
-    """Who took part in which rounds of a job that limits that, some clients at a time."""
-    if job.spec is None or share_of(job.spec) is None:
+async def _participations(connection: AsyncConnection, job: StoredJob) -> AsyncIterator[ParticipationRounds]:
+    """Yield the rounds in which clients took part in a job that limits them, some clients at a time."""
+    if job.spec is None or ParticipationLimits.of(job.spec) is None:
         return
     rows, made_in = tables.assignments.c, tables.attempts.c
     same = [rows[name] == made_in[name] for name in ("job_id", "round", "number")]
@@ -161,10 +162,10 @@ async def _turns(connection: AsyncConnection, job: Job) -> AsyncIterator[Turns]:
     async with connection.stream(query) as result:
         async for client_id, round_ in result:
             if client_id not in rounds and len(rounds) >= CLIENTS:
-                yield Turns(job.row, job.spec, rounds)
+                yield ParticipationRounds(job.row, job.spec, rounds)
                 rounds = {}
             rounds[client_id] = (*rounds.get(client_id, ()), round_)
-    yield Turns(job.row, job.spec, rounds)
+    yield ParticipationRounds(job.row, job.spec, rounds)
 
 
 class _History:
@@ -173,15 +174,15 @@ class _History:
     def __init__(self, connection: AsyncConnection, job: JobRow) -> None:
         self._connection = connection
         order = ("round", "attempt", "sequence")
-        query = _query(HistoryRow, tables.history, {"job_id": job.job_id}, order)
+        query = _query(StepRow, tables.history, {"job_id": job.job_id}, order)
         self._query = query.where(tables.history.c.entity.not_in(("job", "version")))
 
-    async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[HistoryRow]]]:
-        """(round, attempt) with its rows, in order; at the end None, for ever."""
-        group: list[HistoryRow] = []
+    async def groups(self) -> AsyncGenerator[tuple[_Number | None, list[StepRow]]]:
+        """Yield (round, attempt) with its rows, in order; at the end None, again and again."""
+        group: list[StepRow] = []
         async with self._connection.stream(self._query) as result:
             async for values in result:
-                row = HistoryRow(*values)
+                row = StepRow(*values)
                 if group and (group[0].round, group[0].attempt) != (row.round, row.attempt):
                     yield (group[0].round, group[0].attempt), group
                     group = []
@@ -195,8 +196,8 @@ class _History:
 def _query(
     record: type[Any], table: sqlalchemy.Table, where: dict[str, Any], order: tuple[str, ...]
 ) -> sqlalchemy.Select[Any]:
-    """The columns that a record has, in its order."""
-    columns = [table.c[field.name] for field in dataclasses.fields(record)]
+    """Return a query for the columns that a record has, in its order."""
+    columns = [table.c[name] for name in rows.field_names(record)]
     conditions = [table.c[name] == value for name, value in where.items()]
     return select(*columns).where(*conditions).order_by(*(table.c[name] for name in order))
 

@@ -1,4 +1,4 @@
-"""A store that fails, for tests: `Daemon(config, open_store=...)` runs on it as on any other.
+"""A store that fails: `Daemon(config, open_store=...)` runs on it as on any other.
 
 A call may fail before anything happens, take its time, or do its work and then fail, as when a database commits and
 its answer is lost. Faults are drawn from a seed, or put in by hand (`outage`, `before`, `after`).
@@ -16,15 +16,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fedplat_server.errors import StoreUnavailableError
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 
 SPARED = 4
-"""So many calls that ask the same as one that failed are spared after it: who tries again shall get through."""
+"""Number of equal calls after a failed one that do not fail, so that a caller that tries again succeeds."""
+PORTS = frozenset({"jobs", "clients", "operators", "audit", "ledger", "retention"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What befalls a call, each with a probability of its own. `longest_delay_s` bounds the delays."""
+    """The faults of a call, each with a probability of its own. `longest_delay_s` bounds the delays."""
 
     seed: int
     fail_before: float = 0.0
@@ -34,10 +35,17 @@ class Faults:
 
 
 class FaultyStore:
-    """Wraps a store. `faults` may be set at any time; `injected` counts what was drawn, by kind."""
+    """Wraps a store and its ports. `faults` may be set at any time; `injected` counts what was drawn, by kind.
 
-    def __init__(self, store: Store, faults: Faults | None = None) -> None:
-        self.inner = store
+    Calls are counted, and faults put in by hand, by the name of the method, whatever its port. `inner` may be set
+    later, but before the first call.
+    """
+
+    inner: Store
+
+    def __init__(self, store: Store | None = None, faults: Faults | None = None) -> None:
+        if store is not None:
+            self.inner = store
         self.outage = False
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
         self.after: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -50,7 +58,7 @@ class FaultyStore:
 
     @property
     def faults(self) -> Faults | None:
-        """What is drawn from, if anything."""
+        """The faults to draw from, if any."""
         return self._faults
 
     @faults.setter
@@ -58,10 +66,21 @@ class FaultyStore:
         self._faults = faults
         self._random = random.Random(faults.seed if faults is not None else 0)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an inner store: the daemon leads, or has led."""
+        return "inner" in vars(self)
+
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self.inner, name)
-        if name in ("close", "sever") or not inspect.iscoroutinefunction(method):
-            return method
+        if name == "inner":
+            raise AttributeError("the daemon has not opened its store yet")
+        part = getattr(self.inner, name)
+        if name in PORTS:
+            return _FaultyPort(self, part)
+        return part if name in ("close", "sever") else self.wrap(name, part)
+
+    def wrap(self, name: str, method: Any) -> Any:
+        """Return a method that fails as this store does."""
 
         async def call(*args: Any, **keywords: Any) -> Any:
             self.calls[name] += 1
@@ -81,10 +100,10 @@ class FaultyStore:
                 await after()
             return result
 
-        return call
+        return call if inspect.iscoroutinefunction(method) else method
 
     def _draw(self, name: str, args: tuple[Any, ...]) -> str:
-        """The kind of fault that this call gets; empty for none."""
+        """Return the kind of fault of this call; empty for none."""
         if self._faults is None:
             return ""
         chance = self._random.random()
@@ -101,3 +120,14 @@ class FaultyStore:
         if drawn:
             self.injected[drawn] += 1
         return drawn
+
+
+class _FaultyPort:
+    """One port of a store that fails."""
+
+    def __init__(self, store: FaultyStore, port: object) -> None:
+        self._store = store
+        self._port = port
+
+    def __getattr__(self, name: str) -> Any:
+        return self._store.wrap(name, getattr(self._port, name))

@@ -1,10 +1,11 @@
-"""Checks that the append-only history leads, by steps that the tables of states allow, to the states that are there."""
+"""The append-only history leads, by steps that the tables of states allow, to the stored states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fedplat.rounds.invariants.records import Location, StepRow, StoredAttempt, StoredJob, StrayHistory, Violation
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -14,13 +15,12 @@ from fedplat.rounds.states import (
     AttemptKind,
     JobStatus,
 )
-from fedplat_server.verify.records import Attempt, HistoryRow, Job, Place, Strays, Wrong
 
 Steps = Mapping[str, frozenset[str]]
 
 
 def _steps(transitions: Mapping[Any, frozenset[Any]], first: str) -> Steps:
-    """A table of states as text, with the step that every entity begins with."""
+    """Return a table of states as text, with the first step of every entity."""
     return {str(state): frozenset(map(str, after)) for state, after in transitions.items()} | {"": frozenset({first})}
 
 
@@ -29,39 +29,41 @@ _ATTEMPT = {str(kind): _steps(ATTEMPT_TRANSITIONS, first) for kind, first in FIR
 _ASSIGNMENT = _steps(ASSIGNMENT_TRANSITIONS, AssignmentState.TRAINING)
 
 
-def of_job(job: Job) -> Iterator[Wrong]:
-    """The job's own rows."""
+def of_job(job: StoredJob) -> Iterator[Violation]:
+    """The history of the job leads to its status."""
     rows = [row for row in job.history if row.entity == "job"]
-    yield from _chain(rows, _JOB, job.row.status, Place(job.row.job_id))
+    yield from _chain(rows, _JOB, job.row.status, Location(job.row.job_id))
 
 
-def of_versions(job: Job) -> Iterator[Wrong]:
-    """Each version but the first was noted once, in order; scores are notes that lead from a version to itself."""
-    place = Place(job.row.job_id)
+def of_versions(job: StoredJob) -> Iterator[Violation]:
+    """The history has each version but the first once, in order; metrics are rows from a version to itself."""
+    place = Location(job.row.job_id)
     rows = [row for row in job.history if row.entity == "version"]
     made = [row.to_state for row in rows if row.to_state != row.from_state]
     expected = [str(version.version) for version in job.versions if version.version > 0]
     if made != expected:
-        yield Wrong(place, f"the history has versions {_listed(made)}", f"{_listed(expected)}, each once and in order")
+        yield Violation(
+            place, f"the history has versions {_listed(made)}", f"{_listed(expected)}, each once and in order"
+        )
     for row in rows:
         if row.to_state != row.from_state and row.to_state != str(int(row.from_state) + 1):
             found = f"row {row.sequence} of the history leads from version {row.from_state} to {row.to_state}"
-            yield Wrong(place, found, "steps of one")
+            yield Violation(place, found, "steps of one")
 
 
-def of_attempt(attempt: Attempt) -> Iterator[Wrong]:
-    """The attempt's own rows."""
+def of_attempt(attempt: StoredAttempt) -> Iterator[Violation]:
+    """The history of the attempt leads to its phase."""
     row = attempt.row
     if row.history_removed_unix_s is not None:
         return
     rows = [one for one in attempt.history if one.entity == "attempt"]
     steps = _ATTEMPT.get(row.kind, _ATTEMPT[AttemptKind.TRAIN])
-    yield from _chain(rows, steps, row.phase, Place(row.job_id, row.round, row.number))
+    yield from _chain(rows, steps, row.phase, Location(row.job_id, row.round, row.number))
 
 
-def of_assignments(attempt: Attempt) -> Iterator[Wrong]:
-    """The rows of each client's assignment."""
-    by_client: dict[str, list[HistoryRow]] = {one.client_id: [] for one in attempt.made}
+def of_assignments(attempt: StoredAttempt) -> Iterator[Violation]:
+    """The history of each assignment leads to its state."""
+    by_client: dict[str, list[StepRow]] = {one.client_id: [] for one in attempt.made}
     states = {one.client_id: one.state for one in attempt.made}
     for row in attempt.history:
         if row.entity == "assignment":
@@ -69,34 +71,36 @@ def of_assignments(attempt: Attempt) -> Iterator[Wrong]:
     if attempt.row.history_removed_unix_s is not None:
         return
     for client_id, rows in by_client.items():
-        place = Place(attempt.row.job_id, attempt.row.round, attempt.row.number, client_id)
+        place = Location(attempt.row.job_id, attempt.row.round, attempt.row.number, client_id)
         if client_id in states:
             yield from _chain(rows, _ASSIGNMENT, states[client_id], place)
         else:
-            yield Wrong(place, "the history tells of an assignment that is not there", "its row")
+            yield Violation(place, "the history has an assignment that is not stored", "its row")
 
 
-def of_nothing(strays: Strays) -> Iterator[Wrong]:
-    """Rows of attempts that are not there, or of entities that nobody knows."""
+def of_nothing(strays: StrayHistory) -> Iterator[Violation]:
+    """No history belongs to an attempt that is not stored, or to an unknown entity."""
     for row in strays.history:
-        found = f"row {row.sequence} of the history speaks of the {row.entity} {row.from_state} -> {row.to_state}"
-        yield Wrong(Place(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there")
+        found = f"row {row.sequence} of the history is about the {row.entity} {row.from_state} -> {row.to_state}"
+        yield Violation(
+            Location(strays.job.job_id, row.round, row.attempt, row.client_id or None), found, "that to be there"
+        )
 
 
-def _chain(rows: Iterable[HistoryRow], steps: Steps, state: str, place: Place) -> Iterator[Wrong]:
-    """Every row begins where the last one ended, its step is allowed, and the last ends at the state."""
+def _chain(rows: Iterable[StepRow], steps: Steps, state: str, place: Location) -> Iterator[Violation]:
+    """Yield the rows that do not begin where the last one ended, steps that are not allowed, and a wrong last state."""
     at = ""
     for row in rows:
         if row.from_state != at:
             found = f"row {row.sequence} of the history begins at {_shown(row.from_state)}"
-            yield Wrong(place, found, f"{_shown(at)}, where the row before ended")
+            yield Violation(place, found, f"{_shown(at)}, where the row before ended")
         if row.to_state not in steps.get(row.from_state, frozenset()):
             found = f"row {row.sequence} of the history leads from {_shown(row.from_state)} to {_shown(row.to_state)}"
             allowed = sorted(steps.get(row.from_state, frozenset()))
-            yield Wrong(place, found, f"one of {', '.join(allowed)}" if allowed else "no step from there")
+            yield Violation(place, found, f"one of {', '.join(allowed)}" if allowed else "no step from there")
         at = row.to_state
     if at != state:
-        yield Wrong(place, f"its state is {state}", f"{_shown(at)}, where its history ends")
+        yield Violation(place, f"its state is {state}", f"{_shown(at)}, where its history ends")
 
 
 def _shown(state: str) -> str:

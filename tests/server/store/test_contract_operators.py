@@ -13,9 +13,8 @@ from fedplat_server.audit import SERVER, AuditEntry, AuditHead, check_chain
 from fedplat_server.audit import Action as Noted
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
 from fedplat_server.operators import OperatorRecord, Role
-from fedplat_server.store.port import Store
+from fedplat_server.store.ports import Store
 from fedplat_server.store.sql import open_store
-from fedplat_server.testing import MemoryStore
 from server.access import ADMIN_NAME
 from server.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
 
@@ -29,20 +28,20 @@ def note(actor: str, **details: str | int) -> AuditEntry:
 
 async def operators(store: Store) -> list[OperatorRecord]:
     """Those that a test has made: the database may be a copy of one that has its own."""
-    return [one for one in await store.list_operators() if one.name != ADMIN_NAME]
+    return [one for one in await store.operators.list_operators() if one.name != ADMIN_NAME]
 
 
 async def problems(store: Store) -> list[str]:
-    return check_chain(await store.list_audit(limit=10_000), await store.audit_head())
+    return check_chain(await store.audit.list_rows(limit=10_000), await store.audit.read_head())
 
 
 async def test_operators_come_and_go(store: Store) -> None:
-    await store.add_operator(BEN, b"b")
-    await store.add_operator(ANNA, b"a")
+    await store.operators.add_operator(BEN, b"b")
+    await store.operators.add_operator(ANNA, b"a")
     assert await operators(store) == [ANNA, BEN]
-    assert await store.operator_by_token(b"b") == BEN
-    await store.remove_operator("ben")
-    assert await store.operator_by_token(b"b") is None
+    assert await store.operators.find_operator(b"b") == BEN
+    await store.operators.remove_operator("ben")
+    assert await store.operators.find_operator(b"b") is None
     assert await operators(store) == [ANNA]
 
 
@@ -51,9 +50,9 @@ async def test_operators_are_listed_page_by_page(store: Store) -> None:
     """In the order of the characters' numbers, whatever language a database sorts by."""
     names = ["Zoe", "a-1", "a.1", "a1", "aB", "ab", "b"]
     for name in names:
-        await store.add_operator(OperatorRecord(name, Role.VIEWER, 1.5), name.encode())
-    whole, found, after = await store.list_operators(), list[OperatorRecord](), ""
-    while page := await store.list_operators(after=after, limit=2):
+        await store.operators.add_operator(OperatorRecord(name, Role.VIEWER, 1.5), name.encode())
+    whole, found, after = await store.operators.list_operators(), list[OperatorRecord](), ""
+    while page := await store.operators.list_operators(after=after, limit=2):
         found += page
         after = page[-1].name
     assert found == whole
@@ -61,12 +60,12 @@ async def test_operators_are_listed_page_by_page(store: Store) -> None:
 
 
 async def test_a_name_is_given_once_and_nothing_is_noted_of_what_did_not_happen(store: Store) -> None:
-    await store.add_operator(ANNA, b"a", [note("host")])
+    await store.operators.add_operator(ANNA, b"a", [note("host")])
     with pytest.raises(OperatorError, match="an operator anna already"):
-        await store.add_operator(ANNA, b"b", [note("host")])
+        await store.operators.add_operator(ANNA, b"b", [note("host")])
     with pytest.raises(OperatorError, match="no operator ben"):
-        await store.remove_operator("ben", [note("host")])
-    assert (await store.audit_head()).num_rows == 1
+        await store.operators.remove_operator("ben", [note("host")])
+    assert (await store.audit.read_head()).num_rows == 1
 
 
 @pytest.mark.parametrize("others", [(), (BEN,), (dataclasses.replace(ANNA, name="carl", expires_unix_s=2.0),)])
@@ -74,60 +73,62 @@ async def test_the_last_admin_stays_if_it_is_to(store: Store, others: tuple[Oper
     """Neither a viewer nor an admin whose token has expired can make another operator."""
     await forget_the_tests_own(store)
     for one in (ANNA, *others):
-        await store.add_operator(one, one.name.encode())
+        await store.operators.add_operator(one, one.name.encode())
     with pytest.raises(LastAdminError, match="last one with the role admin"):
-        await store.remove_operator("anna", [note("anna")], keep_an_admin=True)
-    assert (await store.audit_head()).num_rows == 0
+        await store.operators.remove_operator("anna", [note("anna")], keep_an_admin=True)
+    assert (await store.audit.read_head()).num_rows == 0
     for one in others:
-        await store.remove_operator(one.name, keep_an_admin=True)
-    await store.remove_operator("anna")  # by a command on the server's machine, which can make another one
-    assert await store.list_operators() == []
+        await store.operators.remove_operator(one.name, keep_an_admin=True)
+    await store.operators.remove_operator("anna")  # by a command on the server's machine, which can make another one
+    assert await store.operators.list_operators() == []
 
 
-async def test_two_admins_who_remove_each_other_leave_one(backend: str | None) -> None:
-    """Two daemons ask at the same moment, if the database allows for two."""
-    stores = [MemoryStore(Ticks())] * 2 if backend is None else [await open_store(backend, Ticks()) for _ in range(2)]
+async def test_two_admins_who_remove_each_other_leave_one(database: str) -> None:
+    """Two daemons ask at the same moment."""
+    stores = [await open_store(database, Ticks()) for _ in range(2)]
     await forget_the_tests_own(stores[0])
     for turn in range(10):
         for one in (ANNA, dataclasses.replace(ANNA, name="carl")):
             with contextlib.suppress(OperatorError):
-                await stores[0].add_operator(one, f"{one.name} {turn}".encode())
+                await stores[0].operators.add_operator(one, f"{one.name} {turn}".encode())
         names = ("anna", "carl") if turn % 2 else ("carl", "anna")
-        removals = (store.remove_operator(name, keep_an_admin=True) for store, name in zip(stores, names, strict=True))
+        removals = (
+            store.operators.remove_operator(name, keep_an_admin=True) for store, name in zip(stores, names, strict=True)
+        )
         answers = await asyncio.gather(*removals, return_exceptions=True)
         assert sorted(type(answer).__name__ for answer in answers) == ["LastAdminError", "NoneType"]
-        assert len(await stores[0].list_operators()) == 1
+        assert len(await stores[0].operators.list_operators()) == 1
     for store in stores:
         await store.close()
 
 
 async def forget_the_tests_own(store: Store) -> None:
-    for one in await store.list_operators():
-        await store.remove_operator(one.name)
+    for one in await store.operators.list_operators():
+        await store.operators.remove_operator(one.name)
 
 
 async def test_an_empty_log(store: Store) -> None:
-    assert await store.list_audit() == []
-    assert await store.audit_head() == AuditHead()
-    await store.append_audit([])
+    assert await store.audit.list_rows() == []
+    assert await store.audit.read_head() == AuditHead()
+    await store.audit.append([])
     assert await problems(store) == []
 
 
 async def test_rows_are_given_back_as_they_were_hashed(store: Store) -> None:
-    await store.append_audit([note("anna", text="naïve \x00 ✓ \ud800", number=7), note("zero \x00 and \ud800")])
-    await store.append_audit([AuditEntry(SERVER, Noted.SERVER_STARTED)])
-    rows = await store.list_audit()
+    await store.audit.append([note("anna", text="naïve \x00 ✓ \ud800", number=7), note("zero \x00 and \ud800")])
+    await store.audit.append([AuditEntry(SERVER, Noted.SERVER_STARTED)])
+    rows = await store.audit.list_rows()
     assert [row.sequence for row in rows] == [1, 2, 3]
     assert rows[0].actor == "anna"
     assert rows[0].details == '{"number":7,"text":"na\\u00efve \\u0000 \\u2713 \\ud800"}'
     assert await problems(store) == []
-    assert await store.list_audit(after_sequence=1, limit=1) == rows[1:2]
+    assert await store.audit.list_rows(after_sequence=1, limit=1) == rows[1:2]
 
 
 async def test_concurrent_appends_make_one_chain(store: Store) -> None:
-    await asyncio.gather(*(store.append_audit([note(f"{n}-{m}") for m in range(3)]) for n in range(20)))
+    await asyncio.gather(*(store.audit.append([note(f"{n}-{m}") for m in range(3)]) for n in range(20)))
     assert await problems(store) == []
-    actors = [row.actor for row in await store.list_audit()]
+    actors = [row.actor for row in await store.audit.list_rows()]
     assert sorted(actors) == sorted(f"{n}-{m}" for n in range(20) for m in range(3))
     for start in range(0, 60, 3):
         assert len({actor.split("-")[0] for actor in actors[start : start + 3]}) == 1
@@ -135,25 +136,25 @@ async def test_concurrent_appends_make_one_chain(store: Store) -> None:
 
 async def test_several_daemons_on_one_database_make_one_chain(database: str) -> None:
     stores = [await open_store(database) for _ in range(3)]
-    await asyncio.gather(*(store.append_audit([note(f"{n}")]) for store in stores for n in range(10)))
+    await asyncio.gather(*(store.audit.append([note(f"{n}")]) for store in stores for n in range(10)))
     assert await problems(stores[0]) == []
-    assert (await stores[1].audit_head()).num_rows == 30
+    assert (await stores[1].audit.read_head()).num_rows == 30
     for store in stores:
         await store.close()
 
 
 async def test_a_new_job_is_noted_once(store: Store) -> None:
     for _ in range(2):
-        await store.create_job(draft("j-1"), JOB_FILE, "a key for it", [note("anna")])
-    assert [row.actor for row in await store.list_audit()] == ["anna"]
+        await store.jobs.create_job(draft("j-1"), JOB_FILE, "a key for it", [note("anna")])
+    assert [row.actor for row in await store.audit.list_rows()] == ["anna"]
 
 
 async def test_a_change_and_its_note_are_stored_together_or_not_at_all(store: Store) -> None:
     driver = Driver(store)
     await driver.create("j-1")
     changes = driver.propose(OperatorCommand("j-1", Action.PAUSE)).changes
-    await store.save(changes, NOW, audit=[note("anna")])
+    await store.jobs.save(changes, NOW, audit=[note("anna")])
     with pytest.raises(StaleRevisionError):
-        await store.save(changes, NOW, audit=[note("anna")])
-    assert [row.actor for row in await store.list_audit()] == ["anna"]
+        await store.jobs.save(changes, NOW, audit=[note("anna")])
+    assert [row.actor for row in await store.audit.list_rows()] == ["anna"]
     assert await problems(store) == []

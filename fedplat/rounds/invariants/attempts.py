@@ -1,0 +1,163 @@
+"""What must hold of an attempt and its assignments: invariants I1, I3, I4, I6 and I7 of the design."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+
+from fedplat.job import JobSpec
+from fedplat.rounds import influence
+from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, Violation, attempt_location
+from fedplat.rounds.states import BUSY_STATES, OPEN_STATES, AssignmentState, AttemptKind, AttemptPhase
+
+GRACE_S = 60.0
+"""How long after its deadline an assignment may be open while a server runs: a busy one, and clocks that differ."""
+
+
+def merged_once(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I1: an update is merged at most once, into one committed version."""
+    merged = [one.client_id for one in attempt.assignments if one.state == AssignmentState.MERGED]
+    if attempt.row.phase != AttemptPhase.COMMITTED:
+        for client_id in merged:
+            expected = "merged updates in COMMITTED attempts only"
+            yield Violation(
+                attempt_location(attempt.row, client_id), f"it is MERGED in a {attempt.row.phase} attempt", expected
+            )
+    elif attempt.version is not None and len(merged) != attempt.version.num_updates:
+        found = f"{len(merged)} assignments are MERGED"
+        yield Violation(attempt_location(attempt.row), found, f"{attempt.version.num_updates}, as its version says")
+
+
+def acknowledged_has_an_end(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I3: an acknowledged report is merged or has a terminal reason; or it waits for the next attempt."""
+    if attempt.row.is_open:
+        return
+    for one in attempt.assignments:
+        if one.state == AssignmentState.REPORTED and not (attempt.carries_over and one.staleness is None):
+            found = f"it is REPORTED in a {attempt.row.phase} attempt"
+            yield Violation(attempt_location(attempt.row, one.client_id), found, "MERGED, or DROPPED with a reason")
+
+
+def ended_for_a_reason(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I3: an assignment has a reason exactly if it has ended without being merged."""
+    without = {*BUSY_STATES, AssignmentState.REPORTED, AssignmentState.MERGED}
+    for one in attempt.made:
+        place = attempt_location(attempt.row, one.client_id)
+        if one.state not in without and not one.reason:
+            yield Violation(place, f"it is {one.state} without a reason", "a reason for every end but MERGED")
+        elif one.state in without and one.reason:
+            yield Violation(place, f"it is {one.state} with the reason {one.reason}", "a reason only for other ends")
+
+
+def reports_are_complete(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I3: a report has the digest of its update and its time."""
+    for one in attempt.made:
+        place = attempt_location(attempt.row, one.client_id)
+        reported = one.state in (AssignmentState.REPORTED, AssignmentState.MERGED)
+        if reported and (one.took_s is None or one.reported_revision is None):
+            yield Violation(place, f"it is {one.state} without the time of its report", "took_s and reported_revision")
+        if reported and attempt.row.kind == AttemptKind.TRAIN and not one.digest:
+            yield Violation(place, f"it is {one.state} without a digest", "the digest of the update")
+        if one.reported_revision is not None and one.reported_revision > attempt.job.revision:
+            found = f"it was reported in revision {one.reported_revision}"
+            yield Violation(place, found, f"at most the job's revision, {attempt.job.revision}")
+
+
+def above_the_minimum(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I4: nothing is published below the minimum."""
+    merged = sum(one.state == AssignmentState.MERGED for one in attempt.assignments)
+    # A minimum of reports would depend on who took part: a private attempt has none.
+    minimum = 0 if attempt.is_release or not attempt.has_cohort else max(attempt.row.minimum, 1)
+    if attempt.row.phase == AttemptPhase.COMMITTED and merged < minimum:
+        found = f"it was committed with {merged} merged updates"
+        yield Violation(attempt_location(attempt.row), found, f"at least the minimum, {minimum}")
+
+
+def weights_add_up(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I6: the weights of the merged updates add up to the version's total weight.
+
+    The server adds them in the order of acceptance, in double precision: each of n additions rounds by at most half
+    a unit in the last place of the running sum, so n units of the exact sum bound the difference.
+    """
+    if attempt.version is None:
+        return
+    weights = [one.weight for one in attempt.assignments if one.state == AssignmentState.MERGED]
+    total = math.fsum(weights)
+    tolerance = len(weights) * sys.float_info.epsilon * abs(total)
+    if not abs(total - attempt.version.total_weight) <= tolerance:
+        found = f"the weights of the merged updates add up to {total!r}"
+        yield Violation(attempt_location(attempt.row), found, f"{attempt.version.total_weight!r}, as its version says")
+
+
+def weights_are_right(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I6: the weight of an accepted update follows from its examples, its staleness and its cohort, by the job file."""
+    if attempt.spec is None:
+        return
+    mode, (least, most) = attempt.spec.buffered, _bounds(attempt, attempt.spec)
+    for one in attempt.assignments:
+        if one.staleness is None or one.state not in (AssignmentState.REPORTED, AssignmentState.MERGED):
+            continue
+        place = attempt_location(attempt.row, one.client_id)
+        behind = attempt.row.base_version - one.base_version
+        if one.staleness != behind or (mode is not None and mode.is_too_stale(behind)):
+            bound = "" if mode is None or mode.max_staleness is None else f", and at most {mode.max_staleness}"
+            yield Violation(place, f"its staleness is {one.staleness}", f"{behind}, by its base version{bound}")
+        weights = [attempt.spec.weight(one.num_examples, behind, bound) for bound in (least, most)]
+        low, high = (weights[0] * (1 - 1e-12), weights[1] * (1 + 1e-12)) if behind >= 0 else (math.nan, math.nan)
+        if not low <= one.weight <= high:
+            expected = f"{weights[1]!r}" if least == most else f"at most {weights[1]!r}"
+            yield Violation(place, f"its weight is {one.weight!r}", f"{expected}, by its examples and its staleness")
+
+
+def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
+    """Return the smallest and the largest possible limit for the examples of an update of the attempt.
+
+    The limit follows from the cohort's median once the attempt closes, if it is judged alone; otherwise the job's
+    latest reports count as well.
+    """
+    if not spec.max_weight_factor:
+        return math.inf, math.inf
+    counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
+    claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
+    bound = influence.most_examples(spec, claims)
+    is_training = attempt.row.kind == AttemptKind.TRAIN
+    if attempt.row.phase == AttemptPhase.COLLECTING:
+        return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
+    if not is_training or all(one.norm is None for one in attempt.assignments):
+        return bound, math.inf  # its attempt may be older than the limit
+    return (bound, bound) if influence.is_judged_alone(spec, len(claims)) else (0.0, math.inf)
+
+
+def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:
+    """Return the open assignments that outlive an attempt, if its job allows that."""
+    return [one for one in attempt.made if attempt.carries_over and one.state in OPEN_STATES]
+
+
+def nothing_open_in_the_ended(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I7: no client works for an attempt that commits or has ended, unless its update may go into the next one."""
+    if attempt.row.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING) or attempt.carries_over:
+        return
+    for one in attempt.made:
+        if one.state in BUSY_STATES:
+            found = f"it is {one.state} in a {attempt.row.phase} attempt"
+            yield Violation(attempt_location(attempt.row, one.client_id), found, "no open assignment there")
+
+
+def overdue(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I7: a running server ends an assignment after its deadline."""
+    for one in attempt.made if attempt.row.is_open else still_open(attempt):
+        late_s = attempt.seen_unix_s - one.deadline_unix_s
+        if one.state in BUSY_STATES and late_s > GRACE_S:
+            found = f"it is {one.state} {late_s:.0f} s after its deadline"
+            yield Violation(attempt_location(attempt.row, one.client_id), found, f"its end within {GRACE_S:g} s")
+
+
+def end_is_noted(attempt: StoredAttempt) -> Iterator[Violation]:
+    """I7: an attempt has an end time exactly if it has ended."""
+    if attempt.row.is_open and attempt.row.ended_unix_s is not None:
+        yield Violation(attempt_location(attempt.row), f"it is {attempt.row.phase} and has an end", "no end")
+    if not attempt.row.is_open and attempt.row.ended_unix_s is None:
+        yield Violation(
+            attempt_location(attempt.row), f"it is {attempt.row.phase} and has no end", "the time of its end"
+        )

@@ -1,0 +1,198 @@
+"""What must hold of a job, its versions and the order of its attempts: invariants I2, I7 and I9 of the design.
+
+And what privacy accounting counts on: how often, and how close together, clients take part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from fedplat.rounds.invariants.records import (
+    Location,
+    ParticipationRounds,
+    StoredJob,
+    Violation,
+    attempt_location,
+    version_location,
+)
+from fedplat.rounds.states import ENDED_JOBS, MAKE_VERSIONS, AttemptKind, AttemptPhase, JobStatus
+
+
+def versions_are_dense(job: StoredJob) -> Iterator[Violation]:
+    """I2: versions are 0, 1, 2, ..."""
+    numbers = [version.version for version in job.versions]
+    if numbers != list(range(len(numbers))) or not numbers:
+        missing = sorted(set(range(max(numbers, default=0) + 1)) - set(numbers))
+        found = f"version {', '.join(map(str, missing))} is missing"
+        yield Violation(Location(job.row.job_id), found, "dense versions from 0 on")
+
+
+def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
+    """I2: every version but the first, and a rollback's, has one committed attempt, which began with the one before."""
+    made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
+    committed: Counter[int] = Counter()
+    for row in job.attempts:
+        if row.kind not in MAKE_VERSIONS or row.phase != AttemptPhase.COMMITTED:
+            continue
+        version = made.get((row.round, row.number))
+        if version is None:
+            yield Violation(attempt_location(row), "it is COMMITTED and has no version", "one version of its own")
+            continue
+        committed[version.version] += 1
+        if row.base_version != version.version - 1:
+            found = f"version {version.version} was made from version {row.base_version}"
+            yield Violation(attempt_location(row), found, f"version {version.version - 1} as its base")
+    for version in made.values():
+        if committed[version.version] != 1:
+            found = f"{committed[version.version]} COMMITTED attempts of round {version.round} made it"
+            yield Violation(version_location(job, version), found, f"one, attempt {version.attempt}")
+
+
+def warm_starts_come_first(job: StoredJob) -> Iterator[Violation]:
+    """I2: round 0 has the initial model and warm starts, which make version 1 of jobs that have one."""
+    if job.spec is None:
+        return
+    begins_warm = job.spec.warm_start is not None
+    for row in job.attempts:
+        is_one = row.kind == AttemptKind.WARM_START
+        if is_one != (row.round == 0) or (is_one and not begins_warm):
+            expected = "a WARM_START in round 0 only, of a job that has one"
+            yield Violation(attempt_location(row), f"it is a {row.kind} in round {row.round}", expected)
+    for version in job.versions:
+        if version.is_made and version.is_aggregate == (begins_warm and version.version == 1):
+            found = f"it is of round {version.round}"
+            yield Violation(
+                version_location(job, version), found, "version 1 in round 0, after a warm start and only then"
+            )
+
+
+def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
+    """I2: each version that a rule with state made has that state; no other version has one."""
+    if job.spec is None:
+        return
+    rule = job.spec.rule()
+    remembers = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
+    for version in job.versions:
+        wanted = remembers and version.is_aggregate
+        if version.restored_from is not None and remembers:
+            continue  # the state of the older version, or none: the rule begins anew
+        if bool(version.state_digest) != wanted:
+            found = f"the optimizer's state is {'there' if version.state_digest else 'not there'}"
+            yield Violation(version_location(job, version), found, "one" if wanted else "none for this rule")
+
+
+def deltas_are_kept(job: StoredJob) -> Iterator[Violation]:
+    """I2: a job with a downlink has a delta to each version that a round made; no other version has one."""
+    if job.spec is None:
+        return
+    digests = {version.version: version.digest for version in job.versions}
+    for version in job.versions:
+        wanted = job.spec.compression.downlink is not None and version.is_aggregate
+        if bool(version.delta_digest) != wanted:
+            found = f"the delta is {'there' if version.delta_digest else 'not there'}"
+            yield Violation(version_location(job, version), found, "one" if wanted else "none for this version")
+        base = digests.get(version.version - 1)
+        if version.delta_digest and base is not None and version.delta_base != base:
+            found = f"the delta's base is {version.delta_base[:100]!r}"
+            yield Violation(version_location(job, version), found, f"{base}, the version before")
+
+
+def counters_agree(job: StoredJob) -> Iterator[Violation]:
+    """I2: the counters of a job are those of its last version."""
+    if not job.versions:
+        return
+    last = job.versions[-1]
+    if job.row.latest_version != last.version:
+        found = f"the job's latest version is {job.row.latest_version}"
+        yield Violation(Location(job.row.job_id), found, f"{last.version}, the last that is there")
+    committed = max(version.round for version in job.versions)
+    if job.row.round != committed:
+        found = f"the job's round is {job.row.round}"
+        yield Violation(Location(job.row.job_id), found, f"{committed}, the last that made a version")
+
+
+def rollbacks_repeat_a_version(job: StoredJob) -> Iterator[Violation]:
+    """I2: a version that a rollback made has the bytes of an earlier one, and belongs to round 0."""
+    known = {version.version: version for version in job.versions}
+    for version in job.versions:
+        if version.restored_from is None:
+            continue
+        source = known.get(version.restored_from)
+        if source is None or source.version >= version.version or source.digest != version.digest or version.round:
+            found = f"it is of round {version.round} and has the bytes {version.digest[:16]}"
+            yield Violation(
+                version_location(job, version), found, f"those of version {version.restored_from}, in round 0"
+            )
+
+
+def what_is_needed_is_kept(job: StoredJob) -> Iterator[Violation]:
+    """I2: the models of version 0 and of the latest are kept, and the latest state of a job that goes on."""
+    if not job.versions:
+        return
+    last = job.versions[-1]
+    for version in {job.versions[0], last}:
+        if version.model_removed_unix_s is not None:
+            yield Violation(
+                version_location(job, version), "its model was removed", "the first and the last to be kept"
+            )
+    if last.state_digest and last.state_removed_unix_s is not None and job.row.status not in ENDED_JOBS:
+        yield Violation(
+            version_location(job, last), "its optimizer's state was removed", "it to be kept until the job ends"
+        )
+
+
+def attempts_are_numbered(job: StoredJob) -> Iterator[Violation]:
+    """I2: the attempts of a round are 1, 2, 3, ..., and no round is left out."""
+    rounds: dict[int, list[int]] = {}
+    for row in job.attempts:
+        rounds.setdefault(row.round, []).append(row.number)
+    for number, attempts in rounds.items():
+        if sorted(attempts) != list(range(1, len(attempts) + 1)):
+            found = f"its attempts are {', '.join(map(str, sorted(attempts)))}"
+            yield Violation(Location(job.row.job_id, number), found, "attempts 1, 2, 3, ...")
+    if missing := sorted(set(range(1, max(rounds, default=0) + 1)) - set(rounds)):
+        found = f"round {', '.join(map(str, missing))} has no attempt"
+        yield Violation(Location(job.row.job_id), found, "attempts in every round up to the last")
+
+
+def one_open_attempt(job: StoredJob) -> Iterator[Violation]:
+    """I7: at most one attempt of a job is open, and it is the last."""
+    ordered = sorted(job.attempts, key=lambda row: (row.round, row.number))
+    for row in ordered[:-1]:
+        if row.is_open:
+            yield Violation(attempt_location(row), f"it is {row.phase}", "only a job's last attempt to be open")
+
+
+def open_attempts_belong_to_jobs_at_work(job: StoredJob) -> Iterator[Violation]:
+    """I7: jobs that do not run have no open attempt; a paused one may finish a commit."""
+    for row in job.attempts:
+        finishing = job.row.status == JobStatus.PAUSED and row.phase == AttemptPhase.COMMITTING
+        if row.is_open and job.row.status != JobStatus.RUNNING and not finishing:
+            yield Violation(
+                attempt_location(row), f"it is {row.phase} while the job is {job.row.status}", "no open attempt"
+            )
+
+
+def job_file_is_readable(job: StoredJob) -> Iterator[Violation]:
+    """I9: a restart needs no operator, so this version of fedplat can read every job file."""
+    if job.spec is None:
+        yield Violation(Location(job.row.job_id), job.unreadable, "a job file that this version of fedplat can read")
+
+
+def takes_part_seldom_enough(participations: ParticipationRounds) -> Iterator[Violation]:
+    """Clients take part no more often, and in rounds no closer together, than the job allows.
+
+    The guarantee of a private job depends on it. Abandoned attempts count, but those of one round count once.
+    """
+    rest, most = participations.spec.selection.min_separation, participations.spec.max_participations
+    for client_id, rounds in participations.rounds.items():
+        for before, after in itertools.pairwise(rounds):
+            if after - before <= rest:
+                found = f"it took part in round {before}, too"
+                expected = f"{rest} rounds in between (selection.min_separation)"
+                yield Violation(Location(participations.job.job_id, after, client=client_id), found, expected)
+        if 0 < most < len(rounds):
+            found, expected = f"it took part in {len(rounds)} rounds", f"{most} at most (privacy.max_participations)"
+            yield Violation(Location(participations.job.job_id, client=client_id), found, expected)

@@ -1,0 +1,239 @@
+"""What is stored of a job, as the checks read it.
+
+Rows hold what the columns of the same names hold: states are text, so that an unknown one is a violation and not an
+exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from fedplat.job import JobSpec
+from fedplat.rounds.states import OPEN_PHASES, AttemptKind, JobStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job."""
+
+    job_id: str
+    job_file: str
+    status: str
+    round: int
+    latest_version: int
+    revision: int
+    privacy: Mapping[str, object] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """An attempt. `history_removed_unix_s`: when its history was removed."""
+
+    job_id: str
+    round: int
+    number: int
+    kind: str
+    phase: str
+    base_version: int
+    minimum: int
+    ended_unix_s: float | None
+    history_removed_unix_s: float | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the attempt has not ended."""
+        return self.phase in OPEN_PHASES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignmentRow:
+    """An assignment. `round` and `number` are those of the attempt in which it was made."""
+
+    round: int
+    number: int
+    client_id: str
+    state: str
+    reason: str | None
+    digest: str
+    num_examples: float
+    weight: float
+    metrics: Mapping[str, float]
+    took_s: float | None
+    reported_revision: int | None
+    deadline_unix_s: float
+    update_bytes: int
+    base_version: int
+    staleness: int | None
+    into_round: int | None
+    into_number: int | None
+    norm: float | None
+
+    @property
+    def counted_in(self) -> tuple[int, int]:
+        """Round and number of the attempt that has its update, or would have it."""
+        if self.into_round is None or self.into_number is None:
+            return self.round, self.number
+        return self.into_round, self.into_number
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A model version. `..._removed_unix_s`: when its files were removed."""
+
+    version: int
+    round: int
+    attempt: int
+    digest: str
+    size_bytes: int
+    state_digest: str
+    delta_digest: str
+    delta_size_bytes: int
+    delta_base: str
+    num_updates: int
+    total_weight: float
+    restored_from: int | None
+    model_removed_unix_s: float | None
+    state_removed_unix_s: float | None
+
+    @property
+    def is_aggregate(self) -> bool:
+        """Whether a round of clients made it."""
+        return self.round > 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an attempt made it: it is neither the initial model nor a rollback's."""
+        return self.version > 0 and self.restored_from is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseRow:
+    """A row of the ledger: a private release and its mechanism as JSON."""
+
+    version: int
+    round: int
+    mechanism: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRow:
+    """A row of the history: one step of a job, an attempt, an assignment or a version."""
+
+    sequence: int
+    entity: str
+    from_state: str
+    to_state: str
+    round: int
+    attempt: int
+    client_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredJob:
+    """A job with its versions, ledger and attempts by number, and the history of the job itself and of its versions.
+
+    `spec` is None if the job file cannot be read; `unreadable` is the reason.
+    """
+
+    row: JobRow
+    spec: JobSpec | None
+    unreadable: str
+    versions: tuple[VersionRow, ...]
+    ledger: tuple[ReleaseRow, ...]
+    attempts: tuple[AttemptRow, ...]
+    history: tuple[StepRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredAttempt:
+    """An attempt with its assignments, its history and theirs, and the version that it made.
+
+    `made` are the assignments that were made in it; `assignments` those whose update it has, if they have one: without
+    those that a later attempt took over, and with those that it took over itself. `seen_unix_s` is a time before it
+    was read.
+    """
+
+    job: JobRow
+    spec: JobSpec | None
+    row: AttemptRow
+    version: VersionRow | None
+    made: tuple[AssignmentRow, ...]
+    assignments: tuple[AssignmentRow, ...]
+    history: tuple[StepRow, ...]
+    seen_unix_s: float
+
+    @property
+    def is_release(self) -> bool:
+        """Whether the version that it commits is a private release."""
+        return self.spec is not None and self.spec.privacy is not None and self.row.kind == AttemptKind.TRAIN
+
+    @property
+    def has_cohort(self) -> bool:
+        """Whether clients take part in it; they do not in a warm start."""
+        return self.row.kind != AttemptKind.WARM_START
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether clients may go on working after its end."""
+        return (
+            self.spec is not None
+            and self.spec.buffered is not None
+            and self.row.kind == AttemptKind.TRAIN
+            and self.job.status == JobStatus.RUNNING
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StrayHistory:
+    """History that belongs to no stored attempt."""
+
+    job: JobRow
+    history: tuple[StepRow, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParticipationRounds:
+    """All rounds, in order, in which some clients of a job with participation limits took part."""
+
+    job: JobRow
+    spec: JobSpec
+    rounds: Mapping[str, tuple[int, ...]]
+
+
+JobUnit = StoredJob | StoredAttempt | StrayHistory | ParticipationRounds
+"""What is read, and checked, at a time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Location:
+    """Where a violation is; what does not apply is None."""
+
+    job: str | None = None
+    round: int | None = None
+    attempt: int | None = None
+    client: str | None = None
+    version: int | None = None
+
+    def __str__(self) -> str:
+        names = (field.name for field in dataclasses.fields(self))
+        return " ".join(f"{name} {value}" for name in names if (value := getattr(self, name)) is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Violation:
+    """What a check found, and what it expected instead."""
+
+    place: Location
+    found: str
+    expected: str
+
+
+def attempt_location(row: AttemptRow, client_id: str | None = None) -> Location:
+    """Return the location of an attempt, or of an assignment in it."""
+    return Location(row.job_id, row.round, row.number, client_id)
+
+
+def version_location(job: StoredJob, version: VersionRow) -> Location:
+    """Return the location of a version."""
+    return Location(job.row.job_id, version=version.version)

@@ -1,0 +1,94 @@
+"""All checks of the rows of a database: those of jobs, and those of the ledger and the audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedplat.rounds import invariants
+from fedplat.rounds.invariants import Check, attempts, jobs
+from fedplat.rounds.invariants.records import Location, StoredJob, Violation
+from fedplat_server import audit
+from fedplat_server.store.ledger import encode_mechanism
+from fedplat_server.verify.records import AuditEnd, AuditPart, Finding, Unit
+
+
+def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
+    """I5: each version that a round of a private job made has its row of the ledger, and no other version has one."""
+    if job.spec is None:
+        return
+    mechanism = job.spec.mechanism
+    made = {version.version: version for version in job.versions if version.is_aggregate and mechanism is not None}
+    charged = {row.version: row for row in job.ledger}
+    for number in made.keys() - charged.keys():
+        place = Location(job.row.job_id, version=number)
+        yield Violation(place, "it is not in the ledger", "a row for each private release")
+    for number, row in charged.items():
+        place, version = Location(job.row.job_id, version=number), made.get(number)
+        if version is None:
+            yield Violation(place, "it is in the ledger", "rows for the releases of private jobs only")
+        elif row.round != version.round:
+            found = f"the ledger has it in round {row.round}"
+            yield Violation(place, found, f"round {version.round}, that of the version")
+        elif mechanism is not None and row.mechanism != encode_mechanism(mechanism):
+            expected = f"the job's mechanism, {encode_mechanism(mechanism)}"
+            yield Violation(place, f"the ledger has {row.mechanism[:300]}", expected)
+
+
+def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
+    """I5: a private job releases no more than was planned when it was created."""
+    planned = job.spec.planned if job.spec is not None else None
+    if planned is not None and len(job.ledger) > planned.releases:
+        found = f"the ledger has {len(job.ledger)} releases"
+        yield Violation(Location(job.row.job_id), found, f"at most {planned.releases}, as its budget allows")
+
+
+def audit_chain(part: AuditPart) -> Iterator[Violation]:
+    """Each row of the audit log is as it was written, and continues the one before."""
+    for problem in audit.check_rows(part.rows, part.before):
+        yield Violation(Location(), problem, "the chain of hashes that the daemon wrote")
+
+
+def audit_end(log: AuditEnd) -> Iterator[Violation]:
+    """The audit log ends where its head says."""
+    if log.head is None:
+        yield Violation(Location(), "the audit log has no head", "one row in audit_head")
+        return
+    for problem in audit.check_end(log.end, log.head):
+        yield Violation(Location(), problem, "a log that ends with the row that its head names")
+
+
+CHECKS: Sequence[Check] = (
+    *invariants.CHECKS,
+    Check("I5", StoredJob, releases_are_charged),
+    Check("I5", StoredJob, releases_are_within_the_plan),
+    Check("audit", AuditPart, audit_chain),
+    Check("audit", AuditEnd, audit_end),
+)
+"""Everything that is checked of the rows."""
+
+RESTORE = "Stop the daemon, restore the database from a backup, and report this."
+RESTART = "Restart the daemon: its start ends what was left open. If it stays, report this."
+KEEP = "Keep a copy of the database, find out who may write to it, and compare the heads that the daemon has logged."
+UPGRADE = "Run the version of fedplat that wrote it, or cancel the job there."
+ACCOUNT = (
+    "Report this. If the job is private, its epsilon is larger than it says: account for it anew, or keep it back."
+)
+ADVICE: Mapping[Callable[[Any], Iterator[Violation]], str] = {
+    attempts.nothing_open_in_the_ended: RESTART,
+    attempts.overdue: RESTART,
+    jobs.one_open_attempt: RESTART,
+    jobs.open_attempts_belong_to_jobs_at_work: RESTART,
+    jobs.job_file_is_readable: UPGRADE,
+    jobs.takes_part_seldom_enough: ACCOUNT,
+    audit_chain: KEEP,
+    audit_end: KEEP,
+}
+"""Advice for the operator, by check; `RESTORE` for all others."""
+
+
+def findings(unit: Unit, *, live: bool) -> Iterator[Finding]:
+    """Yield what is broken in a part of the database; `live`: a daemon runs on it."""
+    for check, violation in invariants.run(CHECKS, unit, live=live):
+        advice = ADVICE.get(check.find, RESTORE)
+        yield Finding(check.invariant, check.name, violation.place, violation.found, violation.expected, advice)
