@@ -1,6 +1,6 @@
 """How fast are the collectives of Gloo or NCCL beside a ring, a star, a tree, and shared memory?
 
-    python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json] [--plot FILE]
+    python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json]
 
 The options, the measurement and the output are those of `fedplat-server pool bench`, which measures the library alone.
 `--json` prints one object: the records `Report` of `fedplat/backends/ranks/bench/records.py`, with `is_healthy` and

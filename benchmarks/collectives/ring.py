@@ -56,7 +56,7 @@ def reduce(buffers: Buffers) -> None:
 
 
 def reduce_scatter(buffers: Buffers) -> None:
-    """Add the own piece to the one that arrived, and forward it; after n - 1 steps each rank has the sum of its piece."""
+    """Add the own piece to the one that arrived, and forward it; n - 1 steps give each rank the sum of its piece."""
     ranks = buffers.ranks
     for step in range(ranks.size - 1):
         sent, received = (buffers.piece((ranks.rank - step - back) % ranks.size) for back in (1, 2))

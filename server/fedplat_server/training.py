@@ -27,9 +27,17 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool.messages import EvaluateReply, EvaluateRequest, TeacherModels, TrainerReference, TrainProgress, TrainReply, TrainRequest
 from fedplat_server.pool.client import RunningTask, WorkerPool
 from fedplat_server.pool.local_rank import LocalRank
+from fedplat_server.pool.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    TeacherModels,
+    TrainerReference,
+    TrainProgress,
+    TrainReply,
+    TrainRequest,
+)
 
 TRIES = 3
 """How often a work is begun whose ranks died, before its attempt fails."""
@@ -181,7 +189,11 @@ class ServerTraining:
     # --- works -----------------------------------------------------------------------------------------------
 
     async def _trained(
-        self, asked: TrainRequest, what: str, pool: Pool | None, moved: Callable[[TrainProgress], object] = lambda _: None
+        self,
+        asked: TrainRequest,
+        what: str,
+        pool: Pool | None,
+        moved: Callable[[TrainProgress], object] = lambda _: None,
     ) -> tuple[TrainReply, Blob]:
         """Has a training done, and stores the model; `moved` hears how far it is.
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool import commands, encryption, protocol
+from fedplat_server.pool import client, commands, encryption, protocol
 from fedplat_server.pool.broadcast import TaskEvent
 from fedplat_server.pool.client import WorkerPool
 from fedplat_server.pool.coroutine import Pause, ThreadCoroutine
@@ -164,9 +164,33 @@ async def test_a_job_that_wants_gpus_does_not_get_others(running: PoolProcess) -
 async def test_a_missing_pool_is_reported(tmp_path: Path) -> None:
     link = WorkerPool.at(tmp_path)
     assert not await link.is_ready()
-    with pytest.raises(PoolUnavailableError, match="start one with fedplat-server pool run"):
+    with pytest.raises(PoolUnavailableError, match="start one with: fedplat-server pool run"):
         async with link.start_task("echo", Echo([])):
             pass
+
+
+async def test_messages_may_be_larger_than_those_of_grpc_by_default(running: PoolProcess) -> None:
+    link = await running.ready()
+    large = "x" * (8 * 2**20)
+    async with link.start_task("echo", Echo([large])) as task:
+        await task.send(Echo([large]))
+        assert (await task.result(Echo)).texts == [large, large]
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+async def test_a_listener_that_is_not_a_pool_is_a_clear_error(
+    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_DESCRIBE_S", 1.0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "pool.sock"):
+        with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock"):
+            await WorkerPool.at(tmp_path).describe()
 
 
 def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:

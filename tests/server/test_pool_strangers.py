@@ -21,6 +21,7 @@ import pytest
 
 from fedplat.backends.ranks import Ranks
 from fedplat_server.attempts.pooled import OnPool
+from fedplat_server.pool import broadcast
 from fedplat_server.pool.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.pool.protocol import Refusal
 from server import strangers
@@ -140,16 +141,15 @@ def opened() -> Iterator[list[Broadcast]]:
 
 
 def _both(
-    opened: list[Broadcast], key: bytes, other_key: bytes, folder: Path | None, wire: _Wire | None = None
+    opened: list[Broadcast], key: bytes, folder: Path | None, between: Callable[[bytes], bytes] = bytes
 ) -> tuple[Broadcast, Broadcast]:
     words: SimpleQueue[bytes] = SimpleQueue()
-    between = wire.tapped if wire is not None else bytes
 
-    def made(rank: int, secret: bytes) -> Broadcast:
-        return Broadcast(cast(Ranks, cast(Any, _FakeRanks(rank, words, between))), secret, folder)
+    def make(rank: int) -> Broadcast:
+        return Broadcast(cast(Ranks, cast(Any, _FakeRanks(rank, words, between))), key, folder)
 
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.submit(made, 0, key), threads.submit(made, 1, other_key)
+        first, second = threads.submit(make, 0), threads.submit(make, 1)
         opened += [first.result(), second.result()]
     return opened[0], opened[1]
 
@@ -160,7 +160,7 @@ def test_events_arrive_in_order_and_the_words_of_a_rank_that_fails(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key = secrets.token_bytes(32)
-    first, second = _both(opened, key, key, tmp_path if hosts == "one" else None)
+    first, second = _both(opened, key, tmp_path if hosts == "one" else None)
     sent = [TaskEvent(number, "message", bytes(number)) for number in range(100)]
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(lambda: [second.receive() for _ in sent])
@@ -178,7 +178,7 @@ def test_what_travels_between_hosts_does_not_hold_the_noise(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key, noise, wire = secrets.token_bytes(32), secrets.token_bytes(32), _Wire()
-    first, second = _both(opened, key, key, None, wire)
+    first, second = _both(opened, key, None, wire.tapped)
     event = TaskEvent(1, "start", b"a recipe with noise " + noise, "aggregate")
     first.publish(event)
     first.publish(event)
@@ -193,10 +193,27 @@ def test_what_travels_between_hosts_does_not_hold_the_noise(
 
 def test_a_forged_event_is_refused_and_a_lost_rank_is_named(opened: list[Broadcast], tmp_path: Path) -> None:
     key = secrets.token_bytes(32)
-    first, second = _both(opened, key, key, tmp_path)
+    first, second = _both(opened, key, tmp_path)
     first._connections[0].send_bytes(bytes(16))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(PermissionError, match="message 0 of rank 0 is not of this pool"):
         second.receive()
     first._connections[0].close()  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(LostRankError, match="rank 0 is gone"):
         second.receive()
+
+
+def test_half_a_message_of_a_stranger_does_not_keep_ranks_waiting(
+    opened: list[Broadcast], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "_STALLED_S", 1)
+    key = secrets.token_bytes(32)
+    with socket.socket(socket.AF_UNIX) as stranger:
+
+        def connect(content: bytes) -> bytes:
+            stranger.connect(str(tmp_path / "events.sock"))
+            stranger.sendall(b"\0\0")
+            return content
+
+        first, second = _both(opened, key, tmp_path, between=connect)
+        first.publish(TaskEvent(1, "end"))
+        assert second.receive() == TaskEvent(1, "end")

@@ -25,7 +25,9 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     ranks: Annotated[
         int, typer.Option(help="Ranks on this host. Default: one for each GPU, or one for every two cores.")
     ] = 0,
-    backend: Annotated[Backend, typer.Option(help="Library that carries tensors: NCCL on GPUs, Gloo on CPUs.")] = "auto",
+    backend: Annotated[
+        Backend, typer.Option(help="Library that carries tensors: NCCL on GPUs, Gloo on CPUs.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(help="Threads of PyTorch in each rank.")] = 1,
     hosts: Annotated[
         str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts in the pool; run this command on each of them.")
@@ -34,7 +36,8 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
         str, typer.Option(metavar="HOST:PORT", help="Address at one of the hosts where all of them meet.")
     ] = "",
     address: Annotated[
-        str, typer.Option(metavar="HOST", help="Address of this host for the others; the daemon's host must sort first.")
+        str,
+        typer.Option(metavar="HOST", help="Address of this host for the others; the daemon's host must sort first."),
     ] = "",
     max_restarts: Annotated[int, typer.Option(help="How often the ranks are restarted after one has died.")] = 1000,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",

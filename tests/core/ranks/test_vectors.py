@@ -41,7 +41,9 @@ def read(path: Path) -> npt.NDArray[np.float32]:
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 @pytest.mark.parametrize("case", CASES)
-def test_sums_have_the_bits_of_the_order_of_logical_ranks(pair: Crew, transport: str, case: str, tmp_path: Path) -> None:
+def test_sums_have_the_bits_of_the_order_of_logical_ranks(
+    pair: Crew, transport: str, case: str, tmp_path: Path
+) -> None:
     logical, bounds = CASES[case]
     replies = pair.call(f"{HERE}:add_up", transport=transport, logical=logical, bounds=bounds, folder=str(tmp_path))
     total = expected(logical, bounds[-1])

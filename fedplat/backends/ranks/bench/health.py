@@ -35,9 +35,7 @@ def _wrong(report: Report) -> list[str]:
 
 def _slow_links(report: Report) -> list[str]:
     slow = [
-        link
-        for number, link in enumerate(report.links)
-        if link.bandwidth < SLOW_FRACTION * _rest(report.links, number)
+        link for number, link in enumerate(report.links) if link.bandwidth < SLOW_FRACTION * _rest(report.links, number)
     ]
     found: list[str] = []
     for rank in range(report.ranks if report.ranks > 2 else 0):

@@ -10,10 +10,10 @@ from torch import distributed
 from fedplat.backends.ranks.bench.buffers import Buffers
 
 Operation: TypeAlias = Callable[[Buffers], object]
-_NAMES: Any = distributed
+_library: Any = distributed
 # PyTorch renamed them; the extra allows both.
-_all_gather: Any = getattr(_NAMES, "all_gather_single", None) or _NAMES.all_gather_into_tensor
-_reduce_scatter: Any = getattr(_NAMES, "reduce_scatter_single", None) or _NAMES.reduce_scatter_tensor
+_all_gather: Any = getattr(_library, "all_gather_single", None) or _library.all_gather_into_tensor
+_reduce_scatter: Any = getattr(_library, "reduce_scatter_single", None) or _library.reduce_scatter_tensor
 
 
 def _scatter(buffers: Buffers) -> None:
@@ -27,13 +27,13 @@ def _gather(buffers: Buffers) -> None:
 
 
 COLLECTIVES: Mapping[str, Operation] = {
-    "broadcast": lambda buffers: distributed.broadcast(buffers.take, 0),
+    "broadcast": lambda buffers: _library.broadcast(buffers.take, 0),
     "scatter": _scatter,
     "gather": _gather,
     "all-gather": lambda buffers: _all_gather(buffers.take, buffers.give[buffers.mine]),
-    "all-to-all": lambda buffers: distributed.all_to_all_single(buffers.take, buffers.give),
-    "reduce": lambda buffers: distributed.reduce(buffers.take, 0),
+    "all-to-all": lambda buffers: _library.all_to_all_single(buffers.take, buffers.give),
+    "reduce": lambda buffers: _library.reduce(buffers.take, 0),
     "reduce-scatter": lambda buffers: _reduce_scatter(buffers.take[buffers.mine], buffers.give),
-    "all-reduce": lambda buffers: distributed.all_reduce(buffers.take),
+    "all-reduce": lambda buffers: _library.all_reduce(buffers.take),
 }
 """The collectives by name; those with a root have rank 0 for it."""

@@ -52,7 +52,7 @@ def measure_copies(ranks: Ranks, num_bytes: int) -> list[float]:
 
 
 def choose_pairs(ranks: Ranks) -> list[tuple[int, int]]:
-    """Return the links to measure, in both directions: all of a small group; of a large one a ring, and those of rank 0."""
+    """Return the links to measure, both ways: all of a small group; of a large one a ring, and those of rank 0."""
     size = ranks.size
     if size <= 16:
         return [(a, b) for a in range(size) for b in range(size) if a != b]

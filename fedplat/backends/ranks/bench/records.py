@@ -22,8 +22,8 @@ FACTORS: dict[str, Callable[[int], float]] = {
 """The collectives, and the factor between their algbw and busbw (NVIDIA/nccl-tests, doc/PERFORMANCE.md, and for
 scatter and gather `ScatterGetBw` in src/scatter.cu and `GatherGetBw` in src/gather.cu).
 
-The size is that of the longest vector on one rank before or after: the whole vector of broadcast, reduce and all-reduce,
-all pieces together of the others.
+The size is that of the longest vector on one rank before or after: the whole vector of broadcast, reduce and
+all-reduce, all pieces together of the others.
 """
 
 
@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One implementation of a collective: the median of some repetitions. Bandwidths are in GB (10^9 bytes) a second."""
+    """One implementation of a collective: the median of some repetitions. Bandwidths are in GB/s (10^9 bytes)."""
 
     collective: str
     implementation: str

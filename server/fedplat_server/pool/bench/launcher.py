@@ -39,19 +39,19 @@ class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 class _Connection(socketserver.StreamRequestHandler):
     """The connection of one rank, which sends lines of JSON."""
 
-    server: _ResultServer
-
     @override
     def handle(self) -> None:
+        results = self.server
+        assert isinstance(results, _ResultServer)
         with contextlib.suppress(ConnectionError):  # the rank was killed
             for line in self.rfile:
                 match _decoder.decode(line):
                     case Step() as step:
-                        self.server.note(step)
+                        results.note(step)
                     case Failed() as failure:
-                        self.server.failures.append(failure)
+                        results.failures.append(failure)
                     case Finished(report):
-                        self.server.report = report
+                        results.report = report
 
 
 def measure(
@@ -88,7 +88,9 @@ def measure(
 def _find_reason(error: torchrun.ChildFailedError, reported: Sequence[Failed]) -> str:
     """Return the first cause: a rank that was killed, or a rank's own failure, rather than a lost connection."""
     for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun sends SIGTERM to the remaining ranks
+        if (
+            failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        ):  # torchrun sends SIGTERM to the remaining ranks
             return f"rank {rank} was killed by signal {-failure.exitcode}"
     if failures := sorted(reported, key=lambda each: "gloo" in each.text):
         return f"rank {failures[0].rank}: {failures[0].text}"

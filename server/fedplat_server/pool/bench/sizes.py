@@ -13,7 +13,7 @@ _NUM_VECTORS = 6
 
 
 def parse(text: str, option: str) -> int:
-    """Return the bytes of `1KB`, `64M`, `1 GB` or `4096`: powers of 1024, as nccl-tests has them. Raises `ConfigError`."""
+    """Return the bytes of `1KB`, `64M`, `1 GB` or `4096`: powers of 1024, as in nccl-tests. Raises `ConfigError`."""
     match = re.fullmatch(r"(\d{1,12}) ?([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise ConfigError(f"{option} {text}: expected a size such as 1KB, 64MB or 1GB")

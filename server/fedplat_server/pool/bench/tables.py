@@ -11,6 +11,7 @@ from rich.text import Text
 from fedplat.backends.ranks.bench.records import FACTORS, LIBRARY, Measurement, Report
 from fedplat_server.pool.bench import sizes
 
+
 def list_implementations(report: Report) -> list[str]:
     """Return the implementations in a report, that of the library first."""
     return list(dict.fromkeys(each.implementation for each in report.measurements))

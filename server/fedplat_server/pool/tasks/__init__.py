@@ -16,8 +16,8 @@ from fedplat_server.pool.tasks import train
 from fedplat_server.pool.tasks.aggregate import aggregate
 
 Note: TypeAlias = Callable[[bytes], None]
-"""Sends the daemon a note before the task is done, and lets other tasks run. All ranks have to call it, though only that
-of rank 0 is sent. It does not return if the task was cancelled."""
+"""Sends the daemon a note before the task is done, and lets other tasks run. All ranks have to call it, though only
+rank 0's is sent. It does not return if the task was cancelled."""
 
 TaskFunction: TypeAlias = Callable[[Ranks, bytes, Iterator[bytes], Note], bytes]
 """A task: gets the ranks, the request, the messages (until the daemon has no more) and notes; returns the reply."""
