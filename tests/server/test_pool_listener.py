@@ -1,0 +1,91 @@
+"""Rank 0's side of the daemon's calls: tasks that the daemon gives up are cancelled, and every reason arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedplat_server.errors import PoolMemoryError, PoolWorkError
+from fedplat_server.pool import protocol
+from fedplat_server.pool.broadcast import TaskEvent
+from fedplat_server.pool.client import RunningTask, WorkerPool
+from fedplat_server.pool.listener import Rank0Listener
+from fedplat_server.pool.tasks import Echo
+
+DAEMON = """
+import asyncio, sys
+from pathlib import Path
+from fedplat_server.pool.client import WorkerPool
+from fedplat_server.pool.protocol import WorkerInfo
+
+async def main():
+    async with WorkerPool.at(Path(sys.argv[1])).start_task("train", WorkerInfo(1, "")) as task:
+        await task.result(WorkerInfo)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[Rank0Listener]:
+    served = Rank0Listener(protocol.socket_path(tmp_path), protocol.WorkerInfo(1, "cpu"))
+    yield served
+    served.refuse_all(protocol.Refusal("the test has ended"))
+
+
+async def next_event(listener: Rank0Listener) -> TaskEvent:
+    return await asyncio.to_thread(listener.events.get, timeout=60.0)
+
+
+async def send_until_refused(task: RunningTask) -> None:
+    while True:
+        await task.send(Echo(["more"]))
+
+
+async def test_a_daemon_that_is_killed_cancels_its_tasks(listener: Rank0Listener, tmp_path: Path) -> None:
+    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, str(tmp_path)])
+    events = [await next_event(listener) for _ in range(2)]
+    assert [(event.task, event.kind) for event in events] == [(0, "start"), (0, "end")]
+    daemon.kill()
+    assert await next_event(listener) == TaskEvent(0, "cancel")
+    daemon.wait()
+
+
+async def test_a_task_that_is_left_is_cancelled_and_one_that_is_finished_is_not(
+    listener: Rank0Listener, tmp_path: Path
+) -> None:
+    pool = WorkerPool.at(tmp_path)
+    async with pool.start_task("echo", Echo(["left"])) as task:
+        await task.send(Echo(["more"]))
+        assert [(await next_event(listener)).kind for _ in range(2)] == ["start", "message"]
+    assert await next_event(listener) == TaskEvent(0, "cancel")
+    async with pool.start_task("echo", Echo(["next"])) as task:
+        assert (await next_event(listener)).kind == "start"
+        listener.finish(1, protocol.Reply(b"\x81\xa5texts\x90"))
+        assert await task.result(Echo) == Echo([])
+    async with pool.start_task("echo", Echo(["last"])) as task:
+        kinds: dict[int, str] = {}
+        while 2 not in kinds:
+            event = await next_event(listener)
+            kinds[event.task] = event.kind
+    assert kinds in ({2: "start"}, {1: "end", 2: "start"})
+
+
+async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
+    listener: Rank0Listener, tmp_path: Path
+) -> None:
+    pool, text = WorkerPool.at(tmp_path), "too large: " + "x" * 100_000
+    async with pool.start_task("aggregate", Echo([])) as one, pool.start_task("aggregate", Echo([])) as other:
+        for _ in range(2):
+            await next_event(listener)
+        listener.finish(0, protocol.Refusal("no room", out_of_memory=True))
+        await asyncio.to_thread(listener.refuse_all, protocol.Refusal(text))
+        with pytest.raises(PoolMemoryError, match="no room"):
+            await send_until_refused(one)
+        with pytest.raises(PoolWorkError, match=r"too large: x+$"):
+            await other.result(Echo)
