@@ -54,7 +54,6 @@ ALLOWED = {
     },
     "multiprocessing": {
         "server/fedplat_server/evaluation.py": "pickles between the daemon and its child, which nobody else reaches",
-        "server/fedplat_server/pool/broadcast.py": "frames of bytes between ranks; nothing is pickled",
         "fedplat/simulation/engines/crew.py": "forks its workers; what travels is msgpack, over sockets without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",

@@ -34,7 +34,7 @@ class PoolProcess:
 
     async def ready(self) -> WorkerPool:
         """Returns when it listens."""
-        assert await self.link.is_ready(60.0), self.log.read_text()
+        assert await self.link.is_ready(150.0), self.log.read_text()
         return self.link
 
     def ranks(self) -> dict[int, psutil.Process]:

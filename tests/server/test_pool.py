@@ -78,7 +78,7 @@ async def test_a_killed_rank_breaks_the_task_off_and_the_group_is_formed_again(
         running.ranks()[victim].send_signal(signal.SIGKILL)
         with pytest.raises(PoolBrokenError):
             await session.result(Echo)
-    assert await link.is_ready(60.0)
+    assert await link.is_ready(150.0)
     async with link.start_task("echo", Echo(["again"])) as session:
         assert (await session.result(Echo)).texts == ["again"]
 
@@ -115,7 +115,7 @@ async def test_a_task_that_fails_reports_the_reason(running: PoolProcess) -> Non
     async with link.start_task("echo", _Wrong(5)) as session:
         with pytest.raises(PoolWorkError, match=r"rank [01]: ValidationError"):
             await session.result(Echo)
-    assert await link.is_ready(60.0)
+    assert await link.is_ready(150.0)
 
 
 def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

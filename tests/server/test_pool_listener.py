@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,22 @@ async def main():
 
 asyncio.run(main())
 """
+RANK = """
+import os, sys
+from pathlib import Path
+from fedplat_server.pool import protocol
+from fedplat_server.pool.listener import Rank0Listener
+
+listener = Rank0Listener(protocol.socket_path(Path(sys.argv[1])), protocol.WorkerInfo(1, "cpu"))
+listener.events.get()
+for _ in range(100):
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        listener.refuse_all(protocol.Refusal("a child crashed"))
+listener.finish(0, protocol.Reply(bytes.fromhex("81a5746578747390")))
+listener.refuse_all(protocol.Refusal(""))
+"""
 
 
 @pytest.fixture
@@ -40,6 +57,11 @@ def listener(tmp_path: Path) -> Iterator[Rank0Listener]:
 
 async def next_event(listener: Rank0Listener) -> TaskEvent:
     return await asyncio.to_thread(listener.events.get, timeout=60.0)
+
+
+async def call_again_and_again(pool: WorkerPool) -> None:
+    while True:
+        await pool.describe()
 
 
 async def send_until_refused(task: RunningTask) -> None:
@@ -89,3 +111,14 @@ async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
             await send_until_refused(one)
         with pytest.raises(PoolWorkError, match=r"too large: x+$"):
             await other.result(Echo)
+
+
+async def test_tasks_may_fork(tmp_path: Path) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], env=os.environ | protocol.RANK_ENVIRONMENT)
+    pool = WorkerPool.at(tmp_path)
+    assert await pool.is_ready(150.0)
+    async with pool.start_task("echo", Echo([])) as task, asyncio.TaskGroup() as group:
+        calls = group.create_task(call_again_and_again(pool))
+        assert await task.result(Echo) == Echo([])
+        calls.cancel()
+    assert rank.wait(60.0) == 0

@@ -58,7 +58,7 @@ def run(options: Options) -> None:
         raise ConfigError("--backend nccl: this machine has no GPU that PyTorch can use; expected auto or gloo")
     with _lock(options), tempfile.TemporaryDirectory(prefix="fedplat-pool-") as folder:
         encryption.create_key(options.data_dir)
-        os.environ |= {"OMP_NUM_THREADS": str(options.threads), "PYTHONSAFEPATH": "1"}
+        os.environ |= {"OMP_NUM_THREADS": str(options.threads), **protocol.RANK_ENVIRONMENT}
         socket = protocol.socket_path(options.data_dir)
         arguments = ["-P", "-m", "fedplat_server.pool.rank", str(socket), options.backend, options.log_level]
         if options.hosts == (1, 1):

@@ -19,6 +19,7 @@ import msgspec
 from fedplat.errors import MissingExtraError
 from fedplat_server import logs
 from fedplat_server.errors import PoolBrokenError, PoolUnavailableError, PoolWorkError
+from fedplat_server.pool import protocol
 from fedplat_server.pool.client import RunningTask, WorkerPool
 
 IDLE_S = 60.0
@@ -108,7 +109,7 @@ async def _create_process(socket: Path, backend: str) -> Process:
             "training on the server's own data needs PyTorch; install it with: pip install 'fedplat-server[pool]'"
         )
     command = (sys.executable, "-P", "-m", "fedplat_server.pool.rank", str(socket), backend, "INFO")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONSAFEPATH": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **protocol.RANK_ENVIRONMENT}
     # A process group of its own: Ctrl-C is for the daemon alone.
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment, process_group=0)
     logs.get().info("a rank for the server's own data was started", process=process.pid)

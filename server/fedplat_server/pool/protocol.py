@@ -22,6 +22,11 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, whatever happened to earlier ones
 )
+RANK_ENVIRONMENT = {
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # its fork handlers crash processes that a trainer forks, as a DataLoader does
+    "PYTHONSAFEPATH": "1",
+}
+"""Variables of the process of a rank."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
