@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.errors import PoolMemoryError, PoolWorkError
+from fedplat_server.errors import PoolMemoryError, PoolUnavailableError, PoolWorkError
 from fedplat_server.pool import protocol
 from fedplat_server.pool.broadcast import TaskEvent
 from fedplat_server.pool.client import RunningTask, WorkerPool
@@ -37,7 +38,7 @@ from fedplat_server.pool import protocol
 from fedplat_server.pool.listener import Rank0Listener
 
 listener = Rank0Listener(protocol.socket_path(Path(sys.argv[1])), protocol.WorkerInfo(1, "cpu"))
-listener.events.get()
+listener.events.get(timeout=150.0)
 for _ in range(100):
     if (child := os.fork()) == 0:
         os._exit(0)
@@ -61,7 +62,8 @@ async def next_event(listener: Rank0Listener) -> TaskEvent:
 
 async def call_again_and_again(pool: WorkerPool) -> None:
     while True:
-        await pool.describe()
+        with contextlib.suppress(PoolUnavailableError):  # the rank has ended
+            await pool.describe()
 
 
 async def send_until_refused(task: RunningTask) -> None:
@@ -114,11 +116,11 @@ async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
 
 
 async def test_tasks_may_fork(tmp_path: Path) -> None:
-    rank = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], env=os.environ | protocol.RANK_ENVIRONMENT)
-    pool = WorkerPool.at(tmp_path)
-    assert await pool.is_ready(150.0)
-    async with pool.start_task("echo", Echo([])) as task, asyncio.TaskGroup() as group:
-        calls = group.create_task(call_again_and_again(pool))
-        assert await task.result(Echo) == Echo([])
-        calls.cancel()
-    assert rank.wait(60.0) == 0
+    pool, environment = WorkerPool.at(tmp_path), os.environ | protocol.RANK_ENVIRONMENT
+    with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)], env=environment) as rank:
+        assert await pool.is_ready(150.0)
+        async with pool.start_task("echo", Echo([])) as task, asyncio.TaskGroup() as group:
+            calls = group.create_task(call_again_and_again(pool))
+            assert await task.result(Echo) == Echo([])
+            calls.cancel()
+    assert rank.returncode == 0
