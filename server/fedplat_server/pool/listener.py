@@ -21,7 +21,7 @@ CANCEL_S = 5.0
 """How long a cancelled task may keep running; then the process ends, and torchrun starts the ranks again."""
 MAX_OPEN_TASKS = 1000
 """Each open task occupies a thread of the server, which waits for its answers."""
-_FLUSH_S = 1.0
+_FLUSH_S = 10.0
 
 
 class Rank0Listener:
