@@ -3,8 +3,8 @@
     python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json]
 
 The options, the measurement and the output are those of `fedplat-server pool bench`, which measures the library alone.
-`--json` prints one object: the records `Report` of `fedplat/backends/ranks/bench/records.py`, with `is_healthy` and
-`findings`. Each implementation is checked for right results before it is timed.
+`--json` prints one object: the `BenchReport` of `fedplat/backends/ranks/bench/records.py`, with
+`is_healthy` and `findings`. Each implementation is checked for right results before it is timed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedplat.backends.ranks.bench.records import FACTORS, Link, Measurement, Report, bandwidths
+from fedplat.backends.ranks.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 from fedplat_server.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.pool.bench import picture, sizes, tables
@@ -85,7 +85,7 @@ def test_the_memory_of_a_container_is_less_than_that_of_its_host(tmp_path: Path)
     assert sizes.available_memory(tmp_path) == 4000
 
 
-def made_up() -> Report:
+def made_up() -> BenchReport:
     found = [
         Measurement(
             collective=collective,
@@ -102,7 +102,7 @@ def made_up() -> Report:
         for size in (1024, 2**20, 2**30)
     ]
     links = [Link(0, 1, 1.5), Link(1, 0, 1.25)]
-    return Report(
+    return BenchReport(
         ranks=2,
         device="cpu",
         library="gloo",

@@ -43,9 +43,9 @@ for _ in range(100):
     if (child := os.fork()) == 0:
         os._exit(0)
     if os.waitpid(child, 0)[1] != 0:
-        listener.refuse_all(protocol.Refusal("a child crashed"))
-listener.finish(0, protocol.Reply(bytes.fromhex("81a5746578747390")))
-listener.refuse_all(protocol.Refusal(""))
+        listener.refuse_all(protocol.TaskRefusal("a child crashed"))
+listener.finish(0, protocol.TaskReply(bytes.fromhex("81a5746578747390")))
+listener.refuse_all(protocol.TaskRefusal(""))
 """
 
 
@@ -53,7 +53,7 @@ listener.refuse_all(protocol.Refusal(""))
 def listener(tmp_path: Path) -> Iterator[Rank0Listener]:
     served = Rank0Listener(protocol.socket_path(tmp_path), protocol.WorkerInfo(1, "cpu"))
     yield served
-    served.refuse_all(protocol.Refusal("the test has ended"))
+    served.refuse_all(protocol.TaskRefusal("the test has ended"))
 
 
 async def next_event(listener: Rank0Listener) -> TaskEvent:
@@ -90,7 +90,7 @@ async def test_a_task_that_is_left_is_cancelled_and_one_that_is_finished_is_not(
     assert await next_event(listener) == TaskEvent(0, "cancel")
     async with pool.start_task("echo", Echo(["next"])) as task:
         assert (await next_event(listener)).kind == "start"
-        listener.finish(1, protocol.Reply(b"\x81\xa5texts\x90"))
+        listener.finish(1, protocol.TaskReply(b"\x81\xa5texts\x90"))
         assert await task.result(Echo) == Echo([])
     async with pool.start_task("echo", Echo(["last"])) as task:
         kinds: dict[int, str] = {}
@@ -107,8 +107,8 @@ async def test_the_reason_arrives_though_the_daemon_still_sends_messages(
     async with pool.start_task("aggregate", Echo([])) as one, pool.start_task("aggregate", Echo([])) as other:
         for _ in range(2):
             await next_event(listener)
-        listener.finish(0, protocol.Refusal("no room", out_of_memory=True))
-        await asyncio.to_thread(listener.refuse_all, protocol.Refusal(text))
+        listener.finish(0, protocol.TaskRefusal("no room", out_of_memory=True))
+        await asyncio.to_thread(listener.refuse_all, protocol.TaskRefusal(text))
         with pytest.raises(PoolMemoryError, match="no room"):
             await send_until_refused(one)
         with pytest.raises(PoolWorkError, match=r"too large: x+$"):

@@ -23,7 +23,7 @@ from fedplat.backends.ranks import Ranks
 from fedplat_server.attempts.pooled import OnPool
 from fedplat_server.pool import broadcast
 from fedplat_server.pool.broadcast import Broadcast, LostRankError, TaskEvent
-from fedplat_server.pool.protocol import Refusal
+from fedplat_server.pool.protocol import TaskRefusal
 from server import strangers
 from server.pool import PoolProcess, pool
 from server.test_pool_aggregation import BY_COLUMNS, JOBS, Spool
@@ -167,8 +167,8 @@ def test_events_arrive_in_order_and_the_words_of_a_rank_that_fails(
         for event in sent:
             first.publish(event)
         assert received.result() == sent
-    second.report_failure(Refusal("no room", out_of_memory=True))
-    assert first.wait_for_failure() == Refusal("no room", out_of_memory=True)
+    second.report_failure(TaskRefusal("no room", out_of_memory=True))
+    assert first.wait_for_failure() == TaskRefusal("no room", out_of_memory=True)
     if hosts == "one":
         assert (tmp_path / "events.sock").stat().st_mode & 0o777 == 0o600
 

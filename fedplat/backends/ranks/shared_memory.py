@@ -25,7 +25,7 @@ PAGE_ENTRIES = mmap.PAGESIZE // 4
 """Entries of a page; each vector begins with one of its own."""
 
 
-class MemoryFile(msgspec.Struct, frozen=True):
+class SharedFile(msgspec.Struct, frozen=True):
     """A process's file, for the processes of the same host; without `host`, there is none."""
 
     host: str = ""
@@ -112,7 +112,7 @@ def share(ranks: Ranks, layout: VectorLayout) -> SharedMemoryVectors | None:
         descriptor = _create(4 * PAGE_ENTRIES * layout.slots(ranks.rank) * _num_pages(layout.size))
     try:
         offered = [
-            msgspec.msgpack.decode(each, type=MemoryFile)
+            msgspec.msgpack.decode(each, type=SharedFile)
             for each in ranks.all_gather(msgspec.msgpack.encode(_describe(descriptor)))
         ]
         files = _map_all(offered, ranks.rank, descriptor)
@@ -149,19 +149,19 @@ def _create(size: int) -> int | None:
     return descriptor
 
 
-def _describe(descriptor: int | None) -> MemoryFile:
+def _describe(descriptor: int | None) -> SharedFile:
     if descriptor is None:
-        return MemoryFile()
+        return SharedFile()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:  # no /proc
-        return MemoryFile()
+        return SharedFile()
     status = os.fstat(descriptor)
-    return MemoryFile(f"{boot} {namespace}", os.getpid(), descriptor, status.st_dev, status.st_ino)
+    return SharedFile(f"{boot} {namespace}", os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
-def _map_all(offered: Sequence[MemoryFile], rank: int, descriptor: int | None) -> list[mmap.mmap] | None:
+def _map_all(offered: Sequence[SharedFile], rank: int, descriptor: int | None) -> list[mmap.mmap] | None:
     """Map the files of all processes; return None if one of them cannot be opened here."""
     if descriptor is None or any(not offer.host or offer.host != offered[rank].host for offer in offered):
         return None
@@ -174,7 +174,7 @@ def _map_all(offered: Sequence[MemoryFile], rank: int, descriptor: int | None) -
         return None
 
 
-def _map(offer: MemoryFile) -> mmap.mmap:
+def _map(offer: SharedFile) -> mmap.mmap:
     """Map another process's file, read-only."""
     path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ import msgspec
 from fedplat.backends.ranks import Backend, Ranks
 from fedplat_server.pool import protocol
 from fedplat_server.pool.encryption import GroupCipher
-from fedplat_server.pool.protocol import Refusal
+from fedplat_server.pool.protocol import TaskRefusal
 
 _MAX_GREETING_BYTES = 1024
 _JOIN_S = 120.0
@@ -104,19 +104,19 @@ class Broadcast:
         self._count += 1
         return event
 
-    def report_failure(self, failure: Refusal) -> None:
+    def report_failure(self, failure: TaskRefusal) -> None:
         """Send rank 0 the reason why this rank fails."""
         if self._connections:
             self._send(failure, 1)
 
-    def wait_for_failure(self) -> Refusal | None:
+    def wait_for_failure(self) -> TaskRefusal | None:
         """Wait until another rank fails, and return its reason; None if all others have ended without one."""
         ranks = {connection: rank for rank, connection in enumerate(self._connections, 1)}
         while ranks:
             for connection in wait(list(ranks)):
                 assert isinstance(connection, Connection)
                 try:
-                    return self._receive(connection, ranks[connection], 1, Refusal)
+                    return self._receive(connection, ranks[connection], 1, TaskRefusal)
                 except LostRankError:
                     del ranks[connection]
         return None

@@ -64,11 +64,11 @@ class RunningTask:
         try:
             async for content in self._call:
                 match _responses.decode(content):
-                    case protocol.Note(note):
+                    case protocol.TaskNote(note):
                         self._on_note(note)
-                    case protocol.Reply(reply):
+                    case protocol.TaskReply(reply):
                         return reply
-                    case protocol.Refusal(text, out_of_memory):
+                    case protocol.TaskRefusal(text, out_of_memory):
                         raise (PoolMemoryError if out_of_memory else PoolWorkError)(text)
         except (grpc.RpcError, msgspec.DecodeError) as exc:
             raise PoolBrokenError(_BROKEN) from exc

@@ -58,7 +58,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     from fedplat_server.pool import launcher
 
     launcher.run(
-        launcher.Options(
+        launcher.LaunchOptions(
             data_dir=data_dir.resolve(),
             num_ranks=ranks or launcher.default_num_ranks(),
             backend=backend,

@@ -18,7 +18,7 @@ from fedplat_server.errors import ConfigError, PoolError
 from fedplat_server.pool import encryption, protocol, torchrun
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a pool is started on this host.
 
     `hosts` are the fewest and the most that form a group. They meet at `rendezvous` (HOST:PORT), reach this one at
@@ -46,7 +46,7 @@ def default_num_ranks() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def run(options: Options) -> None:
+def run(options: LaunchOptions) -> None:
     """Run a pool until a signal stops it.
 
     Raises `ConfigError` if another pool serves the data folder, or there is no GPU for NCCL; `PoolError` if the ranks
@@ -88,7 +88,7 @@ def run(options: Options) -> None:
 
 
 @contextlib.contextmanager
-def _lock(options: Options) -> Generator[None]:
+def _lock(options: LaunchOptions) -> Generator[None]:
     """Lock the data folder: it has one pool, or those of several hosts that form one."""
     try:
         descriptor = os.open(options.data_dir / "pool.lock", os.O_RDWR | os.O_CREAT, 0o600)

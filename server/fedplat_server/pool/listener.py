@@ -57,7 +57,7 @@ class Rank0Listener:
             responses.put(response)
             responses.put(None)
 
-    def refuse_all(self, refusal: protocol.Refusal) -> None:
+    def refuse_all(self, refusal: protocol.TaskRefusal) -> None:
         """Refuse all open tasks, and return when the daemon has the reason; takes no more calls."""
         for task in list(self._responses):
             self.finish(task, refusal)

@@ -1,8 +1,8 @@
 """What the daemon and rank 0 send each other: gRPC over a Unix socket in the data folder, with msgpack payloads.
 
 `Describe` returns a `WorkerInfo`. `Run` is one task: the daemon streams a `StartTask` and then the task's messages, and
-closes its side after the last one; rank 0 streams `Note`s, and a `Reply` or a `Refusal` at the end. Cancelling the
-call cancels the task.
+closes its side after the last one; rank 0 streams a `TaskNote` now and then, and at the end a `TaskReply` or a
+`TaskRefusal`. Cancelling the call cancels the task.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ class StartTask(msgspec.Struct, frozen=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
 
 
-class Note(msgspec.Struct, tag="note", frozen=True):
+class TaskNote(msgspec.Struct, tag="note", frozen=True):
     """Something the task reports before it is done, such as its progress."""
 
     content: bytes
 
 
-class Reply(msgspec.Struct, tag="reply", frozen=True):
+class TaskReply(msgspec.Struct, tag="reply", frozen=True):
     """The result of the task."""
 
     content: bytes
 
 
-class Refusal(msgspec.Struct, tag="refusal", frozen=True):
+class TaskRefusal(msgspec.Struct, tag="refusal", frozen=True):
     """The reason why the task failed. `out_of_memory`: an accelerator has too little memory for it."""
 
     text: str
     out_of_memory: bool = False
 
 
-Response = Note | Reply | Refusal
+Response = TaskNote | TaskReply | TaskRefusal
 
 
 def socket_path(data_dir: Path) -> Path:

@@ -79,11 +79,11 @@ class _RankLoop:
         function = TASKS.get(event.name)
         if function is None:
             text = f"this pool has no task {event.name!r}; run the same version of fedplat as the server"
-            return self._finish(event.task, protocol.Refusal(text))
+            return self._finish(event.task, protocol.TaskRefusal(text))
 
         def note(content: bytes) -> None:
             if self._listener is not None:
-                self._listener.send(event.task, protocol.Note(content))
+                self._listener.send(event.task, protocol.TaskNote(content))
             task.pause()
 
         ranks = self._ranks.with_backend(event.backend)
@@ -101,7 +101,7 @@ class _RankLoop:
             self._scheduler.record(task, outcome)
         if isinstance(outcome, bytes):
             del self._open[task]
-            self._finish(task, protocol.Reply(outcome))
+            self._finish(task, protocol.TaskReply(outcome))
 
     def _finish(self, task: int, response: protocol.Response) -> None:
         if self._listener is not None:
@@ -131,7 +131,7 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
             else:
                 log.exception("the rank fails")
                 text = f"rank {ranks.rank}: {type(exc).__name__}: {exc}"
-                refusal = protocol.Refusal(text, isinstance(exc, torch.OutOfMemoryError))
+                refusal = protocol.TaskRefusal(text, isinstance(exc, torch.OutOfMemoryError))
                 if listener is not None:
                     listener.refuse_all(refusal)
                 else:

@@ -17,7 +17,7 @@ import torch
 from fedplat.backends.ranks import Ranks, Transport, VectorLayout, make_vectors
 from fedplat.backends.ranks.bench.buffers import Buffers
 from fedplat.backends.ranks.bench.measure import MakeTrials, measure
-from fedplat.backends.ranks.bench.records import FACTORS, Plan, Step
+from fedplat.backends.ranks.bench.records import FACTORS, BenchPlan, Step
 from fedplat.backends.ranks.group import prove_key
 from fedplat.backends.ranks.p2p import P2PVectors
 
@@ -132,7 +132,7 @@ def gather_or_die(ranks: Ranks, victim: int) -> None:
 def bench(ranks: Ranks, sizes: list[int], trials: str = LIBRARY_TRIALS) -> dict[str, Any]:
     """The report, and the steps."""
     steps: list[Step] = []
-    plan = Plan(sizes=sizes, collectives=list(FACTORS), seconds=0.0, probe=2**20)
+    plan = BenchPlan(sizes=sizes, collectives=list(FACTORS), seconds=0.0, probe=2**20)
     make_trials: MakeTrials = pkgutil.resolve_name(trials)
     report = measure(ranks, plan, steps.append, make_trials)
     return {"report": msgspec.to_builtins(report), "steps": [(step.done, step.total) for step in steps]}

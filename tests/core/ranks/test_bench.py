@@ -9,7 +9,7 @@ import pytest
 
 from core.ranks.crew import Crew, Zygote
 from fedplat.backends.ranks.bench import health
-from fedplat.backends.ranks.bench.records import FACTORS, Link, Measurement, Report, bandwidths
+from fedplat.backends.ranks.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 
 HERE = "core.ranks.on_ranks"
 
@@ -18,7 +18,7 @@ def test_the_library_is_right_and_everything_is_measured(zygote: Zygote) -> None
     count, sizes = 3, [12, 4 * (2**20 + 3)]
     with zygote.crew(count) as crew:
         replies = crew.call(f"{HERE}:bench", sizes=sizes)
-    report = msgspec.convert(replies[0]["report"], Report)
+    report = msgspec.convert(replies[0]["report"], BenchReport)
     assert [each for each in report.measurements if not each.is_correct] == []
     assert [each.implementation for each in report.measurements] == ["library"] * 2 * len(FACTORS)
     assert [each.collective for each in report.measurements] == [*FACTORS, *FACTORS]
@@ -51,9 +51,9 @@ def test_what_was_not_done_is_not_right(pair: Crew) -> None:
     assert pair.call(f"{HERE}:what_is_correct_without_doing_it") == [["broadcast"], ["gather", "reduce"]]
 
 
-def report(ranks: int, **changes: Any) -> Report:
+def report(ranks: int, **changes: Any) -> BenchReport:
     links = [Link(a, b, 2.0) for a in range(ranks) for b in range(ranks) if a != b]
-    whole = Report(
+    whole = BenchReport(
         ranks=ranks,
         device="cpu",
         library="gloo",
@@ -106,7 +106,7 @@ def wrong(collective: str, implementation: str) -> Measurement:
         ),
     ],
 )
-def test_the_verdict_names_what_is_slow(measured: Report, said: list[str]) -> None:
+def test_the_verdict_names_what_is_slow(measured: BenchReport, said: list[str]) -> None:
     found = health.find_problems(measured)
     assert len(found) == len(said)
     assert all(sentence.startswith(start) for sentence, start in zip(found, said, strict=True))

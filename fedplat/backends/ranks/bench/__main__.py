@@ -16,13 +16,13 @@ import torch
 
 from fedplat.backends.ranks import Backend, join_group, make_file_store
 from fedplat.backends.ranks.bench.measure import MakeTrials, make_library_trials, measure
-from fedplat.backends.ranks.bench.records import Failed, Finished, Plan, Step
+from fedplat.backends.ranks.bench.records import BenchPlan, Failed, Finished, Step
 
 
 def main(make_trials: MakeTrials = make_library_trials) -> int:
     """Measure, and return the exit status."""
     address, backend, text = sys.argv[1:]
-    plan = msgspec.json.decode(text, type=Plan)
+    plan = msgspec.json.decode(text, type=BenchPlan)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as connection:

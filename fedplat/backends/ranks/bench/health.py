@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from fedplat.backends.ranks.bench.records import LIBRARY, Link, Report
+from fedplat.backends.ranks.bench.records import LIBRARY, BenchReport, Link
 
 SLOW_FRACTION = 0.5
 """A rank or link below this fraction of the median of the others is slow; the noise of a busy machine is less."""
@@ -13,7 +13,7 @@ MIN_TCP_FRACTION = 0.2
 """Links below this fraction of a plain TCP stream are misconfigured."""
 
 
-def find_problems(report: Report) -> list[str]:
+def find_problems(report: BenchReport) -> list[str]:
     """Return the problems, a sentence each; none if the pool is healthy."""
     found = _wrong(report)
     slow_ranks = [
@@ -25,7 +25,7 @@ def find_problems(report: Report) -> list[str]:
     return [*found, *slow_ranks, *_slow_links(report)]
 
 
-def _wrong(report: Report) -> list[str]:
+def _wrong(report: BenchReport) -> list[str]:
     wrong = sorted({(each.collective, each.implementation) for each in report.measurements if not each.is_correct})
     return [
         f"wrong results of {collective} ({report.library if name == LIBRARY else name}): do not use this pool"
@@ -33,7 +33,7 @@ def _wrong(report: Report) -> list[str]:
     ]
 
 
-def _slow_links(report: Report) -> list[str]:
+def _slow_links(report: BenchReport) -> list[str]:
     slow = [
         link for number, link in enumerate(report.links) if link.bandwidth < SLOW_FRACTION * _rest(report.links, number)
     ]

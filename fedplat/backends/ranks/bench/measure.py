@@ -15,7 +15,7 @@ from fedplat.backends.ranks import Ranks
 from fedplat.backends.ranks.bench import links
 from fedplat.backends.ranks.bench.buffers import Buffers
 from fedplat.backends.ranks.bench.library import COLLECTIVES
-from fedplat.backends.ranks.bench.records import LIBRARY, Link, Measurement, Plan, Report, Step, bandwidths
+from fedplat.backends.ranks.bench.records import LIBRARY, BenchPlan, BenchReport, Link, Measurement, Step, bandwidths
 
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
 _BATCH_S = 0.005
@@ -42,8 +42,8 @@ def make_library_trials(buffers: Buffers, collectives: Sequence[str]) -> list[Tr
 
 
 def measure(
-    ranks: Ranks, plan: Plan, note: Callable[[Step], None], make_trials: MakeTrials = make_library_trials
-) -> Report:
+    ranks: Ranks, plan: BenchPlan, note: Callable[[Step], None], make_trials: MakeTrials = make_library_trials
+) -> BenchReport:
     """Measure everything in the plan, and return the report on every rank; `note` is called before each step."""
     load = os.getloadavg()[0]
     pairs = links.choose_pairs(ranks)
@@ -63,7 +63,7 @@ def measure(
             doing = f"{trial.collective} ({trial.implementation}), {4 * trial.buffers.count} bytes"
             note(Step(2 + len(pairs) + len(found), total, doing))
             found.append(_measure_trial(ranks, plan, trial))
-    return Report(
+    return BenchReport(
         ranks=ranks.size,
         device=torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         library="nccl" if ranks.device.type == "cuda" else "gloo",
@@ -76,7 +76,7 @@ def measure(
     )
 
 
-def _measure_trial(ranks: Ranks, plan: Plan, trial: Trial) -> Measurement:
+def _measure_trial(ranks: Ranks, plan: BenchPlan, trial: Trial) -> Measurement:
     trial.buffers.prepare(trial.collective)
     estimate = links.time_runs(ranks, trial.run)  # warms up
     is_correct = all(each == b"1" for each in ranks.all_gather(b"%d" % trial.buffers.is_correct(trial.collective)))

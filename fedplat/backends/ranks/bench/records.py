@@ -27,7 +27,7 @@ all-reduce, all pieces together of the others.
 """
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The collectives and sizes to measure.
 
     `sizes` in bytes, ascending, each of them for about `seconds` and at least three times; memory and links with
@@ -61,7 +61,7 @@ class Link(msgspec.Struct, frozen=True):
     bandwidth: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """The results of a measurement.
 
     Collectives are medians. Memory and links are the best of some repetitions, since other programs can only slow them
@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The report, when everything was measured."""
 
-    report: Report
+    report: BenchReport
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

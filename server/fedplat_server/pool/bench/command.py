@@ -18,7 +18,7 @@ from fedplat_server.errors import ConfigError
 from fedplat_server.pool.bench import sizes
 
 if TYPE_CHECKING:
-    from fedplat.backends.ranks.bench.records import Plan, Report, Step
+    from fedplat.backends.ranks.bench.records import BenchPlan, BenchReport, Step
 
 Backend = Literal["auto", "gloo", "nccl"]
 _MIN_BYTES, _MAX_BYTES = 2**10, 2**30
@@ -84,8 +84,8 @@ def _choose_ranks(ranks: int | None, backend: Backend) -> int:
     return ranks
 
 
-def _make_plan(ranks: int, backend: Backend, span: tuple[str, str | None, int], collectives: list[str]) -> Plan:
-    from fedplat.backends.ranks.bench.records import FACTORS, Plan
+def _make_plan(ranks: int, backend: Backend, span: tuple[str, str | None, int], collectives: list[str]) -> BenchPlan:
+    from fedplat.backends.ranks.bench.records import FACTORS, BenchPlan
 
     smallest, step = sizes.parse(span[0], "--min-size"), span[2]
     fits = sizes.largest_that_fits(ranks, _available_memory(ranks, backend))
@@ -107,7 +107,7 @@ def _make_plan(ranks: int, backend: Backend, span: tuple[str, str | None, int], 
         if name not in FACTORS:
             raise ConfigError(f"--collective {name}: expected one of {', '.join(FACTORS)}")
     wanted = [name for name in FACTORS if not collectives or name in collectives]
-    return Plan(sizes=sizes.list_powers(smallest, largest, step), collectives=wanted)
+    return BenchPlan(sizes=sizes.list_powers(smallest, largest, step), collectives=wanted)
 
 
 def _check_plot(plot: Path | None) -> None:
@@ -147,7 +147,7 @@ def _show_progress() -> Generator[Callable[[Step], None]]:
         yield lambda step: bar.update(task, completed=step.done, total=step.total, description=step.doing)
 
 
-def _show(report: Report, problems: list[str], as_json: bool) -> None:
+def _show(report: BenchReport, problems: list[str], as_json: bool) -> None:
     if as_json:
         verdict = {"is_healthy": not problems, "findings": problems}
         sys.stdout.write(msgspec.json.encode(msgspec.to_builtins(report) | verdict).decode() + "\n")

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from fedplat.backends.ranks import Backend
-from fedplat.backends.ranks.bench.records import Failed, Finished, Plan, Report, Step
+from fedplat.backends.ranks.bench.records import BenchPlan, BenchReport, Failed, Finished, Step
 from fedplat_server.errors import PoolError
 from fedplat_server.pool import torchrun
 
@@ -32,7 +32,7 @@ class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def __init__(self, path: Path, note: Callable[[Step], None]) -> None:
         super().__init__(str(path), _Connection)
         self.note = note
-        self.report: Report | None = None
+        self.report: BenchReport | None = None
         self.failures: list[Failed] = []
 
 
@@ -55,8 +55,12 @@ class _Connection(socketserver.StreamRequestHandler):
 
 
 def measure(
-    num_ranks: int, backend: Backend, plan: Plan, note: Callable[[Step], None], program: Sequence[str] = LIBRARY_PROGRAM
-) -> Report:
+    num_ranks: int,
+    backend: Backend,
+    plan: BenchPlan,
+    note: Callable[[Step], None],
+    program: Sequence[str] = LIBRARY_PROGRAM,
+) -> BenchReport:
     """Start ranks on this host that measure a plan, and return their report. Raises `PoolError` if they cannot."""
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # `_find_reason` says the same in a sentence

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplat.backends.ranks.bench.records import FACTORS, Report
+from fedplat.backends.ranks.bench.records import FACTORS, BenchReport
 from fedplat.simulation.report import plots
 from fedplat_server.pool.bench import sizes, tables
 
@@ -19,12 +19,12 @@ COLOURS = (plots.MAIN, plots.QUIET, plots.SPARE, plots.SECOND, plots.BAD)
 _COLUMNS = 4
 
 
-def save(report: Report, path: Path) -> None:
+def save(report: BenchReport, path: Path) -> None:
     """Draw a PNG file. Raises `MissingExtraError` without matplotlib."""
     plots.save(path, lambda figure: draw(figure, report))
 
 
-def draw(figure: Figure, report: Report) -> None:
+def draw(figure: Figure, report: BenchReport) -> None:
     """Draw small multiples with the same axes, both logarithmic."""
     collectives = [each for each in FACTORS if any(found.collective == each for found in report.measurements)]
     columns = min(_COLUMNS, len(collectives))
@@ -43,7 +43,7 @@ def draw(figure: Figure, report: Report) -> None:
     figure.legend([handles[name] for name in names], names, loc="outside upper center", ncols=len(names), frameon=False)
 
 
-def _panel(axis: Axes, report: Report, collective: str) -> None:
+def _panel(axis: Axes, report: BenchReport, collective: str) -> None:
     for colour, implementation in zip(COLOURS, tables.list_implementations(report), strict=False):
         found = sorted(
             (each.size, each.busbw)

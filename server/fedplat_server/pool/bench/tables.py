@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from fedplat.backends.ranks.bench.records import FACTORS, LIBRARY, Measurement, Report
+from fedplat.backends.ranks.bench.records import FACTORS, LIBRARY, BenchReport, Measurement
 from fedplat_server.pool.bench import sizes
 
 
-def list_implementations(report: Report) -> list[str]:
+def list_implementations(report: BenchReport) -> list[str]:
     """Return the implementations in a report, that of the library first."""
     return list(dict.fromkeys(each.implementation for each in report.measurements))
 
 
-def name_of(implementation: str, report: Report) -> str:
+def name_of(implementation: str, report: BenchReport) -> str:
     """Return the name of an implementation that operators know."""
     return {"gloo": "Gloo", "nccl": "NCCL"}[report.library] if implementation == LIBRARY else implementation
 
 
-def make_table(report: Report) -> Table:
+def make_table(report: BenchReport) -> Table:
     """Return a row for each collective and size: the library's time and algbw, and the busbw of all implementations."""
     names = list_implementations(report)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -38,7 +38,7 @@ def make_table(report: Report) -> Table:
     return table
 
 
-def summarize(report: Report) -> list[str]:
+def summarize(report: BenchReport) -> list[str]:
     """Return lines with the references for collectives, and the conditions of the measurement."""
     lines = [
         f"{report.ranks} ranks on {report.device}, {report.cores} CPU cores, load {report.load:.1f} before it began; "
