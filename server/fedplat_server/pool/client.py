@@ -146,7 +146,8 @@ class WorkerPool:
         try:
             info = msgspec.msgpack.decode(await describe(b"", timeout=_DESCRIBE_S), type=protocol.WorkerInfo)
         except grpc.aio.AioRpcError as exc:
-            raise self._unavailable(f"{exc.code().name}: {exc.details()}") from exc
+            reason = exc.details() or exc.code().name
+            raise self._unavailable(reason.rpartition("error: ")[2]) from exc  # the system's own words, if it has some
         except msgspec.DecodeError as exc:
             raise self._unavailable(f"a pool of another version of fedplat: {exc}") from exc
         if self._backend == "nccl" and not info.device.startswith("cuda"):
