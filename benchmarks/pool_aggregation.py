@@ -36,7 +36,7 @@ from fedplat_server.attempts.here import Here
 from fedplat_server.attempts.pooled import OnPool
 from fedplat_server.attempts.recipe import Recipe, Update
 from fedplat_server.blobs import BlobStore
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.client import WorkerPool
 
 COLUMNS = (
     "where",
@@ -153,7 +153,7 @@ def on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[fl
 
     async def measure(processes: list[int]) -> tuple[float, list[int], str]:
         begin = time.perf_counter()
-        folding = OnPool(recipe_of(folder, split, ranks), BlobStore(folder / "blobs"), PoolLink.of_folder(folder))
+        folding = OnPool(recipe_of(folder, split, ranks), BlobStore(folder / "blobs"), WorkerPool.at(folder))
         await folding.begin()
         digest = await aggregated(folding, folder, num_updates)
         return time.perf_counter() - begin, [peak_bytes(process) for process in processes], digest
@@ -168,7 +168,7 @@ def running_pool(folder: Path, ranks: int) -> Generator[list[int]]:
     command = [str(Path(sys.executable).parent / "fedplat-server"), "pool", "run", "--data-dir", str(folder)]
     started = subprocess.Popen([*command, "--ranks", str(ranks), "--log-level", "ERROR"], stderr=subprocess.DEVNULL)
     try:
-        if not asyncio.run(PoolLink.of_folder(folder).is_there(120.0)):
+        if not asyncio.run(WorkerPool.at(folder).is_ready(120.0)):
             raise SystemExit("the pool did not start")
         children = psutil.Process(started.pid).children()
         yield [child.pid for child in children if "RANK" in child.environ()]

@@ -29,7 +29,7 @@ from fedplat_server.attempts.pooled import PoolFirst
 from fedplat_server.attempts.recipe import Recipe, Update
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobError, StoreUnavailableError
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.client import WorkerPool
 from fedplat_server.training import ServerTraining, is_due
 from fedplat_server.uploads import UploadKey, UploadStore
 
@@ -50,7 +50,7 @@ class _Work:
 class Accelerators:
     """What the server has beside its own process."""
 
-    pool: PoolLink
+    pool: WorkerPool
     training: ServerTraining
 
 
@@ -195,7 +195,7 @@ class Aggregation:
         """Where the job's attempts are aggregated."""
         if job.spec.pool is None or self._accelerators is None:
             return Here(recipe, blobs)
-        return PoolFirst(recipe, blobs, self._accelerators.pool.suited(job.spec.pool.backend))
+        return PoolFirst(recipe, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
 
     async def _origin(self, job: JobState, command: Fold) -> str:
         """The file of the version that a client began with, if that is not the latest."""

@@ -39,7 +39,7 @@ from fedplat_server.identity.callers import Callers
 from fedplat_server.identity.enrolment import Enrolments, Trust
 from fedplat_server.identity.revocation import Revocation
 from fedplat_server.inline_models import InlineModels
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.client import WorkerPool
 from fedplat_server.progress import ProgressTracker
 from fedplat_server.retention import Retention
 from fedplat_server.rpc import serving
@@ -305,7 +305,7 @@ class _Parts:
             certificates=endpoint.certificates,
             mtls_port=endpoint.mtls_port,
         )
-        pool = PoolLink.of_folder(config.data_dir)
+        pool = WorkerPool.at(config.data_dir)
         retention = Retention(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(

@@ -29,10 +29,10 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat_server import logs, references
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import StoreError, StoreUnavailableError
-from fedplat_server.pool.learning import Scored
+from fedplat_server.pool.messages import EvaluateReply
 
 Note = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
-Score = Callable[[str, Path, JobSpec], Awaitable[Scored]]
+Score = Callable[[str, Path, JobSpec], Awaitable[EvaluateReply]]
 NOTE_RETRY_S = 1.0
 MAX_METRICS_BYTES = 32 * 2**10
 """The most that the metrics of a version take as JSON: a database that has more of them does not give them back."""

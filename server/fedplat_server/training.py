@@ -27,9 +27,17 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
-from fedplat_server.pool.link import PoolLink, Session
-from fedplat_server.pool.own import OwnRank
+from fedplat_server.pool.client import RunningTask, WorkerPool
+from fedplat_server.pool.local_rank import LocalRank
+from fedplat_server.pool.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    TeacherModels,
+    TrainerReference,
+    TrainProgress,
+    TrainReply,
+    TrainRequest,
+)
 
 TRIES = 3
 """How often a work is begun whose ranks died, before its attempt fails."""
@@ -61,13 +69,13 @@ class ServerTraining:
     """The server's trainers by name, and what they are at. `post` hears how warm starts ended."""
 
     def __init__(self, trainers: Mapping[str, str], data_dir: Path, blobs: BlobStore, post: Post) -> None:
-        self._trainers = {name: Trainer(reference, os.getcwd()) for name, reference in trainers.items()}
+        self._trainers = {name: TrainerReference(reference, os.getcwd()) for name, reference in trainers.items()}
         self._data_dir = data_dir
         self._blobs = blobs
         self._post = post
-        self._pool = PoolLink.of_folder(data_dir)
-        self._own = OwnRank()
-        self._cpu = OwnRank("gloo")
+        self._pool = WorkerPool.at(data_dir)
+        self._own = LocalRank()
+        self._cpu = LocalRank("gloo")
         self._had_pool = False
         self._open: dict[AttemptKey, asyncio.Task[None]] = {}
         self._removing: set[asyncio.Task[None]] = set()
@@ -121,7 +129,7 @@ class ServerTraining:
     async def _warm_start(self, job: JobState, key: AttemptKey) -> AttemptAggregated:
         table, folder = job.spec.warm_start, self._folder(job.job_id)
         assert table is not None
-        asked = Training(
+        asked = TrainRequest(
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
@@ -131,7 +139,7 @@ class ServerTraining:
             checkpoints=str(folder),
             traces=str(self._data_dir / "traces" / job.job_id / "warm_start"),
         )
-        moves: list[Progress] = []
+        moves: list[TrainProgress] = []
         try:
             learned, blob = await self._trained(asked, f"warm start of {job.job_id}", job.spec.pool, moves.append)
         except PoolWorkError:
@@ -150,8 +158,8 @@ class ServerTraining:
         teachers = None
         if table.method == "distill":
             base = str(self._blobs.path(job.latest.digest))
-            teachers = Teachers(base, tuple(map(str, updates)), job.spec.compression.uplink)
-        asked = Training(
+            teachers = TeacherModels(base, tuple(map(str, updates)), job.spec.compression.uplink)
+        asked = TrainRequest(
             trainer=self._trainer(table.trainer),
             rule=job.spec.aggregation,
             num_ranks=job.spec.num_ranks,
@@ -170,19 +178,23 @@ class ServerTraining:
 
     # --- scores ----------------------------------------------------------------------------------------------
 
-    async def score(self, name: str, model: Path, spec: JobSpec) -> Scored:
+    async def score(self, name: str, model: Path, spec: JobSpec) -> EvaluateReply:
         """Scores a version of a job on a trainer's held-out examples."""
-        asked = Scoring(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
+        asked = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
         try:
-            return await self._done(_Work("evaluate", asked, _ignore, spec.pool), Scored)
+            return await self._done(_Work("evaluate", asked, _ignore, spec.pool), EvaluateReply)
         except FedplatError as exc:
-            return Scored(error=str(exc))
+            return EvaluateReply(error=str(exc))
 
     # --- works -----------------------------------------------------------------------------------------------
 
     async def _trained(
-        self, asked: Training, what: str, pool: Pool | None, moved: Callable[[Progress], object] = lambda _: None
-    ) -> tuple[Learned, Blob]:
+        self,
+        asked: TrainRequest,
+        what: str,
+        pool: Pool | None,
+        moved: Callable[[TrainProgress], object] = lambda _: None,
+    ) -> tuple[TrainReply, Blob]:
         """Has a training done, and stores the model; `moved` hears how far it is.
 
         Raises `PoolError` with the reason if it cannot be done.
@@ -191,7 +203,7 @@ class ServerTraining:
         with self._blobs.temporary() as result:
             asked = msgspec.structs.replace(asked, result=str(result))
             work = _Work("train", asked, journal.note, pool)
-            learned = await self._done(work, Learned)
+            learned = await self._done(work, TrainReply)
             if learned.error:
                 raise PoolWorkError(learned.error)
             blob = await asyncio.to_thread(self._blobs.take, result)
@@ -217,17 +229,17 @@ class ServerTraining:
                 work = work._replace(on_cpu=True)
 
     @contextlib.asynccontextmanager
-    async def _begun(self, work: _Work, *, again: bool) -> AsyncGenerator[Session]:
+    async def _begun(self, work: _Work, *, again: bool) -> AsyncGenerator[RunningTask]:
         """A session with the pool, if the job has one and it is there, or else with the daemon's own rank."""
         ranks = self._cpu if work.on_cpu else self._own
         if work.pool is not None and not work.on_cpu:
-            pool = self._pool.suited(work.pool.backend)
-            self._had_pool = await pool.is_there(PATIENCE_S if again and self._had_pool else 0.0)
+            pool = self._pool.with_backend(work.pool.backend)
+            self._had_pool = await pool.is_ready(PATIENCE_S if again and self._had_pool else 0.0)
             ranks = pool if self._had_pool else self._own
-        async with ranks.begin(work.name, work.request, work.on_note) as session:
+        async with ranks.start_task(work.name, work.request, work.on_note) as session:
             yield session
 
-    def _trainer(self, name: str) -> Trainer:
+    def _trainer(self, name: str) -> TrainerReference:
         if name not in self._trainers:  # a job of an earlier run of the daemon
             raise ConfigError(f"the server has no trainer {name!r} any more; start it with --trainer {name}=...")
         return self._trainers[name]
@@ -239,14 +251,14 @@ class ServerTraining:
 class _Journal:
     """Writes into the log now and then how far a training is."""
 
-    def __init__(self, what: str, moved: Callable[[Progress], object]) -> None:
+    def __init__(self, what: str, moved: Callable[[TrainProgress], object]) -> None:
         self._what, self._moved = what, moved
         self._now = asyncio.get_running_loop().time
         self._logged_at = self._now()
 
     def note(self, content: bytes) -> None:
         """To be told what the ranks tell."""
-        progress = msgspec.msgpack.decode(content, type=Progress)
+        progress = msgspec.msgpack.decode(content, type=TrainProgress)
         self._moved(progress)
         if self._now() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self._now()
@@ -260,7 +272,7 @@ async def _remove(folder: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _metrics(learned: Learned) -> dict[str, float]:
+def _metrics(learned: TrainReply) -> dict[str, float]:
     """What is shown of a training; a loss that is not finite cannot be."""
     found = {"first_loss": learned.first_loss, "loss": learned.last_loss}
     return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.client import WorkerPool
 
 
 class PoolProcess:
@@ -28,13 +28,13 @@ class PoolProcess:
             )
 
     @property
-    def link(self) -> PoolLink:
+    def link(self) -> WorkerPool:
         """The daemon's end."""
-        return PoolLink.of_folder(self.folder)
+        return WorkerPool.at(self.folder)
 
-    async def ready(self) -> PoolLink:
+    async def ready(self) -> WorkerPool:
         """Returns when it listens."""
-        assert await self.link.is_there(60.0), self.log.read_text()
+        assert await self.link.is_ready(150.0), self.log.read_text()
         return self.link
 
     def ranks(self) -> dict[int, psutil.Process]:

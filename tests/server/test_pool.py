@@ -1,4 +1,4 @@
-"""The pool's process: works, ranks that die, works that nobody wants any more, and how it is started and stopped."""
+"""The pool's process: tasks, ranks that die, tasks that are cancelled, and how it is started and stopped."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool import commands, keys
-from fedplat_server.pool.events import Event
-from fedplat_server.pool.link import PoolLink
-from fedplat_server.pool.order import Order
-from fedplat_server.pool.tasks import Pause, Task
-from fedplat_server.pool.works import Echo
+from fedplat_server.pool import client, commands, encryption, protocol
+from fedplat_server.pool.broadcast import TaskEvent
+from fedplat_server.pool.client import WorkerPool
+from fedplat_server.pool.coroutine import Pause, ThreadCoroutine
+from fedplat_server.pool.scheduler import TurnScheduler
+from fedplat_server.pool.tasks import Echo
 from server.pool import PoolProcess, pool
 
 
@@ -35,11 +35,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[PoolProcess]:
         yield started
 
 
-async def test_all_ranks_do_the_same_work_and_several_can_be_open_at_once(running: PoolProcess) -> None:
+async def test_all_ranks_do_the_same_task_and_several_can_be_open_at_once(running: PoolProcess) -> None:
     link = await running.ready()
+    assert await link.describe() == protocol.WorkerInfo(2, "cpu")
     notes: list[bytes] = []
-    async with link.begin("echo", Echo(["a"]), notes.append) as one, link.begin("echo", Echo(["b"])) as two:
-        assert (one.hello.num_ranks, one.hello.device) == (2, "cpu")
+    async with link.start_task("echo", Echo(["a"]), notes.append) as one, link.start_task("echo", Echo(["b"])) as two:
         for number in range(3):
             await one.send(Echo([f"a{number}"]))
             await two.send(Echo([f"b{number}"]))
@@ -48,42 +48,42 @@ async def test_all_ranks_do_the_same_work_and_several_can_be_open_at_once(runnin
     assert notes == [b"all ranks have answered"]
 
 
-async def test_a_work_that_is_left_disturbs_nobody(running: PoolProcess) -> None:
+async def test_a_cancelled_task_disturbs_no_other(running: PoolProcess) -> None:
     link = await running.ready()
     ranks = {number: process.pid for number, process in running.ranks().items()}
-    async with link.begin("echo", Echo(["left"])) as left:
+    async with link.start_task("echo", Echo(["left"])) as left:
         await left.send(Echo(["more"]))
-    async with link.begin("echo", Echo(["next"])) as after:
+    async with link.start_task("echo", Echo(["next"])) as after:
         assert (await after.result(Echo)).texts == ["next"]
     assert {number: process.pid for number, process in running.ranks().items()} == ranks
 
 
-async def test_an_unknown_work_is_refused_and_the_ranks_go_on(running: PoolProcess) -> None:
+async def test_an_unknown_task_is_refused_and_the_ranks_go_on(running: PoolProcess) -> None:
     link = await running.ready()
-    async with link.begin("dance", Echo([])) as session:
-        with pytest.raises(PoolWorkError, match="knows no 'dance'"):
+    async with link.start_task("dance", Echo([])) as session:
+        with pytest.raises(PoolWorkError, match="has no task 'dance'"):
             await session.result(Echo)
-    async with link.begin("echo", Echo(["still"])) as session:
+    async with link.start_task("echo", Echo(["still"])) as session:
         assert (await session.result(Echo)).texts == ["still"]
 
 
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_killed_rank_breaks_the_work_off_and_the_group_is_formed_again(
+async def test_a_killed_rank_breaks_the_task_off_and_the_group_is_formed_again(
     running: PoolProcess, victim: int
 ) -> None:
     link = await running.ready()
-    async with link.begin("echo", Echo(["a"])) as session:
+    async with link.start_task("echo", Echo(["a"])) as session:
         await session.send(Echo(["b"]))
         running.ranks()[victim].send_signal(signal.SIGKILL)
         with pytest.raises(PoolBrokenError):
             await session.result(Echo)
-    assert await link.is_there(60.0)
-    async with link.begin("echo", Echo(["again"])) as session:
+    assert await link.is_ready(150.0)
+    async with link.start_task("echo", Echo(["again"])) as session:
         assert (await session.result(Echo)).texts == ["again"]
 
 
-async def test_nobody_else_reaches_the_ranks_of_one_host(running: PoolProcess) -> None:
+async def test_other_hosts_and_users_cannot_reach_the_ranks_of_one_host(running: PoolProcess) -> None:
     await running.ready()
     processes = [psutil.Process(running.process.pid), *running.ranks().values()]
     listening = [each for one in processes for each in one.net_connections("tcp") if each.status == "LISTEN"]
@@ -93,38 +93,38 @@ async def test_nobody_else_reaches_the_ranks_of_one_host(running: PoolProcess) -
 
 
 def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
-    keys.make(tmp_path)
-    key = keys.read(tmp_path)
-    keys.make(tmp_path)
-    assert keys.read(tmp_path) == key, "a second host finds it"
+    encryption.create_key(tmp_path)
+    key = encryption.read_key(tmp_path)
+    encryption.create_key(tmp_path)
+    assert encryption.read_key(tmp_path) == key, "a second host finds it"
     assert len(key) == 32
-    group = keys.Sealed(key, b"group 7")
-    message = group.sealed(b"begin", 0, 7)
+    group = encryption.GroupCipher(key, b"group 7")
+    message = group.encrypt(b"begin", 0, 7)
     assert b"begin" not in message
-    assert keys.Sealed(key, b"group 7").opened(message, 0, 7) == b"begin"
+    assert encryption.GroupCipher(key, b"group 7").decrypt(message, 0, 7) == b"begin"
     for sender, number, forged in ((0, 8, message), (1, 7, message), (0, 7, message + b"!"), (0, 7, b"")):
         with pytest.raises(PermissionError, match="not of this pool"):
-            group.opened(forged, sender, number)
-    for other in (keys.Sealed(key, b"group 8"), keys.Sealed(bytes(32), b"group 7")):
+            group.decrypt(forged, sender, number)
+    for other in (encryption.GroupCipher(key, b"group 8"), encryption.GroupCipher(bytes(32), b"group 7")):
         with pytest.raises(PermissionError):
-            other.opened(message, 0, 7)
+            other.decrypt(message, 0, 7)
 
 
-async def test_a_work_that_fails_says_why(running: PoolProcess) -> None:
+async def test_a_task_that_fails_reports_the_reason(running: PoolProcess) -> None:
     link = await running.ready()
-    async with link.begin("echo", _Wrong(5)) as session:
+    async with link.start_task("echo", _Wrong(5)) as session:
         with pytest.raises(PoolWorkError, match=r"rank [01]: ValidationError"):
             await session.result(Echo)
-    assert await link.is_there(60.0)
+    assert await link.is_ready(150.0)
 
 
-def test_status_says_what_there_is(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(running.ready())
     commands.status(running.folder, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"ranks": 2, "device": "cpu"}
     commands.status(running.folder)
     assert capsys.readouterr().out == "the pool has 2 ranks; rank 0 computes on cpu\n"
-    with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock"):
+    with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock \(No such file or directory\)"):
         commands.status(tmp_path)
 
 
@@ -155,18 +155,42 @@ def test_nccl_wants_a_gpu(tmp_path: Path) -> None:
 
 async def test_a_job_that_wants_gpus_does_not_get_others(running: PoolProcess) -> None:
     link = await running.ready()
-    assert await link.suited("gloo").is_there()
-    if (await link.look()).device == "cpu":
+    assert await link.with_backend("gloo").is_ready()
+    if (await link.describe()).device == "cpu":
         with pytest.raises(PoolUnavailableError, match=r'the pool computes on cpu.*pool\.backend = "nccl"'):
-            await link.suited("nccl").look()
+            await link.with_backend("nccl").describe()
 
 
-async def test_without_a_pool_nobody_answers(tmp_path: Path) -> None:
-    link = PoolLink.of_folder(tmp_path)
-    assert not await link.is_there()
-    with pytest.raises(PoolUnavailableError, match="start one with fedplat-server pool run"):
-        async with link.begin("echo", Echo([])):
+async def test_a_missing_pool_is_reported(tmp_path: Path) -> None:
+    link = WorkerPool.at(tmp_path)
+    assert not await link.is_ready()
+    with pytest.raises(PoolUnavailableError, match="start one with: fedplat-server pool run"):
+        async with link.start_task("echo", Echo([])):
             pass
+
+
+async def test_messages_may_be_larger_than_those_of_grpc_by_default(running: PoolProcess) -> None:
+    link = await running.ready()
+    large = "x" * (8 * 2**20)
+    async with link.start_task("echo", Echo([large])) as task:
+        await task.send(Echo([large]))
+        assert (await task.result(Echo)).texts == [large, large]
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+async def test_a_listener_that_is_not_a_pool_is_a_clear_error(
+    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_DESCRIBE_S", 1.0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "pool.sock"):
+        with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock"):
+            await WorkerPool.at(tmp_path).describe()
 
 
 def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:
@@ -178,42 +202,42 @@ def test_a_stopped_pool_leaves_nothing(tmp_path: Path) -> None:
     assert not rank.is_running()
 
 
-def test_tasks_take_turns() -> None:
+def test_coroutines_take_turns() -> None:
     said: list[str] = []
 
-    def made(name: str) -> Task:
+    def made(name: str) -> ThreadCoroutine:
         def run(inbox: Iterator[bytes]) -> bytes:
             for message in inbox:
                 said.append(name + message.decode())
                 task.pause()
             return b"".join([name.encode(), b" done"])
 
-        task = Task(name, run)
+        task = ThreadCoroutine(name, run)
         return task
 
     one, two = made("a"), made("b")
-    assert [one.start(), two.start()] == [Pause.WAITS, Pause.WAITS]
-    assert [one.give(b"1"), two.give(b"2")] == [Pause.YIELDS, Pause.YIELDS]
-    assert one.resume() is Pause.WAITS
+    assert [one.start(), two.start()] == [Pause.WAITING, Pause.WAITING]
+    assert [one.send(b"1"), two.send(b"2")] == [Pause.YIELDED, Pause.YIELDED]
+    assert one.resume() is Pause.WAITING
     assert one.end() == b"a done"
     two.cancel()
     assert said == ["a1", "b2"]
 
 
-def test_whatever_comes_is_done_between_the_steps_of_a_long_work() -> None:
-    coming: SimpleQueue[Event] = SimpleQueue()
-    order = Order(coming)
-    for event in (Event(1, "begin"), Event(2, "begin"), Event(1, "end"), Event(3, "begin")):
+def test_new_events_are_handled_between_the_steps_of_a_long_task() -> None:
+    coming: SimpleQueue[TaskEvent] = SimpleQueue()
+    scheduler = TurnScheduler(coming)
+    for event in (TaskEvent(1, "start"), TaskEvent(2, "start"), TaskEvent(1, "end"), TaskEvent(3, "start")):
         coming.put(event)
-    # Work 1 lets others have their turn three times and then waits for its end, which has come long ago.
-    outcomes = {1: [Pause.YIELDS] * 3 + [Pause.WAITS, b"done"], 2: [Pause.WAITS], 3: [Pause.WAITS]}
+    # Task 1 lets others have their turn three times and then waits for its end, which has come long ago.
+    outcomes = {1: [Pause.YIELDED] * 3 + [Pause.WAITING, b"done"], 2: [Pause.WAITING], 3: [Pause.WAITING]}
     found: list[tuple[int, str]] = []
     while outcomes[1]:
-        event = order.next()
-        order.went(event.work, outcomes[event.work].pop(0))
-        found.append((event.work, event.kind))
+        event = scheduler.next()
+        scheduler.record(event.task, outcomes[event.task].pop(0))
+        found.append((event.task, event.kind))
     resumed = (1, "resume")
-    assert found == [(1, "begin"), resumed, (2, "begin"), resumed, (3, "begin"), resumed, (1, "end")]
+    assert found == [(1, "start"), resumed, (2, "start"), resumed, (3, "start"), resumed, (1, "end")]
 
 
 class _Wrong(msgspec.Struct):

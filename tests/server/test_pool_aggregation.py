@@ -28,7 +28,7 @@ from fedplat_server.attempts.pooled import Close, OnPool, PoolFirst
 from fedplat_server.attempts.recipe import Recipe, Update
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobFullError
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.client import WorkerPool
 from server import harness
 from server.harness import Site, job_file
 from server.pool import PoolProcess, pool
@@ -129,7 +129,7 @@ def kill_one(ranks: PoolProcess) -> None:
     running[max(running)].send_signal(signal.SIGKILL)
 
 
-async def on_pool(spool: Spool, recipe: Recipe, link: PoolLink) -> Aggregate:
+async def on_pool(spool: Spool, recipe: Recipe, link: WorkerPool) -> Aggregate:
     folding = OnPool(recipe, spool.blobs, link)
     await folding.begin()
     return await spool.done(folding)
@@ -255,7 +255,7 @@ async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, 
 @pytest.mark.parametrize("split", ["columns", "reports"])
 async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> None:
     spool = Spool(tmp_path, FEDADAM + f'[pool]\nranks = 2\nsplit = "{split}"\n')
-    recipe, nobody = spool.recipe(), PoolLink.of_folder(tmp_path)
+    recipe, nobody = spool.recipe(), WorkerPool.at(tmp_path)
     assert await spool.done(PoolFirst(recipe, spool.blobs, nobody)) == await spool.done(Here(recipe, spool.blobs))
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedplat.backends.ranks.bench.records import FACTORS, Link, Measurement, Report, bandwidths
+from fedplat.backends.ranks.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 from fedplat_server.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.pool.bench import picture, sizes, tables
@@ -29,9 +29,8 @@ def test_a_measurement_with_ranks(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert done.returncode == (0 if report["is_healthy"] else 1)  # which a busy machine may not be
     assert done.stderr == ""
-    found = {(each["collective"], each["way"], each["size"]) for each in report["measurements"]}
-    ways = ("library", "star", "tree", "ring", "shared")
-    assert found == {("all-reduce", way, size) for way in ways for size in (4096, 65536)}
+    found = {(each["collective"], each["implementation"], each["size"]) for each in report["measurements"]}
+    assert found == {("all-reduce", "library", size) for size in (4096, 65536)}
     assert all(each["is_correct"] for each in report["measurements"])
     assert (tmp_path / "busbw.png").read_bytes().startswith(b"\x89PNG")
 
@@ -61,10 +60,10 @@ def test_mistakes_are_one_clear_line(arguments: str, text: str) -> None:
 
 def test_sizes_as_operators_write_them() -> None:
     written = {"1KB": 1024, "1k": 1024, "64 MB": 2**26, "1GiB": 2**30, "4096": 4096, "4096B": 4096}
-    assert {text: sizes.parsed(text, "--min-size") for text in written} == written
-    assert sizes.powers(1024, 2**20, 16) == [2**10, 2**14, 2**18, 2**20]
-    assert sizes.powers(1024, 1024, 2) == [1024]
-    assert [sizes.shown(size) for size in (12, 1020, 1024, 2**26 - 64, 2**30)] == [
+    assert {text: sizes.parse(text, "--min-size") for text in written} == written
+    assert sizes.list_powers(1024, 2**20, 16) == [2**10, 2**14, 2**18, 2**20]
+    assert sizes.list_powers(1024, 1024, 2) == [1024]
+    assert [sizes.format_size(size) for size in (12, 1020, 1024, 2**26 - 64, 2**30)] == [
         "12 B",
         "1 KB",
         "1 KB",
@@ -76,34 +75,34 @@ def test_sizes_as_operators_write_them() -> None:
 def test_the_memory_of_a_container_is_less_than_that_of_its_host(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    6000 kB\n")
-    assert sizes.available(tmp_path) == 6000 * 1024
+    assert sizes.available_memory(tmp_path) == 6000 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("1000\n")
-    assert sizes.available(tmp_path) == 6000 * 1024
+    assert sizes.available_memory(tmp_path) == 6000 * 1024
     (group / "memory.max").write_text("5000\n")
-    assert sizes.available(tmp_path) == 4000
+    assert sizes.available_memory(tmp_path) == 4000
 
 
-def made_up() -> Report:
+def made_up() -> BenchReport:
     found = [
         Measurement(
             collective=collective,
-            way=way,
+            implementation=name,
             size=size,
             seconds=0.004,
             repetitions=3,
             algbw=bandwidths(collective, size, 0.004, 2)[0],
-            busbw=bandwidths(collective, size, 0.004, 2)[1] * (4 if way == "shared" else 1),
-            is_correct=way != "ring",
+            busbw=bandwidths(collective, size, 0.004, 2)[1] * (4 if name == "shared memory" else 1),
+            is_correct=name != "ring",
         )
         for collective in FACTORS
-        for way in ("library", "ring", "shared")
+        for name in ("library", "ring", "shared memory")
         for size in (1024, 2**20, 2**30)
     ]
     links = [Link(0, 1, 1.5), Link(1, 0, 1.25)]
-    return Report(
+    return BenchReport(
         ranks=2,
         device="cpu",
         library="gloo",
@@ -116,16 +115,16 @@ def made_up() -> Report:
     )
 
 
-def test_the_table_shows_all_ways_side_by_side() -> None:
+def test_the_table_shows_all_implementations_side_by_side() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(tables.busbw(made_up()))
+    console.print(tables.make_table(made_up()))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert " ".join(lines[0]) == "collective size Gloo time algbw busbw Gloo busbw ring busbw shared memory"
     assert lines[1] == ["broadcast", "1", "KB", "4.00", "ms", "0.000", "0.000", "WRONG", "0.001"]
     assert lines[-1] == ["1", "GB", "4.00", "ms", "268.435", "268.435", "WRONG", "1073.742"]
-    said = "\n".join(tables.summary(made_up()))
+    said = "\n".join(tables.summarize(made_up()))
     assert "links between two ranks: median 1.38, slowest 1.25 GB/s (rank 1 to 0)" in said
-    assert "the host was busy" in said
+    assert "other programs kept the host busy" in said
 
 
 def test_the_picture_has_a_panel_for_each_collective() -> None:

@@ -21,8 +21,9 @@ import pytest
 
 from fedplat.backends.ranks import Ranks
 from fedplat_server.attempts.pooled import OnPool
-from fedplat_server.pool.events import Event, Events, LostRankError
-from fedplat_server.pool.frames import Refused
+from fedplat_server.pool import broadcast
+from fedplat_server.pool.broadcast import Broadcast, LostRankError, TaskEvent
+from fedplat_server.pool.protocol import TaskRefusal
 from server import strangers
 from server.pool import PoolProcess, pool
 from server.test_pool_aggregation import BY_COLUMNS, JOBS, Spool
@@ -79,7 +80,7 @@ async def test_another_user_of_the_host_gets_no_noise_and_changes_nothing(open_f
 
 
 class _FakeRanks:
-    """Two ranks in threads; rank 0's words pass through `between`."""
+    """Two ranks in threads; the contents of rank 0 pass through `between`."""
 
     size = 2
 
@@ -89,7 +90,7 @@ class _FakeRanks:
         self._words = words
         self._between = between
 
-    def told(self, content: bytes = b"") -> bytes:
+    def broadcast(self, content: bytes = b"") -> bytes:
         if self.is_first:
             self._words.put(self._between(content))
         return self._words.get() if not self.is_first else content
@@ -130,9 +131,9 @@ class _Wire:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Events]]:
-    """Events of a test; their connections end with it, where a rank's end with its process."""
-    made: list[Events] = []
+def opened() -> Iterator[list[Broadcast]]:
+    """Connections of a test; their connections end with it, where a rank's end with its process."""
+    made: list[Broadcast] = []
     yield made
     for events in made:
         for connection in events._connections:  # pyright: ignore[reportPrivateUsage]
@@ -140,49 +141,48 @@ def opened() -> Iterator[list[Events]]:
 
 
 def _both(
-    opened: list[Events], key: bytes, other_key: bytes, folder: Path | None, wire: _Wire | None = None
-) -> tuple[Events, Events]:
+    opened: list[Broadcast], key: bytes, folder: Path | None, between: Callable[[bytes], bytes] = bytes
+) -> tuple[Broadcast, Broadcast]:
     words: SimpleQueue[bytes] = SimpleQueue()
-    between = wire.tapped if wire is not None else bytes
 
-    def made(rank: int, secret: bytes) -> Events:
-        return Events(cast(Ranks, cast(Any, _FakeRanks(rank, words, between))), secret, folder)
+    def make(rank: int) -> Broadcast:
+        return Broadcast(cast(Ranks, cast(Any, _FakeRanks(rank, words, between))), key, folder)
 
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.submit(made, 0, key), threads.submit(made, 1, other_key)
+        first, second = threads.submit(make, 0), threads.submit(make, 1)
         opened += [first.result(), second.result()]
     return opened[0], opened[1]
 
 
 @pytest.mark.parametrize("hosts", ["one", "several"])
 def test_events_arrive_in_order_and_the_words_of_a_rank_that_fails(
-    hosts: str, opened: list[Events], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: str, opened: list[Broadcast], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key = secrets.token_bytes(32)
-    first, second = _both(opened, key, key, tmp_path if hosts == "one" else None)
-    sent = [Event(number, "message", bytes(number)) for number in range(100)]
+    first, second = _both(opened, key, tmp_path if hosts == "one" else None)
+    sent = [TaskEvent(number, "message", bytes(number)) for number in range(100)]
     with ThreadPoolExecutor(1) as thread:
-        received = thread.submit(lambda: [second.next() for _ in sent])
+        received = thread.submit(lambda: [second.receive() for _ in sent])
         for event in sent:
             first.publish(event)
         assert received.result() == sent
-    second.tell_failure(Refused("no room", out_of_memory=True))
-    assert first.wait_for_failure() == Refused("no room", out_of_memory=True)
+    second.report_failure(TaskRefusal("no room", out_of_memory=True))
+    assert first.wait_for_failure() == TaskRefusal("no room", out_of_memory=True)
     if hosts == "one":
         assert (tmp_path / "events.sock").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_travels_between_hosts_does_not_hold_the_noise(
-    opened: list[Events], monkeypatch: pytest.MonkeyPatch
+    opened: list[Broadcast], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     key, noise, wire = secrets.token_bytes(32), secrets.token_bytes(32), _Wire()
-    first, second = _both(opened, key, key, None, wire)
-    event = Event(1, "begin", b"a recipe with noise " + noise, "aggregate")
+    first, second = _both(opened, key, None, wire.tapped)
+    event = TaskEvent(1, "start", b"a recipe with noise " + noise, "aggregate")
     first.publish(event)
     first.publish(event)
-    assert [second.next(), second.next()] == [event, event]
+    assert [second.receive(), second.receive()] == [event, event]
     assert len(wire.carried) > 2 * len(event.content)
     for clear in (noise, key, b"recipe", b"aggregate"):
         assert clear not in wire.carried
@@ -191,12 +191,29 @@ def test_what_travels_between_hosts_does_not_hold_the_noise(
     wire.close()
 
 
-def test_a_forged_event_is_refused_and_a_lost_rank_is_named(opened: list[Events], tmp_path: Path) -> None:
+def test_a_forged_event_is_refused_and_a_lost_rank_is_named(opened: list[Broadcast], tmp_path: Path) -> None:
     key = secrets.token_bytes(32)
-    first, second = _both(opened, key, key, tmp_path)
-    first._connections[0].sendall(b"\x10\0\0\0" + bytes(16))  # pyright: ignore[reportPrivateUsage]
+    first, second = _both(opened, key, tmp_path)
+    first._connections[0].send_bytes(bytes(16))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(PermissionError, match="message 0 of rank 0 is not of this pool"):
-        second.next()
+        second.receive()
     first._connections[0].close()  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(LostRankError, match="rank 0 is gone"):
-        second.next()
+        second.receive()
+
+
+def test_half_a_message_of_a_stranger_does_not_keep_ranks_waiting(
+    opened: list[Broadcast], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "_STALLED_S", 1)
+    key = secrets.token_bytes(32)
+    with socket.socket(socket.AF_UNIX) as stranger:
+
+        def connect(content: bytes) -> bytes:
+            stranger.connect(str(tmp_path / "events.sock"))
+            stranger.sendall(b"\0\0")
+            return content
+
+        first, second = _both(opened, key, tmp_path, between=connect)
+        first.publish(TaskEvent(1, "end"))
+        assert second.receive() == TaskEvent(1, "end")

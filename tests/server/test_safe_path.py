@@ -12,8 +12,8 @@ import pytest
 from fedplat import aggregate
 from fedplat.model import Parameters
 from fedplat_server import evaluation
-from fedplat_server.pool.own import OwnRank
-from fedplat_server.pool.works import Echo
+from fedplat_server.pool.local_rank import LocalRank
+from fedplat_server.pool.tasks import Echo
 from server.pool import pool
 
 PLANTED = ("torch", "multiprocessing", "msgspec")
@@ -39,9 +39,9 @@ def ran(planted: Path) -> str:
 
 
 async def test_the_rank_of_the_daemon(planted: Path) -> None:
-    rank = OwnRank("gloo")
+    rank = LocalRank("gloo")
     try:
-        async with rank.begin("echo", Echo(["a"]), lambda note: None) as session:
+        async with rank.start_task("echo", Echo(["a"]), lambda note: None) as session:
             assert (await session.result(Echo)).texts == ["a"]
     finally:
         await rank.close()

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportP
 
 from fedplat.backends import local
 from fedplat.backends.parallel import Spread, agreed
-from fedplat.backends.ranks import COLLECTIVE_S, Backend, Ranks, joined
+from fedplat.backends.ranks import COLLECTIVE_S, Backend, Ranks, join_group
 from fedplat.errors import FedplatError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
@@ -84,10 +84,10 @@ class TorchrunCrew:
             timeout_s=timeout_s,
         )
         self._say(msgspec.msgpack.encode(announced))
-        with joined(backend, timeout_s, self._room()) as ranks, self._blamed():
+        with join_group(backend, timeout_s, self._room()) as ranks, self._blamed():
             notes = task.memory.contents
             sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
-            ranks.told(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
+            ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
             for values in (task.parameters, *notes.values()):
                 _send(values)
             yield WithOthers(ranks)
@@ -113,7 +113,7 @@ class TorchrunCrew:
             self._say(_END)
 
     def _join(self, announced: _Announced, trainers: Mapping[str, TrainFunction]) -> None:
-        with joined(announced.backend, announced.timeout_s, self._room()) as self._ranks:
+        with join_group(announced.backend, announced.timeout_s, self._room()) as self._ranks:
             try:
                 trainers[announced.name](_task(announced, self._ranks))
             except Exception as exc:
@@ -198,7 +198,7 @@ class WithOthers:
 
         def told(done: int, total: int) -> bool:
             if not self._ranks.is_first:
-                said = self._ranks.told()
+                said = self._ranks.broadcast()
                 if said == _CANCELLED:
                     raise Cancelled("CLIENT_STOPPED", "rank 0 was told to stop")
                 return said == _ON
@@ -208,7 +208,7 @@ class WithOthers:
                 said = _ON if goes_on else _END
                 return goes_on
             finally:
-                self._ranks.told(said)
+                self._ranks.broadcast(said)
 
         return told
 
@@ -218,7 +218,7 @@ class WithOthers:
 
 def _task(announced: _Announced, ranks: Ranks) -> Task:
     """The task of rank 0, as the others see it."""
-    sizes = msgspec.msgpack.decode(ranks.told(), type=_Sizes)
+    sizes = msgspec.msgpack.decode(ranks.broadcast(), type=_Sizes)
     return Task(
         name=announced.name,
         parameters=_received(sizes.model),

@@ -69,7 +69,7 @@ class Checkpoints:
 
     def newest(self) -> str:
         """The name of the newest whole checkpoint that rank 0 sees, or nothing; the same on all ranks."""
-        return self._ranks.told(_newest(self._folder).encode()).decode()
+        return self._ranks.broadcast(_newest(self._folder).encode()).decode()
 
     def restore(self, name: str, progress: Progress) -> None:
         """Goes on from a checkpoint, if it has a name. Raises `ValueError` for one that does not fit the training."""

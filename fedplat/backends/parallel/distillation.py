@@ -36,7 +36,7 @@ def distill(
     it will use, in float32. The losses are divergences. Raises `TrainingError` and, without a teacher, `ValueError`.
     """
     assert isinstance(work.options, ServerStep)
-    group = ranks.first(work.num_ranks)
+    group = ranks.subgroup(work.num_ranks)
     if group is None:
         return None
     taught = dataclasses.replace(trainer, loss=divergence(work.options.temperature))

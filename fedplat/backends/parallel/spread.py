@@ -127,7 +127,7 @@ class Spread:
 
 def total(ranks: Ranks, scores: Scores) -> Sums:
     """The scores of all ranks; all of them get it."""
-    gathered = ranks.gather(msgspec.msgpack.encode(scores.sums()))
+    gathered = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
     return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in gathered)
 
 

@@ -67,7 +67,7 @@ def agreed(ranks: Ranks, make: Callable[[], Made]) -> Made:
     except Exception as exc:
         _logger.exception("The trainer cannot be used.")
         text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
-    for rank, said in enumerate(ranks.gather(text.encode())):
+    for rank, said in enumerate(ranks.all_gather(text.encode())):
         if said:
             raise TrainingError(f"the trainer cannot be used on rank {rank}: {said.decode()}")
     return made[0]

@@ -95,7 +95,7 @@ def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: Se
     raise, the model does not fit) is a `TrainingError` on all ranks alike; what fails within a step is raised where it
     happens, and that process should end, since the others wait for it.
     """
-    group = ranks.first(work.num_ranks)
+    group = ranks.subgroup(work.num_ranks)
     return None if group is None else Session(group, trainer, work).run(parameters)
 
 
@@ -188,7 +188,7 @@ class _Curve:
     def close(self) -> None:
         """Writes the losses of all steps so far."""
         mine = msgspec.msgpack.encode([scores.sums() for scores in self._open])
-        gathered = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.gather(mine)]
+        gathered = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.all_gather(mine)]
         first = self._progress.done - len(self._open)
         for step, parts in enumerate(zip(*gathered, strict=True), first):
             self._progress.losses[step] = Sums.total(parts).means()["loss"]

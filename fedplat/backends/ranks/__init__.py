@@ -1,8 +1,8 @@
-"""Processes that work together on one thing (extra "torch"): a `torch.distributed` group, started by torchrun.
+"""Processes that work together (extra "torch"): a `torch.distributed` group, started by torchrun.
 
-`group.py` is the group as the rest of fedplat sees it. NCCL carries tensors on GPUs, Gloo those on CPUs and all that
-is small; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` says who has which and who adds
-up what, `shared.py` reads them out of the others' memory on one host, `sent.py` sends them.
+`group.py` is the group as the rest of fedplat sees it. NCCL carries tensors on GPUs, Gloo those on CPUs and all small
+messages; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` assigns vectors and columns to
+processes, `shared_memory.py` reads the other processes' vectors on one host, `p2p.py` sends them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from fedplat.errors import MissingExtraError
 
 try:
-    from fedplat.backends.ranks.exchange import Way, vectors
-    from fedplat.backends.ranks.group import COLLECTIVE_S, Backend, Ranks, joined, store_of_one_host
-    from fedplat.backends.ranks.layout import Layout
+    from fedplat.backends.ranks.exchange import Transport, make_vectors
+    from fedplat.backends.ranks.group import COLLECTIVE_S, Backend, Ranks, join_group, make_file_store
+    from fedplat.backends.ranks.layout import VectorLayout
     from fedplat.backends.ranks.vectors import Vectors
 except ImportError as exc:
     raise MissingExtraError(
@@ -20,4 +20,14 @@ except ImportError as exc:
         "pip install 'fedplat-server[pool]' (or 'fedplat[torch]')"
     ) from exc
 
-__all__ = ["COLLECTIVE_S", "Backend", "Layout", "Ranks", "Vectors", "Way", "joined", "store_of_one_host", "vectors"]
+__all__ = [
+    "COLLECTIVE_S",
+    "Backend",
+    "Ranks",
+    "Transport",
+    "VectorLayout",
+    "Vectors",
+    "join_group",
+    "make_file_store",
+    "make_vectors",
+]

@@ -1,8 +1,8 @@
 """The sum of updates in the memory of an accelerator.
 
-Windows of an update go there through two pieces of pinned memory, so that one is copied while the other is filled. The
-product and the sum are two operations, each rounded to float32: one that does both at once would round once, and the
-bits would be others than those of NumPy.
+Windows of an update are copied there through two pinned buffers: one is copied while the other is filled. The product
+and the sum are two operations, each rounded to float32. A fused operation would round once, and give other bits than
+NumPy.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from fedplat.model import WINDOW, Vector
 
 _SPARE_BYTES = 8 * 4 * WINDOW
-"""What is needed beside the sum: two windows of an update, and what PyTorch itself takes now and then."""
+"""Memory beside the sum: two windows of an update, and temporary memory of PyTorch."""
 
 
 def device_sum(size: int, device: torch.device, free_bytes: int | None = None) -> DeviceSum | None:
-    """A sum of `size` zeros on an accelerator; None where there is none, or no room for it on the device.
+    """Return a sum of `size` zeros on an accelerator; None without one, or if it has too little memory.
 
-    `free_bytes` of the device are taken for free; None: as many as it says.
+    `free_bytes` is the free memory of the device; None: as the device reports it.
     """
     if device.type != "cuda" and free_bytes is None:
         return None
@@ -29,15 +29,15 @@ def device_sum(size: int, device: torch.device, free_bytes: int | None = None) -
         return None
     try:
         return DeviceSum(torch.zeros(size, dtype=torch.float32, device=device))
-    except torch.OutOfMemoryError:  # somebody else was faster
+    except torch.OutOfMemoryError:  # another process was faster
         return None
 
 
 class DeviceSum:
-    """`Elsewhere` in a tensor. If the device's memory runs out all the same, it goes on in the host's."""
+    """An `Elsewhere` in a tensor. It moves to the host's memory if the device's runs out all the same."""
 
     def __init__(self, sum_: torch.Tensor) -> None:
-        """`sum_`: float32 [size], to which updates are added where it is."""
+        """`sum_`: float32 [size], to which updates are added in place."""
         self._sum = sum_
         self._host: Vector | None = None
         on_gpu, length = sum_.device.type == "cuda", min(WINDOW, len(sum_))
@@ -47,22 +47,22 @@ class DeviceSum:
         self._turn = 0
 
     def add(self, start: int, values: Vector, weight: float) -> None:
-        """Adds values times a weight to the entries from `start` on."""
+        """Add values times a weight to the entries from `start` on."""
         if self._host is None:
             try:
                 return self._add(start, values, weight)
-            except torch.OutOfMemoryError:  # nothing was added: the last operation is the one that does
+            except torch.OutOfMemoryError:  # nothing was added: the addition is the last operation
                 self._host = self.total()
         self._host[start : start + values.size] += np.multiply(values, weight, dtype=np.float32)
 
     def total(self) -> Vector:
-        """The sum, in the host's memory."""
+        """Return the sum, in the host's memory."""
         return self._sum.cpu().numpy().copy() if self._host is None else self._host
 
     def _add(self, start: int, values: Vector, weight: float) -> None:
         turn = self._turn = 1 - self._turn
         if self._done:
-            self._done[turn].synchronize()  # of two windows ago
+            self._done[turn].synchronize()  # the copy of two windows ago
         staged, window = self._staged[turn][: values.size], self._windows[turn][: values.size]
         staged.numpy()[:] = values
         window.copy_(staged, non_blocking=True)

@@ -1,26 +1,26 @@
-"""Which way the vectors of logical ranks are exchanged."""
+"""The choice of how the vectors of logical ranks are exchanged."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
 from fedplat.backends.ranks.group import Ranks
-from fedplat.backends.ranks.layout import Layout
-from fedplat.backends.ranks.sent import SentVectors
-from fedplat.backends.ranks.shared import shared
+from fedplat.backends.ranks.layout import VectorLayout
+from fedplat.backends.ranks.p2p import P2PVectors
+from fedplat.backends.ranks.shared_memory import share
 from fedplat.backends.ranks.vectors import Vectors
 
-Way: TypeAlias = Literal["auto", "shared", "sent"]
-"""Shared memory, messages, or the faster one that the group has: the bits of the sums are the same."""
+Transport: TypeAlias = Literal["auto", "shared_memory", "p2p"]
+"""Shared memory, messages between two processes, or the faster one that is available; the sums have the same bits."""
 
 
-def vectors(ranks: Ranks, layout: Layout, way: Way = "auto") -> Vectors:
-    """A vector of zeros for each logical rank. All processes have to call it, with the same arguments.
+def make_vectors(ranks: Ranks, layout: VectorLayout, transport: Transport = "auto") -> Vectors:
+    """Return a vector of zeros for each logical rank. All processes have to call it, with the same arguments.
 
-    Memory is one vector for each logical rank of a process. Raises `ValueError` in all of them when the layout is
-    that of another number of processes, or the memory has to be shared and they are not on one host or compute on GPUs.
+    A process needs the memory of one vector for each of its logical ranks. Raises `ValueError` in all of them if the
+    layout is for another number of processes, or they cannot share memory as demanded.
 
-    >>> with joined() as ranks, vectors(ranks, Layout.even(2, ranks.size, size=3)) as terms:
+    >>> with join_group() as ranks, make_vectors(ranks, VectorLayout.even(2, ranks.size, size=3)) as terms:
     ...     for logical, vector in terms.own.items():
     ...         vector += logical + 1
     ...     terms.all_reduce()
@@ -28,9 +28,9 @@ def vectors(ranks: Ranks, layout: Layout, way: Way = "auto") -> Vectors:
     """
     if layout.processes != ranks.size:
         raise ValueError(f"columns for {layout.processes} processes; expected them for {ranks.size}")
-    if way != "sent":
-        if found := shared(ranks, layout):
+    if transport != "p2p":
+        if found := share(ranks, layout):
             return found
-        if way == "shared":
-            raise ValueError("the ranks have no memory in common: they are not on one host, or compute on GPUs")
-    return SentVectors(ranks, layout)
+        if transport == "shared_memory":
+            raise ValueError("the ranks cannot share memory: they are not on one host, or compute on GPUs")
+    return P2PVectors(ranks, layout)

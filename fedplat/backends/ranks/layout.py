@@ -1,4 +1,4 @@
-"""Which vectors and which columns of them each process of a group has."""
+"""The assignment of vectors, and of their columns, to the processes of a group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fedplat.model import WINDOW
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class VectorLayout:
     """`logical` ranks with a vector each, on `len(bounds) - 1` processes; process p adds up `bounds[p]:bounds[p + 1]`.
 
-    Logical rank l lives on process l mod P, so that a process has several of them, or none. `bounds` go from 0 to the
+    Logical rank l lives on process l mod P: a process has several of them, or none. `bounds` go from 0 to the
     number of entries of a vector; columns may be empty.
     """
 
@@ -27,8 +27,8 @@ class Layout:
             )
 
     @classmethod
-    def even(cls, logical: int, processes: int, size: int, multiple: int = WINDOW) -> Layout:
-        """Vectors of `size` entries, in columns as equal as multiples of `multiple` entries can be."""
+    def even(cls, logical: int, processes: int, size: int, multiple: int = WINDOW) -> VectorLayout:
+        """Return a layout with columns of equal size, as far as multiples of `multiple` entries can be."""
         pieces = -(-size // multiple)
         inner = (multiple * (pieces * process // processes) for process in range(1, processes))
         return cls(logical, (0, *inner, size))
@@ -44,17 +44,17 @@ class Layout:
         return self.bounds[-1]
 
     def columns(self, process: int) -> slice:
-        """What a process adds up."""
+        """Return the columns that a process adds up."""
         return slice(self.bounds[process], self.bounds[process + 1])
 
     def held(self, process: int) -> range:
-        """The logical ranks that live on a process."""
+        """Return the logical ranks of a process."""
         return range(process, self.logical, self.processes)
 
     def slot(self, logical: int) -> tuple[int, int]:
-        """The process that a logical rank lives on, and which of that one's vectors is its own."""
+        """Return the process of a logical rank, and the index of its vector among those of that process."""
         return logical % self.processes, logical // self.processes
 
     def slots(self, process: int) -> int:
-        """How many vectors a process has room for; one that holds none has room for the sum."""
+        """Return the number of vectors of a process; at least one, for the sum."""
         return max(1, len(self.held(process)))

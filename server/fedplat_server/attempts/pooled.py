@@ -27,7 +27,7 @@ from fedplat_server.attempts.here import Here
 from fedplat_server.attempts.recipe import Recipe, Update
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobFullError, PoolError, PoolWorkError
-from fedplat_server.pool.link import PoolLink, Session
+from fedplat_server.pool.client import RunningTask, WorkerPool
 
 PATIENCE_S = 10.0
 """How long a pool whose ranks died has to be back, before the daemon does their work."""
@@ -65,16 +65,16 @@ class OnPool:
 
     keeps_updates = True
 
-    def __init__(self, recipe: Recipe, blobs: BlobStore, link: PoolLink) -> None:
+    def __init__(self, recipe: Recipe, blobs: BlobStore, link: WorkerPool) -> None:
         self._recipe = recipe
         self._blobs = blobs
         self._link = link
         self._held = AsyncExitStack()
-        self._session: Session | None = None
+        self._session: RunningTask | None = None
 
     async def begin(self) -> None:
         """Tells the ranks what there is to do. Raises `PoolUnavailableError` when nobody listens."""
-        self._session = await self._held.enter_async_context(self._link.begin("aggregate", self._recipe))
+        self._session = await self._held.enter_async_context(self._link.start_task("aggregate", self._recipe))
 
     async def fold(self, update: Update) -> None:
         """Sends the ranks an update's name."""
@@ -137,7 +137,7 @@ class PoolFirst:
 
     keeps_updates = True
 
-    def __init__(self, recipe: Recipe, blobs: BlobStore, link: PoolLink, patience_s: float | None = None) -> None:
+    def __init__(self, recipe: Recipe, blobs: BlobStore, link: WorkerPool, patience_s: float | None = None) -> None:
         self._recipe = recipe
         self._blobs = blobs
         self._link = link
@@ -180,7 +180,7 @@ class PoolFirst:
 
     async def _begun(self) -> Folding:
         is_again, self._tries_left = self._tries_left == 1, self._tries_left - 1
-        if self._tries_left < 0 or (is_again and not await self._link.is_there(self._patience_s)):
+        if self._tries_left < 0 or (is_again and not await self._link.is_ready(self._patience_s)):
             return Here(self._recipe, self._blobs)
         pooled = OnPool(self._recipe, self._blobs, self._link)
         try:

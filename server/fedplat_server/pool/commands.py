@@ -1,4 +1,4 @@
-"""`fedplat-server pool ...`: the ranks that work for the daemon, and how they are."""
+"""`fedplat-server pool ...`: run, show and measure the ranks that work for the daemon."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 
 from fedplat_server.command_options import DEFAULT_DATA_DIR, DataDir
 from fedplat_server.errors import ConfigError
-from fedplat_server.pool.bench.command import bench
-from fedplat_server.pool.link import PoolLink
+from fedplat_server.pool.bench.command import make_command
+from fedplat_server.pool.client import WorkerPool
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.command()(bench)
+app.command("bench")(make_command())
 Backend = Literal["auto", "gloo", "nccl"]
 
 
@@ -23,20 +23,23 @@ Backend = Literal["auto", "gloo", "nccl"]
 def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     data_dir: DataDir = DEFAULT_DATA_DIR,
     ranks: Annotated[
-        int, typer.Option(help="Ranks on this host. Default: one for each GPU, or for each two cores.")
+        int, typer.Option(help="Ranks on this host. Default: one for each GPU, or one for every two cores.")
     ] = 0,
-    backend: Annotated[Backend, typer.Option(help="What carries tensors: NCCL on GPUs, Gloo on CPUs.")] = "auto",
+    backend: Annotated[
+        Backend, typer.Option(help="Library that carries tensors: NCCL on GPUs, Gloo on CPUs.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(help="Threads of PyTorch in each rank.")] = 1,
     hosts: Annotated[
-        str, typer.Option(metavar="N or MIN:MAX", help="Hosts that form one pool; run this command on each of them.")
+        str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts in the pool; run this command on each of them.")
     ] = "1",
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where several hosts meet: at one of them, the same for all.")
+        str, typer.Option(metavar="HOST:PORT", help="Address at one of the hosts where all of them meet.")
     ] = "",
     address: Annotated[
-        str, typer.Option(metavar="HOST", help="Where the others reach this host; the daemon's has to sort first.")
+        str,
+        typer.Option(metavar="HOST", help="Address of this host for the others; the daemon's host must sort first."),
     ] = "",
-    max_restarts: Annotated[int, typer.Option(help="How often ranks that died are started again.")] = 1000,
+    max_restarts: Annotated[int, typer.Option(help="How often the ranks are restarted after one has died.")] = 1000,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
 ) -> None:
     """Run the ranks that work for the daemon of DATA_DIR, until SIGTERM or Ctrl-C."""
@@ -49,15 +52,15 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     if found != (1, 1) and not _is_address(rendezvous):
         raise ConfigError(f"--hosts {hosts} needs --rendezvous HOST:PORT, the same on all of them")
     if found != (1, 1) and not address:
-        raise ConfigError(f"--hosts {hosts} needs --address HOST, where the others reach this one")
+        raise ConfigError(f"--hosts {hosts} needs --address HOST, the address of this host for the others")
     if found == (1, 1) and (rendezvous or address):
-        raise ConfigError("--rendezvous and --address are for several hosts; say how many with --hosts")
-    from fedplat_server.pool import launch
+        raise ConfigError("--rendezvous and --address are for several hosts; set their number with --hosts")
+    from fedplat_server.pool import launcher
 
-    launch.run(
-        launch.Options(
+    launcher.run(
+        launcher.LaunchOptions(
             data_dir=data_dir.resolve(),
-            num_ranks=ranks or launch.default_ranks(),
+            num_ranks=ranks or launcher.default_num_ranks(),
             backend=backend,
             hosts=found,
             rendezvous=rendezvous or "127.0.0.1:0",
@@ -74,12 +77,12 @@ def status(
     data_dir: DataDir = DEFAULT_DATA_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
 ) -> None:
-    """Say whether a pool listens at DATA_DIR, and what it has. Exit status 1: it does not."""
-    hello = asyncio.run(PoolLink.of_folder(Path(data_dir).resolve()).look())
+    """Show the pool of DATA_DIR. Exit status 1: there is none."""
+    info = asyncio.run(WorkerPool.at(Path(data_dir).resolve()).describe())
     if as_json:
-        print(json.dumps({"ranks": hello.num_ranks, "device": hello.device}))
+        print(json.dumps({"ranks": info.num_ranks, "device": info.device}))
     else:
-        print(f"the pool has {hello.num_ranks} ranks; rank 0 computes on {hello.device}")
+        print(f"the pool has {info.num_ranks} ranks; rank 0 computes on {info.device}")
 
 
 def _hosts(text: str) -> tuple[int, int]:

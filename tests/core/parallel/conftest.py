@@ -12,7 +12,7 @@ import torch
 from core.parallel import scenarios
 from core.parallel.scenarios import Arrays
 from core.ranks.crew import RankError, Zygote
-from fedplat.backends.ranks import Ranks, joined
+from fedplat.backends.ranks import Ranks, join_group
 
 HERE = "core.parallel.scenarios"
 
@@ -22,7 +22,7 @@ def alone() -> Generator[Ranks]:
     """This process, as a group of its own."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as the two processes have
-    with joined("gloo") as ranks:
+    with join_group("gloo") as ranks:
         yield ranks
     torch.set_num_threads(before)
 

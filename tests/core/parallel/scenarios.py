@@ -116,7 +116,7 @@ def refused(ranks: Ranks, folder: Path) -> Arrays:
     try:
         learned(ranks, ServerTrainer(model=mlp, data=data), ServerTraining(options=warm(), num_ranks=2))
     except TrainingError as exc:
-        said = ranks.gather(str(exc).encode())
+        said = ranks.all_gather(str(exc).encode())
         assert len(set(said)) == 1
         return {"text": np.frombuffer(said[0], np.uint8)}
     raise AssertionError

@@ -11,7 +11,7 @@ import torch
 
 from core.ranks.crew import Zygote
 from core.ranks.on_ranks import vector_of
-from fedplat.backends.ranks.bench.records import Report
+from fedplat.backends.ranks.bench.records import BenchReport
 
 HERE = "core.ranks.on_ranks"
 pytestmark = [
@@ -25,8 +25,8 @@ def test_sums_on_gpus_have_the_bits_of_the_order_of_logical_ranks(zygote: Zygote
     count, size = torch.cuda.device_count(), 100_000
     bounds = [rank * size // count for rank in range(count + 1)]
     with zygote.crew(count, BACKEND="nccl") as crew:
-        replies = crew.call(f"{HERE}:add_up", way="auto", logical=count + 1, bounds=bounds, folder=str(tmp_path))
-    assert {reply["class"] for reply in replies} == {"SentVectors"}
+        replies = crew.call(f"{HERE}:add_up", transport="auto", logical=count + 1, bounds=bounds, folder=str(tmp_path))
+    assert {reply["class"] for reply in replies} == {"P2PVectors"}
     total = vector_of(0, size)
     for number in range(1, count + 1):
         total = total + vector_of(number, size)
@@ -38,6 +38,6 @@ def test_sums_on_gpus_have_the_bits_of_the_order_of_logical_ranks(zygote: Zygote
 def test_the_measurement_is_right_on_gpus(zygote: Zygote) -> None:
     with zygote.crew(torch.cuda.device_count(), BACKEND="nccl") as crew:
         replies = crew.call(f"{HERE}:bench", sizes=[4096, 2**24])
-    report = msgspec.convert(replies[0]["report"], Report)
+    report = msgspec.convert(replies[0]["report"], BenchReport)
     assert report.library == "nccl"
     assert [each for each in report.measurements if not each.is_correct] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.ranks.crew import Crew, RankError, Zygote
-from fedplat.backends.ranks import joined
+from fedplat.backends.ranks import join_group
 
 HERE = "core.ranks.on_ranks"
 
@@ -25,8 +25,8 @@ def three(zygote: Zygote) -> object:
 
 def test_parts_of_the_group(three: Crew) -> None:
     mistakes = [
-        "a part of the ranks has no parts of its own; expected all ranks",
-        "the first 0 ranks: expected 1 or more",
+        "a subgroup cannot be divided again; expected all ranks",
+        "a subgroup of 0 ranks: expected 1 or more",
     ]
     assert three.call(f"{HERE}:in_parts") == [
         ["0/1", "0/2 1/2", "0/2 1/2", "0/3 1/3 2/3", "0/3 1/3 2/3", *mistakes],
@@ -35,9 +35,9 @@ def test_parts_of_the_group(three: Crew) -> None:
     ]
 
 
-@pytest.mark.parametrize("way", ["shared", "sent"])
-def test_a_part_of_the_group_adds_up(three: Crew, way: str) -> None:
-    assert three.call(f"{HERE}:add_up_in_a_part", way=way) == [[6.0] * 4, [6.0] * 4, None]
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_a_part_of_the_group_adds_up(three: Crew, transport: str) -> None:
+    assert three.call(f"{HERE}:add_up_in_subgroup", transport=transport) == [[6.0] * 4, [6.0] * 4, None]
 
 
 @pytest.mark.parametrize(("last", "replies"), [("a", ["a rank"] * 3), ("b", [2, 2, 0])])
@@ -60,15 +60,15 @@ def test_a_rank_that_is_killed_ends_the_calls_of_the_others(zygote: Zygote, vict
 
 @pytest.mark.fault("F35")
 def test_a_process_without_others_is_a_group_of_one() -> None:
-    with joined("gloo") as ranks:
+    with join_group("gloo") as ranks:
         assert (ranks.rank, ranks.size, ranks.device.type) == (0, 1, "cpu")
-        assert ranks.gather(b"alone") == [b"alone"]
-        assert ranks.told(b"alone") == b"alone"
-        assert ranks.first(1) is ranks
+        assert ranks.all_gather(b"alone") == [b"alone"]
+        assert ranks.broadcast(b"alone") == b"alone"
+        assert ranks.subgroup(1) is ranks
         ranks.barrier()
 
 
 def test_nccl_wants_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
-    with pytest.raises(ValueError, match=r'"nccl": expected a GPU for each of 99 ranks, found \d+'), joined("nccl"):
+    with pytest.raises(ValueError, match=r'"nccl": expected a GPU for each of 99 ranks, found \d+'), join_group("nccl"):
         pass

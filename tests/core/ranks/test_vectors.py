@@ -11,11 +11,12 @@ import pytest
 
 from core.ranks.crew import Crew, RankError, Zygote
 from core.ranks.on_ranks import vector_of
-from fedplat.backends.ranks import Layout
+from fedplat.backends.ranks import VectorLayout
 from fedplat.model import WINDOW
 
 HERE = "core.ranks.on_ranks"
 SIZE = 100_000
+CLASSES = {"shared_memory": "SharedMemoryVectors", "p2p": "P2PVectors"}
 CASES = {
     "one each": (2, [0, 50_000, SIZE]),
     "three on two": (3, [0, 30_001, SIZE]),
@@ -38,15 +39,17 @@ def read(path: Path) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("way", ["shared", "sent"])
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 @pytest.mark.parametrize("case", CASES)
-def test_sums_have_the_bits_of_the_order_of_logical_ranks(pair: Crew, way: str, case: str, tmp_path: Path) -> None:
+def test_sums_have_the_bits_of_the_order_of_logical_ranks(
+    pair: Crew, transport: str, case: str, tmp_path: Path
+) -> None:
     logical, bounds = CASES[case]
-    replies = pair.call(f"{HERE}:add_up", way=way, logical=logical, bounds=bounds, folder=str(tmp_path))
+    replies = pair.call(f"{HERE}:add_up", transport=transport, logical=logical, bounds=bounds, folder=str(tmp_path))
     total = expected(logical, bounds[-1])
     for rank, reply in enumerate(replies):
         own = list(range(rank, logical, 2))
-        assert reply == {"class": f"{way.capitalize()}Vectors", "zeros": True, "own": own}
+        assert reply == {"class": CLASSES[transport], "zeros": True, "own": own}
         for name in ("first", "second"):
             columns = read(tmp_path / f"columns-{name}-{rank}")
             np.testing.assert_array_equal(columns, total[bounds[rank] : bounds[rank + 1]])
@@ -54,11 +57,11 @@ def test_sums_have_the_bits_of_the_order_of_logical_ranks(pair: Crew, way: str, 
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("way", ["auto", "sent"])
-def test_the_bits_do_not_depend_on_the_number_of_processes(zygote: Zygote, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["auto", "p2p"])
+def test_the_bits_do_not_depend_on_the_number_of_processes(zygote: Zygote, transport: str, tmp_path: Path) -> None:
     for count, bounds in ((1, [0, SIZE]), (3, [0, 20_000, 90_000, SIZE])):
         with zygote.crew(count) as crew:
-            crew.call(f"{HERE}:add_up", way=way, logical=4, bounds=bounds, folder=str(tmp_path))
+            crew.call(f"{HERE}:add_up", transport=transport, logical=4, bounds=bounds, folder=str(tmp_path))
         np.testing.assert_array_equal(read(tmp_path / f"whole-second-{count - 1}"), expected(4, SIZE) * 2)
 
 
@@ -73,11 +76,11 @@ def test_nothing_is_left_of_shared_memory(pair: Crew) -> None:
 
 
 def test_all_ranks_send_when_one_has_no_memory_to_share(pair: Crew) -> None:
-    call = f"{HERE}:where_a_rank_has_no_file_to_give"
-    assert pair.call(call, way="auto") == ["SentVectors", "SentVectors"]
-    pair.begin(call, way="shared")
+    call = f"{HERE}:make_vectors_without_files"
+    assert pair.call(call, transport="auto") == ["P2PVectors", "P2PVectors"]
+    pair.begin(call, transport="shared_memory")
     for rank in range(2):
-        with pytest.raises(RankError, match="ValueError: the ranks have no memory in common"):
+        with pytest.raises(RankError, match="ValueError: the ranks cannot share memory"):
             pair.result(rank)
 
 
@@ -89,10 +92,10 @@ def test_a_layout_is_for_one_number_of_processes(pair: Crew) -> None:
 
 
 @pytest.mark.fault("F35")
-@pytest.mark.parametrize("way", ["shared", "sent"])
-def test_a_rank_that_is_killed_ends_the_sums_of_the_others(zygote: Zygote, way: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_a_rank_that_is_killed_ends_the_sums_of_the_others(zygote: Zygote, transport: str) -> None:
     with zygote.crew(2) as crew:
-        crew.begin(f"{HERE}:die_or_wait", victim=1, way=way)
+        crew.begin(f"{HERE}:die_or_wait", victim=1, transport=transport)
         with pytest.raises(RankError, match="RuntimeError"):
             crew.result(0)
 
@@ -100,13 +103,13 @@ def test_a_rank_that_is_killed_ends_the_sums_of_the_others(zygote: Zygote, way: 
 @pytest.mark.parametrize(
     ("layout", "bounds"),
     [
-        (Layout.even(2, 2, 10), (0, 0, 10)),
-        (Layout.even(2, 2, 3 * WINDOW + 1), (0, 2 * WINDOW, 3 * WINDOW + 1)),
-        (Layout.even(7, 3, 9, multiple=1), (0, 3, 6, 9)),
-        (Layout.even(1, 1, 0), (0, 0)),
+        (VectorLayout.even(2, 2, 10), (0, 0, 10)),
+        (VectorLayout.even(2, 2, 3 * WINDOW + 1), (0, 2 * WINDOW, 3 * WINDOW + 1)),
+        (VectorLayout.even(7, 3, 9, multiple=1), (0, 3, 6, 9)),
+        (VectorLayout.even(1, 1, 0), (0, 0)),
     ],
 )
-def test_even_columns_are_multiples(layout: Layout, bounds: tuple[int, ...]) -> None:
+def test_even_columns_are_multiples(layout: VectorLayout, bounds: tuple[int, ...]) -> None:
     assert layout.bounds == bounds
 
 
@@ -121,4 +124,4 @@ def test_even_columns_are_multiples(layout: Layout, bounds: tuple[int, ...]) -> 
 )
 def test_mistakes_in_a_layout(arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Layout(*arguments)
+        VectorLayout(*arguments)

@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import cast
 
-from fedplat.backends.ranks import Backend, joined
+from fedplat.backends.ranks import Backend, join_group
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def serve(connection: socket.socket) -> None:
     """Does what the test asks of this rank, until it hangs up."""
     with (
         connection.makefile("rwb", buffering=0) as stream,
-        joined(cast(Backend, os.environ.get("BACKEND", "gloo"))) as ranks,
+        join_group(cast(Backend, os.environ.get("BACKEND", "gloo"))) as ranks,
     ):
         for line in stream:
             request = json.loads(line)

@@ -1,5 +1,5 @@
-"""How fast a group of ranks is: collectives of all sizes, beside the memory and the links that carry them.
+"""How fast a group of ranks is: the library's collectives in all sizes, and the memory and links that carry them.
 
-`measuring.py` runs on every rank; `records.py` has what it takes and what it tells, `ways.py` the table of what is
-compared, `health.py` the verdict.
+Every rank runs `measure.py`; `records.py` holds its plan and its report, `library.py` the collectives, and `health.py`
+the verdict. `benchmarks/collectives/` compares other implementations with those of the library.
 """

@@ -1,6 +1,6 @@
 """One rank of a measurement: `python -P -m fedplat.backends.ranks.bench SOCKET BACKEND PLAN`, started by torchrun.
 
-Each rank says at the Unix socket SOCKET, in lines of JSON, how far it is, what came out, and why it failed.
+Each rank reports its progress, its result and its failure at the Unix socket SOCKET, in lines of JSON.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import cast
 import msgspec
 import torch
 
-from fedplat.backends.ranks import Backend, joined, store_of_one_host
-from fedplat.backends.ranks.bench.measuring import measure
-from fedplat.backends.ranks.bench.records import Done, Failed, Plan, Progress
+from fedplat.backends.ranks import Backend, join_group, make_file_store
+from fedplat.backends.ranks.bench.measure import MakeTrials, make_library_trials, measure
+from fedplat.backends.ranks.bench.records import BenchPlan, Failed, Finished, Step
 
 
-def main() -> int:
-    """Measures; the exit status."""
+def main(make_trials: MakeTrials = make_library_trials) -> int:
+    """Measure, and return the exit status."""
     address, backend, text = sys.argv[1:]
-    plan = msgspec.json.decode(text, type=Plan)
+    plan = msgspec.json.decode(text, type=BenchPlan)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
 
-        def tell(message: Progress | Done | Failed) -> None:
+        def send(message: Step | Finished | Failed) -> None:
             connection.sendall(msgspec.json.encode(message) + b"\n")
 
         try:
-            with joined(cast(Backend, backend), store=store_of_one_host(Path(address).parent)) as ranks:
-                report = measure(ranks, plan, tell if ranks.is_first else lambda progress: None)
+            with join_group(cast(Backend, backend), store=make_file_store(Path(address).parent)) as ranks:
+                report = measure(ranks, plan, send if ranks.is_first else lambda step: None, make_trials)
                 if ranks.is_first:
-                    tell(Done(report))
+                    send(Finished(report))
         except (RuntimeError, MemoryError, OSError, ValueError) as exc:
-            tell(Failed(rank, f"{type(exc).__name__}: {exc}"))
+            send(Failed(rank, f"{type(exc).__name__}: {exc}"))
             return 1
     return 0
 

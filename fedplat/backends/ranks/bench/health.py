@@ -1,38 +1,42 @@
-"""Whether a pool is healthy, and if not, which rank or link is to blame."""
+"""The verdict on a pool: whether it is healthy, and if not, which rank or link is the cause."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from fedplat.backends.ranks.bench.records import Link, Report
+from fedplat.backends.ranks.bench.records import LIBRARY, BenchReport, Link
 
-SLOW = 0.5
-"""What is slower than so much of the median of its like is worth a look: noise of a busy machine is less."""
-FAR_BELOW_TCP = 0.2
-"""Links that reach less of a plain TCP stream have a cause."""
+SLOW_FRACTION = 0.5
+"""A rank or link below this fraction of the median of the others is slow; the noise of a busy machine is less."""
+MIN_TCP_FRACTION = 0.2
+"""Links below this fraction of a plain TCP stream are misconfigured."""
 
 
-def findings(report: Report) -> list[str]:
-    """What is wrong, a sentence each; nothing if the pool is healthy."""
+def find_problems(report: BenchReport) -> list[str]:
+    """Return the problems, a sentence each; none if the pool is healthy."""
     found = _wrong(report)
     slow_ranks = [
         f"rank {rank} copies memory at {copied:.2f} GB/s, the others at {others:.2f} GB/s: "
-        "something else works there, or its memory is throttled"
+        "another program runs there, or its memory is throttled"
         for rank, copied in enumerate(report.copies)
-        if copied < SLOW * (others := _median(report.copies, rank))
+        if copied < SLOW_FRACTION * (others := _median(report.copies, rank))
     ]
     return [*found, *slow_ranks, *_slow_links(report)]
 
 
-def _wrong(report: Report) -> list[str]:
-    wrong = sorted({(each.collective, each.way) for each in report.measurements if not each.is_correct})
-    names = [f"{collective} ({report.library if way == 'library' else way})" for collective, way in wrong]
-    return [f"wrong results of {name}: do not let this pool work" for name in names]
+def _wrong(report: BenchReport) -> list[str]:
+    wrong = sorted({(each.collective, each.implementation) for each in report.measurements if not each.is_correct})
+    return [
+        f"wrong results of {collective} ({report.library if name == LIBRARY else name}): do not use this pool"
+        for collective, name in wrong
+    ]
 
 
-def _slow_links(report: Report) -> list[str]:
-    slow = [link for number, link in enumerate(report.links) if link.bandwidth < SLOW * _rest(report.links, number)]
+def _slow_links(report: BenchReport) -> list[str]:
+    slow = [
+        link for number, link in enumerate(report.links) if link.bandwidth < SLOW_FRACTION * _rest(report.links, number)
+    ]
     found: list[str] = []
     for rank in range(report.ranks if report.ranks > 2 else 0):
         own = [link for link in report.links if rank in (link.sender, link.receiver)]
@@ -46,7 +50,7 @@ def _slow_links(report: Report) -> list[str]:
     ]
     if report.links and report.device == "cpu":
         median = statistics.median(link.bandwidth for link in report.links)
-        if median < FAR_BELOW_TCP * report.tcp:
+        if median < MIN_TCP_FRACTION * report.tcp:
             found.append(
                 f"links carry {median:.2f} GB/s, and plain TCP {report.tcp:.2f} GB/s: "
                 "is there a CPU for each rank, and GLOO_SOCKET_IFNAME a fast network?"

@@ -1,56 +1,39 @@
-"""The collectives of Gloo or NCCL, as `torch.distributed` has them."""
+"""The collectives of Gloo or NCCL, by `torch.distributed`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from torch import distributed
 
-from fedplat.backends.ranks.bench.area import Area
+from fedplat.backends.ranks.bench.buffers import Buffers
 
-_NAMES: Any = distributed
+Operation: TypeAlias = Callable[[Buffers], object]
+_library: Any = distributed
 # PyTorch renamed them; the extra allows both.
-_gathered: Any = getattr(_NAMES, "all_gather_single", None) or _NAMES.all_gather_into_tensor
-_scattered: Any = getattr(_NAMES, "reduce_scatter_single", None) or _NAMES.reduce_scatter_tensor
+_all_gather: Any = getattr(_library, "all_gather_single", None) or _library.all_gather_into_tensor
+_reduce_scatter: Any = getattr(_library, "reduce_scatter_single", None) or _library.reduce_scatter_tensor
 
 
-def broadcast(area: Area) -> None:
-    """Of rank 0's vector."""
-    distributed.broadcast(area.take, 0)
+def _scatter(buffers: Buffers) -> None:
+    pieces = list(buffers.give.chunk(buffers.ranks.size)) if buffers.ranks.is_first else None
+    distributed.scatter(buffers.take[buffers.mine], pieces, 0)
 
 
-def scatter(area: Area) -> None:
-    """Of rank 0's vector."""
-    pieces = list(area.give.chunk(area.ranks.size)) if area.ranks.is_first else None
-    distributed.scatter(area.take[area.mine], pieces, 0)
+def _gather(buffers: Buffers) -> None:
+    pieces = list(buffers.take.chunk(buffers.ranks.size)) if buffers.ranks.is_first else None
+    distributed.gather(buffers.give[buffers.mine], pieces, 0)
 
 
-def gather(area: Area) -> None:
-    """To rank 0."""
-    pieces = list(area.take.chunk(area.ranks.size)) if area.ranks.is_first else None
-    distributed.gather(area.give[area.mine], pieces, 0)
-
-
-def all_gather(area: Area) -> None:
-    """Of all pieces."""
-    _gathered(area.take, area.give[area.mine])
-
-
-def all_to_all(area: Area) -> None:
-    """Of all pieces."""
-    distributed.all_to_all_single(area.take, area.give)
-
-
-def reduce(area: Area) -> None:
-    """To rank 0."""
-    distributed.reduce(area.take, 0)
-
-
-def reduce_scatter(area: Area) -> None:
-    """Of all vectors."""
-    _scattered(area.take[area.mine], area.give)
-
-
-def all_reduce(area: Area) -> None:
-    """Of all vectors."""
-    distributed.all_reduce(area.take)
+COLLECTIVES: Mapping[str, Operation] = {
+    "broadcast": lambda buffers: _library.broadcast(buffers.take, 0),
+    "scatter": _scatter,
+    "gather": _gather,
+    "all-gather": lambda buffers: _all_gather(buffers.take, buffers.give[buffers.mine]),
+    "all-to-all": lambda buffers: _library.all_to_all_single(buffers.take, buffers.give),
+    "reduce": lambda buffers: _library.reduce(buffers.take, 0),
+    "reduce-scatter": lambda buffers: _reduce_scatter(buffers.take[buffers.mine], buffers.give),
+    "all-reduce": lambda buffers: _library.all_reduce(buffers.take),
+}
+"""The collectives by name; those with a root have rank 0 for it."""

@@ -1,4 +1,4 @@
-"""What memory and links can do, to compare collectives with."""
+"""The bandwidth of memory and of links, as a reference for collectives."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _CHUNK = 1 << 20
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def timed(ranks: Ranks, run: Callable[[], object], times: int = 1) -> float:
-    """Seconds that one of `times` runs takes until the last rank has done it; the same number on all ranks."""
+def time_runs(ranks: Ranks, run: Callable[[], object], times: int = 1) -> float:
+    """Return the seconds that one of `times` runs takes until the last rank is done; the same on all ranks."""
     ranks.barrier()
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(times):
         run()
     synchronize(ranks.device)
-    took = msgspec.msgpack.encode(time.perf_counter() - begin)
-    return max(msgspec.msgpack.decode(each, type=float) for each in ranks.gather(took)) / times
+    took = msgspec.msgpack.encode(time.perf_counter() - started_at)
+    return max(msgspec.msgpack.decode(each, type=float) for each in ranks.all_gather(took)) / times
 
 
-def copies(ranks: Ranks, num_bytes: int) -> list[float]:
-    """GB/s at which each rank copies its memory while all others do so, too."""
+def measure_copies(ranks: Ranks, num_bytes: int) -> list[float]:
+    """Return the GB/s at which each rank copies its memory while all others do so, too."""
     source = torch.ones(num_bytes // 4, device=ranks.device)
     target = torch.empty_like(source)
     found: list[float] = []
@@ -43,16 +43,16 @@ def copies(ranks: Ranks, num_bytes: int) -> list[float]:
     for _ in range(REPETITIONS):
         synchronize(ranks.device)
         ranks.barrier()
-        begin = time.perf_counter()
+        started_at = time.perf_counter()
         target.copy_(source)
         synchronize(ranks.device)
-        found.append(time.perf_counter() - begin)
+        found.append(time.perf_counter() - started_at)
     mine = msgspec.msgpack.encode(num_bytes / min(found) / 1e9)
-    return [msgspec.msgpack.decode(each, type=float) for each in ranks.gather(mine)]
+    return [msgspec.msgpack.decode(each, type=float) for each in ranks.all_gather(mine)]
 
 
-def pairs(ranks: Ranks) -> list[tuple[int, int]]:
-    """The links to measure, both ways: all of a small group; of a large one those of the ring, and of rank 0."""
+def choose_pairs(ranks: Ranks) -> list[tuple[int, int]]:
+    """Return the links to measure, both ways: all of a small group; of a large one a ring, and those of rank 0."""
     size = ranks.size
     if size <= 16:
         return [(a, b) for a in range(size) for b in range(size) if a != b]
@@ -60,8 +60,8 @@ def pairs(ranks: Ranks) -> list[tuple[int, int]]:
     return sorted(ring | {(b, a) for a, b in ring})
 
 
-def link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
-    """What gets from one rank to another, all others waiting."""
+def measure_link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
+    """Return the bandwidth from one rank to another while all others wait."""
     sender, receiver = pair
     values = torch.zeros(num_bytes // 4, device=ranks.device)
 
@@ -75,16 +75,16 @@ def link(ranks: Ranks, pair: tuple[int, int], num_bytes: int) -> Link:
         for each in work:
             each.wait()
 
-    timed(ranks, run)
-    seconds = min(timed(ranks, run) for _ in range(REPETITIONS))
+    time_runs(ranks, run)
+    seconds = min(time_runs(ranks, run) for _ in range(REPETITIONS))
     return Link(sender, receiver, num_bytes / seconds / 1e9)
 
 
-def tcp(ranks: Ranks, num_bytes: int) -> float:
-    """GB/s of a plain TCP stream from rank 1 to rank 0 over the loopback: what no Gloo can beat by much."""
+def measure_tcp(ranks: Ranks, num_bytes: int) -> float:
+    """Return the GB/s of a plain TCP stream from rank 1 to rank 0 over the loopback, a limit of Gloo's."""
     content = memoryview(bytearray(_CHUNK))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(ranks.told(str(listener.getsockname()[1]).encode()))
+        port = int(ranks.broadcast(str(listener.getsockname()[1]).encode()))
         found: list[float] = []
         for _ in range(REPETITIONS):
             stream: socket.socket | None = None
@@ -101,7 +101,7 @@ def tcp(ranks: Ranks, num_bytes: int) -> float:
                     else:
                         stream.sendall(content)
 
-            found.append(timed(ranks, run))
+            found.append(time_runs(ranks, run))
             if stream is not None:
                 stream.close()
     return num_bytes // _CHUNK * _CHUNK / min(found) / 1e9

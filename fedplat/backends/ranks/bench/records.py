@@ -1,10 +1,13 @@
-"""What is measured, and what comes out of it."""
+"""The plan of a measurement, its report, and what ranks send while they measure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import msgspec
+
+LIBRARY = "library"
+"""The implementation of `torch.distributed`."""
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda ranks: 1.0,
@@ -16,16 +19,16 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
 }
-"""The collectives, and what their algbw is multiplied by to get busbw (NVIDIA/nccl-tests, doc/PERFORMANCE.md, and for
+"""The collectives, and the factor between their algbw and busbw (NVIDIA/nccl-tests, doc/PERFORMANCE.md, and for
 scatter and gather `ScatterGetBw` in src/scatter.cu and `GatherGetBw` in src/gather.cu).
 
-The size is that of the longest vector which one rank has before or after it: the whole vector of broadcast, reduce and
+The size is that of the longest vector on one rank before or after: the whole vector of broadcast, reduce and
 all-reduce, all pieces together of the others.
 """
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured.
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives and sizes to measure.
 
     `sizes` in bytes, ascending, each of them for about `seconds` and at least three times; memory and links with
     `probe` bytes.
@@ -38,10 +41,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective, done one way: the median of some repetitions. Bandwidths are in GB (10^9 bytes) a second."""
+    """One implementation of a collective: the median of some repetitions. Bandwidths are in GB/s (10^9 bytes)."""
 
     collective: str
-    way: str
+    implementation: str
     size: int
     seconds: float
     repetitions: int
@@ -51,17 +54,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """What gets from one rank to another, all others waiting, in GB/s."""
+    """The bandwidth from one rank to another while all others wait, in GB/s."""
 
     sender: int
     receiver: int
     bandwidth: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured.
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of a measurement.
 
-    Collectives are medians. Of memory and links it is the best of some repetitions, since others can only slow them
+    Collectives are medians. Memory and links are the best of some repetitions, since other programs can only slow them
     down: `copies`, the memory that each rank copies while all of them do, and `tcp`, a plain TCP stream between two
     ranks of one host, both in GB/s. `load`: the processes that ran or waited on the host before.
     """
@@ -77,28 +80,28 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     measurements: list[Measurement]
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far the ranks are."""
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """The step that rank 0 starts now."""
 
     done: int
     total: int
     doing: str
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Everything was measured."""
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The report, when everything was measured."""
 
-    report: Report
+    report: BenchReport
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A rank could not go on."""
+    """The reason why a rank failed."""
 
     rank: int
     text: str
 
 
 def bandwidths(collective: str, size: int, seconds: float, ranks: int) -> tuple[float, float]:
-    """The algbw and busbw of nccl-tests, in GB/s."""
+    """Return the algbw and busbw of nccl-tests, in GB/s."""
     algbw = size / seconds / 1e9
     return algbw, algbw * FACTORS[collective](ranks)

@@ -1,5 +1,5 @@
-"""`fedplat-server pool bench`: whether a pool of this host is healthy, and how fast.
+"""`fedplat-server pool bench`: whether a pool of this host is healthy, and how fast it is.
 
-`command.py` reads the options and starts the ranks (`launch.py`), `tables.py` and `picture.py` show what they measured,
-which `fedplat.backends.ranks.bench` does.
+`command.py` reads the options, `launcher.py` starts the ranks, which `fedplat.backends.ranks.bench` has measure, and
+`tables.py` and `picture.py` show the results.
 """

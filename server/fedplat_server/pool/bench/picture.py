@@ -1,4 +1,4 @@
-"""What was measured, as a picture (extra "plots" of fedplat): busbw over size, a panel for each collective."""
+"""The results of a measurement as a picture (extra "plots"): busbw over size, a panel for each collective."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplat.backends.ranks.bench.records import FACTORS, Report
+from fedplat.backends.ranks.bench.records import FACTORS, BenchReport
 from fedplat.simulation.report import plots
 from fedplat_server.pool.bench import sizes, tables
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"library": plots.MAIN, "star": plots.QUIET, "tree": plots.SPARE, "ring": plots.SECOND, "shared": plots.BAD}
+COLOURS = (plots.MAIN, plots.QUIET, plots.SPARE, plots.SECOND, plots.BAD)
+"""Of the implementations, in their order."""
 _COLUMNS = 4
 
 
-def save(report: Report, path: Path) -> None:
-    """Draws a PNG file. Raises `MissingExtraError` without matplotlib."""
+def save(report: BenchReport, path: Path) -> None:
+    """Draw a PNG file. Raises `MissingExtraError` without matplotlib."""
     plots.save(path, lambda figure: draw(figure, report))
 
 
-def draw(figure: Figure, report: Report) -> None:
-    """Small multiples with the same axes, both logarithmic."""
+def draw(figure: Figure, report: BenchReport) -> None:
+    """Draw small multiples with the same axes, both logarithmic."""
     collectives = [each for each in FACTORS if any(found.collective == each for found in report.measurements)]
     columns = min(_COLUMNS, len(collectives))
     rows = -(-len(collectives) // columns)
@@ -42,17 +43,17 @@ def draw(figure: Figure, report: Report) -> None:
     figure.legend([handles[name] for name in names], names, loc="outside upper center", ncols=len(names), frameon=False)
 
 
-def _panel(axis: Axes, report: Report, collective: str) -> None:
-    for way in tables.WAYS:
+def _panel(axis: Axes, report: BenchReport, collective: str) -> None:
+    for colour, implementation in zip(COLOURS, tables.list_implementations(report), strict=False):
         found = sorted(
             (each.size, each.busbw)
             for each in report.measurements
-            if (each.collective, each.way) == (collective, way) and each.is_correct
+            if (each.collective, each.implementation) == (collective, implementation) and each.is_correct
         )
         if found:
             across, up = zip(*found, strict=True)
-            name = tables.name_of(way, report)
-            axis.plot(across, up, color=COLOURS[way], label=name, linewidth=1.5, marker="o", markersize=2.5)
+            name = tables.name_of(implementation, report)
+            axis.plot(across, up, color=colour, label=name, linewidth=1.5, marker="o", markersize=2.5)
     for value, style, name in (
         (statistics.median(report.copies), "--", "memory copy"),
         (report.tcp, ":", "plain TCP"),
@@ -63,7 +64,7 @@ def _panel(axis: Axes, report: Report, collective: str) -> None:
     axis.set_yscale("log")
     every = sorted({each.size for each in report.measurements})
     shown = every if len(every) <= 4 else every[:: -(-len(every) // 4)]
-    axis.set_xticks(shown, [sizes.shown(size) for size in shown], fontsize=7)
+    axis.set_xticks(shown, [sizes.format_size(size) for size in shown], fontsize=7)
     axis.minorticks_off()
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Sizes as operators write them, and how much memory a measurement takes."""
+"""Sizes on the command line, and the memory that a measurement takes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from fedplat_server.errors import ConfigError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_VECTORS = 6
-"""Vectors of the largest size that a rank has at once: its own three, one that is shared, and the library's copies."""
+_NUM_VECTORS = 6
+"""Vectors of the largest size in a rank's memory: three buffers, one in shared memory, and the library's copies."""
 
 
-def parsed(text: str, option: str) -> int:
-    """Bytes of `1KB`, `64M`, `1 GB` or `4096`: powers of 1024, as nccl-tests has them. Raises `ConfigError`."""
+def parse(text: str, option: str) -> int:
+    """Return the bytes of `1KB`, `64M`, `1 GB` or `4096`: powers of 1024, as in nccl-tests. Raises `ConfigError`."""
     match = re.fullmatch(r"(\d{1,12}) ?([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
         raise ConfigError(f"{option} {text}: expected a size such as 1KB, 64MB or 1GB")
     return int(match[1]) * _UNITS[match[2]]
 
 
-def shown(num_bytes: int) -> str:
-    """`64 MB`, of 1024 each; sizes that are no multiple, because they are divided by the ranks, are rounded."""
+def format_size(num_bytes: int) -> str:
+    """Return a size as `64 MB`, with units of 1024; sizes between multiples of a unit are rounded."""
     for unit in ("GB", "MB", "KB"):
         scale = _UNITS[unit[0]]
         if num_bytes > 0.99 * scale:
@@ -29,16 +29,16 @@ def shown(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def powers(least: int, most: int, step: int) -> list[int]:
-    """`least`, and its multiples by powers of `step` up to `most`, which is the last one."""
-    found = [least]
-    while found[-1] * step < most:
+def list_powers(smallest: int, largest: int, step: int) -> list[int]:
+    """Return `smallest`, its multiples by powers of `step` below `largest`, and `largest`."""
+    found = [smallest]
+    while found[-1] * step < largest:
         found.append(found[-1] * step)
-    return [*found, most] if most > found[-1] else found
+    return [*found, largest] if largest > found[-1] else found
 
 
-def available(root: Path = Path("/")) -> int:
-    """Bytes of this host's memory that can be had: what is free, and below the limit of a container."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process could use: free ones, below the limit of a container."""
     lines = (root / "proc/meminfo").read_text("ascii").splitlines()
     fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     free = 1024 * fields["MemAvailable"]
@@ -48,6 +48,6 @@ def available(root: Path = Path("/")) -> int:
     return max(0, free)
 
 
-def most_that_fits(ranks: int, memory: int) -> int:
-    """Bytes of the largest vectors that all ranks have room for."""
-    return memory // (_VECTORS * ranks)
+def largest_that_fits(ranks: int, memory: int) -> int:
+    """Return the bytes of the largest vectors that all ranks have memory for."""
+    return memory // (_NUM_VECTORS * ranks)

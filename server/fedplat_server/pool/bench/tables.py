@@ -1,4 +1,4 @@
-"""What was measured, as tables for people."""
+"""The results of a measurement as text."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from fedplat.backends.ranks.bench.records import FACTORS, Measurement, Report
+from fedplat.backends.ranks.bench.records import FACTORS, LIBRARY, BenchReport, Measurement
 from fedplat_server.pool.bench import sizes
 
-WAYS = ("library", "star", "tree", "ring", "shared")
+
+def list_implementations(report: BenchReport) -> list[str]:
+    """Return the implementations in a report, that of the library first."""
+    return list(dict.fromkeys(each.implementation for each in report.measurements))
 
 
-def name_of(way: str, report: Report) -> str:
-    """A way by the name that operators know it by."""
-    return {"library": {"gloo": "Gloo", "nccl": "NCCL"}[report.library], "shared": "shared memory"}.get(way, way)
+def name_of(implementation: str, report: BenchReport) -> str:
+    """Return the name of an implementation that operators know."""
+    return {"gloo": "Gloo", "nccl": "NCCL"}[report.library] if implementation == LIBRARY else implementation
 
 
-def busbw(report: Report) -> Table:
-    """A row for each collective and size: the library's time and algbw, and the busbw of all ways."""
-    ways = [way for way in WAYS if any(each.way == way for each in report.measurements)]
+def make_table(report: BenchReport) -> Table:
+    """Return a row for each collective and size: the library's time and algbw, and the busbw of all implementations."""
+    names = list_implementations(report)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("collective", no_wrap=True)
-    library = name_of("library", report)
-    for title in ("size", f"{library} time", "algbw", *(f"busbw {name_of(way, report)}" for way in ways)):
+    library = name_of(LIBRARY, report)
+    for title in ("size", f"{library} time", "algbw", *(f"busbw {name_of(name, report)}" for name in names)):
         table.add_column(title, justify="right")
     for collective in FACTORS:
         rows = _rows([each for each in report.measurements if each.collective == collective])
         for number, row in enumerate(rows):
-            name = collective if number == 0 else ""
-            table.add_row(name, *_cells(row, ways), end_section=number == len(rows) - 1)
+            title = collective if number == 0 else ""
+            table.add_row(title, *_cells(row, names), end_section=number == len(rows) - 1)
     return table
 
 
-def summary(report: Report) -> list[str]:
-    """What collectives are to be compared with, and under which conditions that was measured."""
+def summarize(report: BenchReport) -> list[str]:
+    """Return lines with the references for collectives, and the conditions of the measurement."""
     lines = [
         f"{report.ranks} ranks on {report.device}, {report.cores} CPU cores, load {report.load:.1f} before it began; "
         "medians, in GB/s (10^9 bytes a second)",
@@ -51,23 +54,23 @@ def summary(report: Report) -> list[str]:
         )
     lines.append(f"a plain TCP stream over the loopback: {report.tcp:.2f} GB/s")
     if report.load > report.cores / 2:
-        lines.append("the host was busy with something else, which took its share: measure again when it is idle")
+        lines.append("other programs kept the host busy: measure again when it is idle")
     return lines
 
 
 def _rows(found: Sequence[Measurement]) -> list[dict[str, Measurement]]:
     rows: dict[int, dict[str, Measurement]] = {}
     for each in found:
-        rows.setdefault(each.size, {})[each.way] = each
+        rows.setdefault(each.size, {})[each.implementation] = each
     return [rows[size] for size in sorted(rows)]
 
 
-def _cells(row: dict[str, Measurement], ways: Sequence[str]) -> list[Text]:
-    library = row["library"]
-    best = max(row.values(), key=lambda each: each.busbw)
-    cells = [Text(sizes.shown(library.size)), Text(_time(library.seconds)), Text(f"{library.algbw:.3f}")]
-    for way in ways:
-        found = row.get(way)
+def _cells(row: dict[str, Measurement], names: Sequence[str]) -> list[Text]:
+    library = row[LIBRARY]
+    best = max(row.values(), key=lambda each: each.busbw) if len(names) > 1 else None
+    cells = [Text(sizes.format_size(library.size)), Text(_time(library.seconds)), Text(f"{library.algbw:.3f}")]
+    for name in names:
+        found = row.get(name)
         if found is None:
             cells.append(Text(""))
         elif not found.is_correct:

@@ -1,24 +1,23 @@
-"""The vectors that a collective works on, with known numbers in them."""
+"""The vectors that a collective works on, filled with known numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-from torch import distributed
 
 from fedplat.backends.ranks import Ranks
 
 PERIOD = 1021
-"""Entry i of rank r's vector is i mod 1021, plus r: a prime, so that no piece is like another, and sums are exact."""
+"""Entry i of rank r's vector is i mod 1021, plus r: a prime, so that all pieces differ, and sums are exact."""
 ADDING = frozenset({"reduce", "reduce-scatter", "all-reduce"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Area:
-    """A rank's vectors for one size: what it `give`s, what it `take`s, and room to work in.
+class Buffers:
+    """One rank's vectors of one size: the input `give`, the output `take`, and `scratch` memory.
 
-    Collectives that add find their input in `take`, and leave the result there, as those of nccl-tests in place.
+    Collectives that add have their input in `take`, and leave the result there, as those of nccl-tests in place.
     """
 
     ranks: Ranks
@@ -26,13 +25,21 @@ class Area:
     take: torch.Tensor
     scratch: torch.Tensor
 
+    @classmethod
+    def allocate(cls, ranks: Ranks, size_bytes: int) -> Buffers:
+        """Return buffers of at most `size_bytes`, with as many entries for each rank."""
+        count = size_bytes // 4 // ranks.size * ranks.size
+        buffers = cls(ranks, *(torch.empty(count, dtype=torch.float32, device=ranks.device) for _ in range(3)))
+        fill_pattern(buffers.give, 0, 1.0, ranks.rank)
+        return buffers
+
     @property
     def count(self) -> int:
-        """Entries of a vector: a multiple of the number of ranks."""
+        """Number of entries of a vector, a multiple of the number of ranks."""
         return self.give.numel()
 
     def piece(self, rank: int) -> slice:
-        """A rank's part of a vector."""
+        """Return a rank's part of a vector."""
         length = self.count // self.ranks.size
         return slice(rank * length, (rank + 1) * length)
 
@@ -41,24 +48,8 @@ class Area:
         """This rank's part of a vector."""
         return self.piece(self.ranks.rank)
 
-    def exchange(
-        self,
-        sends: list[tuple[torch.Tensor, int]] | None = None,
-        receives: list[tuple[torch.Tensor, int]] | None = None,
-    ) -> None:
-        """Sends to some ranks and receives from some, at the same time."""
-        operations = [distributed.P2POp(distributed.irecv, values, rank) for values, rank in receives or []]
-        operations += [distributed.P2POp(distributed.isend, values, rank) for values, rank in sends or []]
-        if operations:
-            for work in distributed.batch_isend_irecv(operations):
-                work.wait()
-
-    def fill(self) -> None:
-        """Puts this rank's numbers into `give`."""
-        pattern(self.give, 0, 1.0, self.ranks.rank)
-
     def prepare(self, collective: str) -> None:
-        """Makes `take` what it is before the collective: nothing of an earlier result is left in it."""
+        """Set `take` to what the collective expects there; nothing of an earlier result is left in it."""
         self.take.zero_()
         if collective in ADDING:
             self.take.copy_(self.give)
@@ -68,10 +59,10 @@ class Area:
             self.take.copy_(self.give)
 
     def is_correct(self, collective: str) -> bool:
-        """Whether `take` has the result of the collective on this rank. Overwrites `scratch`."""
+        """Return whether `take` holds the result of the collective on this rank. Overwrites `scratch`."""
         ranks, first = self.ranks, self.ranks.is_first
         terms = (float(ranks.size), ranks.size * (ranks.size - 1) / 2)  # of sums
-        expected: list[tuple[slice, int, float, float]] = []  # of which part: first entry, factor and summand
+        expected: list[tuple[slice, int, float, float]] = []  # a part, its first entry, factor and summand
         everything = slice(0, self.count)
         if collective == "broadcast":
             expected = [(everything, 0, 1.0, 0.0)]
@@ -85,15 +76,15 @@ class Area:
             expected = [(self.mine, self.mine.start, *terms)]
         elif collective == "all-reduce" or (collective == "reduce" and first):
             expected = [(everything, 0, *terms)]
-        for part, begin, factor, summand in expected:
-            pattern(self.scratch[part], begin, factor, summand)
+        for part, start, factor, summand in expected:
+            fill_pattern(self.scratch[part], start, factor, summand)
             if not torch.equal(self.take[part], self.scratch[part]):
                 return False
         return True
 
 
-def pattern(values: torch.Tensor, first: int, factor: float, summand: float) -> None:
-    """Fills a part of a vector that begins at entry `first`: (entry mod 1021) * factor + summand."""
+def fill_pattern(values: torch.Tensor, first: int, factor: float, summand: float) -> None:
+    """Fill the part of a vector that starts at entry `first` with (entry mod 1021) * factor + summand."""
     length = 1024 * PERIOD
     entries = torch.arange(first, first + min(length, values.numel()), device=values.device)
     block = (entries % PERIOD).float() * factor + summand

@@ -1,9 +1,9 @@
-"""The work `aggregate`: ranks fold the updates of an attempt and write the next version's files, each its own part.
+"""The task `aggregate`: ranks fold the updates of an attempt and write the next version's files, each its own part.
 
-By columns (`[pool] split = "columns"`), a rank reads its columns of every update and adds them up in the order in which
-the updates were accepted, and so has the bits that one process has. By reports, it folds whole updates, of so many
-one, and the sums are added up at the close, in the order of the logical ranks. Then each rank has its columns, and
-applies the rule to them: its part of the server optimizer's state, noise drawn once for each entry.
+By columns (`[pool] split = "columns"`), a rank reads its columns of every update and adds them in the order in which
+the updates were accepted, and so has the bits of a single process. By reports, it folds whole updates, one in so many,
+and the sums are added at the close, in the order of the logical ranks. Then each rank has its columns, and applies the
+rule to them: to its part of the server optimizer's state, with noise drawn once for each entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedplat.aggregate import (
     scalars_to_bytes,
     state_schema,
 )
-from fedplat.backends.ranks import Layout, Ranks, Vectors, vectors
+from fedplat.backends.ranks import Ranks, VectorLayout, Vectors, make_vectors
 from fedplat.backends.ranks.device import DeviceSum, device_sum
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
@@ -40,46 +40,46 @@ from fedplat_server.attempts.pooled import Aggregated, Close, Fold
 from fedplat_server.attempts.recipe import Recipe
 
 Note = Callable[[bytes], None]
-_messages: msgspec.msgpack.Decoder[Fold | Close] = msgspec.msgpack.Decoder(Fold | Close)
+_decoder: msgspec.msgpack.Decoder[Fold | Close] = msgspec.msgpack.Decoder(Fold | Close)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def aggregate(ranks: Ranks, request: bytes, inbox: Iterator[bytes], note: Note) -> bytes:
-    """Folds what comes, and at the end fills the files that are named; see `Close`."""
+def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
+    """Fold the updates of the messages, and fill the files of the last one; see `Close`."""
     recipe = msgspec.msgpack.decode(request, type=Recipe)
     assert recipe.spec.pool is not None
-    mine = ranks.first(recipe.spec.pool.ranks)
-    if mine is None:  # a rank more than the job has
-        for _ in inbox:
+    mine = ranks.subgroup(recipe.spec.pool.ranks)
+    if mine is None:  # this rank is one more than the job has
+        for _ in messages:
             pass
         return b""
     with contextlib.ExitStack() as held:
         attempt = _Attempt(mine, recipe, held)
         closing: Close | None = None
-        for message in inbox:
-            told: Fold | Close = _messages.decode(message)
-            if isinstance(told, Close):
-                closing = told
+        for message in messages:
+            received: Fold | Close = _decoder.decode(message)
+            if isinstance(received, Close):
+                closing = received
                 continue
-            with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-                attempt.sums.fold(recipe.opened(told.update, attempt.base), told.update.contribution)
+            with np.errstate(over="ignore", invalid="ignore"):  # `close` checks the sum
+                attempt.sums.fold(recipe.opened(received.update, attempt.base), received.update.contribution)
         return msgspec.msgpack.encode(attempt.close(closing)) if closing else b""
 
 
 class _Sums(Protocol):
-    """How the updates are spread over the ranks."""
+    """The sums of one rank, by columns or by reports."""
 
     def fold(self, values: Values, contribution: Contribution) -> None:
-        """Adds this rank's part of an update."""
+        """Add this rank's part of an update."""
         ...
 
-    def closed(self) -> Accumulator:
-        """All updates, of this rank's columns."""
+    def close(self) -> Accumulator:
+        """Return the sum of all updates, of this rank's columns."""
         ...
 
 
 class _Attempt:
-    """One attempt, as one rank sees it."""
+    """One attempt on one rank."""
 
     def __init__(self, ranks: Ranks, recipe: Recipe, held: contextlib.ExitStack) -> None:
         self._payloads: list[bytes] = []
@@ -91,32 +91,32 @@ class _Attempt:
         columns = shards(size, ranks.size)
         self._columns = columns[ranks.rank]
         make = functools.partial(Accumulator, base.schema, rule, recipe.scalars(rule, base))
-        shard = Shard(self._columns, _across(ranks), ranks.is_first)
+        shard = Shard(self._columns, _sum_over_ranks(ranks), ranks.is_first)
         if (number := recipe.num_sums(rule, base)) == 1:
             memory = None if rule.gather else device_sum(len(self._columns), ranks.device)
-            self.sums: _Sums = _Columns(make(shard._replace(memory=memory)))
+            self.sums: _Sums = _ColumnSums(make(shard._replace(memory=memory)))
         else:
-            layout = Layout(number, (0, *(each.stop for each in columns)))
-            terms = held.enter_context(vectors(ranks, layout))
+            layout = VectorLayout(number, (0, *(each.stop for each in columns)))
+            terms = held.enter_context(make_vectors(ranks, layout))
             whole = {logical: make(Shard(range(size), memory=_memory(own))) for logical, own in terms.own.items()}
             merge = functools.partial(Accumulator.merged, base.schema, rule, recipe.scalars(rule, base))
-            self.sums = _Reports(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
+            self.sums = _ReportSums(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
 
     def close(self, files: Close) -> Aggregated:
-        """Applies the rule and writes what came of it. What any rank fails in, all of them say."""
+        """Apply the rule and write the new version; all ranks return the same, also if only one of them fails."""
         rule, base = self._rule, self.base
-        accumulator = self.sums.closed()
+        accumulator = self.sums.close()
         columns, state = self._columns, self._recipe.columns(rule, base, self._columns)
         try:
             result = accumulator.gathered(state)
-        except ValueError as exc:  # too few updates, say: before any is read, and so on all ranks alike
+        except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
             return Aggregated("refused", str(exc))
-        if not rule.blockwise:  # the whole step is looked at, which only one rank has
-            totals = self._ranks.bring(result.total)
+        if not rule.blockwise:  # the rule needs the whole step, which only one rank can have
+            totals = self._ranks.gather_arrays(result.total)
             columns = range(base.schema.num_floating if totals else 0)
             result = result.joined(totals) if totals else None
             state = self._recipe.columns(rule, base, columns)
-        said = Aggregated(
+        reply = Aggregated(
             num_updates=accumulator.num_updates,
             total_weight=accumulator.total_weight,
             published=accumulator.published,
@@ -129,19 +129,19 @@ class _Attempt:
             problem = Aggregated("full" if exc.errno in _FULL else "failed", f"writing a version failed: {exc}")
         except (FedplatError, ValueError) as exc:
             problem = Aggregated("refused", str(exc))
-        for content in self._ranks.gather(msgspec.msgpack.encode(problem or said)):
+        for content in self._ranks.all_gather(msgspec.msgpack.encode(problem or reply)):
             if (each := msgspec.msgpack.decode(content, type=Aggregated)).kind != "done":
                 return each
-        return said
+        return reply
 
     def _write(self, files: Close, parts: Iterable[Part], scalars: Mapping[str, float], columns: range) -> None:
         schema, names = self.base.schema, self._rule.init(0)
         with contextlib.ExitStack() as stack:
-            model = stack.enter_context(_File(files.model, len(schema.header)))
+            model = stack.enter_context(_SharedFile(files.model, len(schema.header)))
             state = None
             if files.state:
                 header = state_schema(names, schema.num_floating, scalars).header
-                state = stack.enter_context(_File(files.state, len(header)))
+                state = stack.enter_context(_SharedFile(files.state, len(header)))
                 if self._ranks.is_first:
                     state.write(-len(header), header)
                     state.write(0, scalars_to_bytes(scalars))
@@ -154,12 +154,12 @@ class _Attempt:
                     for vector in part.state.values():
                         end = state.write(end, vector.data)
         if self._payloads:
-            with _File(files.payload, 0) as payload:
+            with _SharedFile(files.payload, 0) as payload:
                 payload.write(0, self._payloads[-1])
 
 
-class _Columns:
-    """This rank's columns of every update."""
+class _ColumnSums:
+    """Sums by columns: this rank's part of every update."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
@@ -167,21 +167,21 @@ class _Columns:
     def fold(self, values: Values, contribution: Contribution) -> None:
         self._accumulator.fold(values, contribution)
 
-    def closed(self) -> Accumulator:
+    def close(self) -> Accumulator:
         return self._accumulator
 
 
-class _Reports:
-    """Whole updates: the k-th one is logical rank k's, modulo their number. Each of these has a sum of its own."""
+class _ReportSums:
+    """Sums by reports: update k goes as a whole to logical rank k modulo their number, each with a sum of its own."""
 
     def __init__(
         self,
         ranks: Ranks,
         terms: Vectors,
         own: Mapping[int, Accumulator],
-        merged: Callable[[Sequence[Tally], Vector], Accumulator],
+        merge: Callable[[Sequence[Tally], Vector], Accumulator],
     ) -> None:
-        self._ranks, self._terms, self._own, self._merged = ranks, terms, own, merged
+        self._ranks, self._terms, self._own, self._merge = ranks, terms, own, merge
         self._turn = 0
 
     def fold(self, values: Values, contribution: Contribution) -> None:
@@ -189,16 +189,16 @@ class _Reports:
             self._own[self._turn].fold(values, contribution)
         self._turn = (self._turn + 1) % self._terms.layout.logical
 
-    def closed(self) -> Accumulator:
+    def close(self) -> Accumulator:
         mine = {logical: accumulator.tally for logical, accumulator in self._own.items()}
         tallies: dict[int, Tally] = {}
-        for content in self._ranks.gather(msgspec.msgpack.encode(mine)):
+        for content in self._ranks.all_gather(msgspec.msgpack.encode(mine)):
             tallies |= msgspec.msgpack.decode(content, type=dict[int, Tally])
         total = self._terms.reduce_scatter().cpu().numpy()
-        return self._merged([tallies[logical] for logical in sorted(tallies)], total)
+        return self._merge([tallies[logical] for logical in sorted(tallies)], total)
 
 
-class _File:
+class _SharedFile:
     """A file that several ranks fill, each its part; synced when it is closed."""
 
     def __init__(self, path: str, begin: int) -> None:
@@ -210,13 +210,13 @@ class _File:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:  # an error that shows now is not found by a sync of another host
+            if kind is None:  # a sync by another host would not report this error
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
     def write(self, start: int, content: bytes | memoryview) -> int:
-        """Writes bytes at a place behind the header; returns where they end."""
+        """Write bytes at `start` behind the header, and return where they end."""
         rest = memoryview(content).cast("B")
         while rest:
             count = os.pwrite(self._descriptor, rest, self._begin + start)
@@ -224,15 +224,15 @@ class _File:
         return start
 
 
-def _across(ranks: Ranks) -> Across:
-    """Adds up over ranks."""
+def _sum_over_ranks(ranks: Ranks) -> Across:
+    """Return the function that adds up terms of all ranks."""
 
-    def added(zero: Terms, terms: Iterable[Terms]) -> Terms:
+    def add(zero: Terms, terms: Iterable[Terms]) -> Terms:
         mine = b"".join(term.tobytes() for term in terms)
-        others = (np.frombuffer(each, np.float64).reshape(-1, *zero.shape) for each in ranks.gather(mine))
+        others = (np.frombuffer(each, np.float64).reshape(-1, *zero.shape) for each in ranks.all_gather(mine))
         return alone(zero, itertools.chain.from_iterable(others))
 
-    return added if ranks.size > 1 else alone
+    return add if ranks.size > 1 else alone
 
 
 def _memory(vector: torch.Tensor) -> Vector | Elsewhere:

@@ -1,7 +1,7 @@
-"""The secret that the ranks of a pool have in common: a file in the data folder, which only their own user reads.
+"""The key that the ranks of a pool share: a file in the data folder, which only their own user may read.
 
-What they do follows from events, up to importing an operator's code, and events hold the noise of private jobs. So
-ranks encrypt them, and prove to each other that they have the secret.
+Events decide what ranks do, up to importing an operator's code, and hold the noise of private jobs. So ranks encrypt
+them, and prove to each other that they have the key.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _KEY_BYTES = 32
 _NONCE = struct.Struct("<IQ")
 
 
-def make(data_dir: Path) -> None:
-    """Makes the key, if there is none yet."""
+def create_key(data_dir: Path) -> None:
+    """Create the key, unless there is one."""
     path = data_dir / _NAME
     if path.exists():
         return
@@ -39,27 +39,27 @@ def make(data_dir: Path) -> None:
         draft.unlink()
 
 
-def read(data_dir: Path) -> bytes:
-    """The key."""
+def read_key(data_dir: Path) -> bytes:
+    """Return the key."""
     return (data_dir / _NAME).read_bytes()
 
 
-class Sealed:
-    """Encrypts what the ranks of one group tell each other: AES-256-GCM under a key that the group has for itself.
+class GroupCipher:
+    """Encrypts the messages between the ranks of one group: AES-256-GCM under a key derived for that group.
 
-    Each message has its sender and its number as the nonce, so none can stand for another. A group has a new `group`
-    of random bytes, so no nonce is used twice under one key.
+    The nonce of a message is its sender and number, so no message can stand for another. `group` is random, and new for
+    each group, so no nonce is used twice under one key.
     """
 
     def __init__(self, key: bytes, group: bytes) -> None:
         self._cipher = AESGCM(hmac.digest(key, b"fedplat events\0" + group, hashlib.sha256))
 
-    def sealed(self, content: bytes, sender: int, number: int) -> bytes:
-        """The content, encrypted; each (sender, number) is for one message only."""
+    def encrypt(self, content: bytes, sender: int, number: int) -> bytes:
+        """Return the content, encrypted; each (sender, number) is for one message only."""
         return self._cipher.encrypt(_NONCE.pack(sender, number), content, None)
 
-    def opened(self, message: bytes, sender: int, number: int) -> bytes:
-        """The content of a message. Raises `PermissionError` if it is not of this group, sender and number."""
+    def decrypt(self, message: bytes, sender: int, number: int) -> bytes:
+        """Return the content of a message. Raises `PermissionError` for another group, sender or number."""
         try:
             return self._cipher.decrypt(_NONCE.pack(sender, number), message, None)
         except InvalidTag as exc:

@@ -1,4 +1,4 @@
-"""Vectors that are sent: over Gloo between hosts, over NCCL between GPUs."""
+"""Vectors that are sent between each two processes: by Gloo between hosts, by NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -8,78 +8,79 @@ from typing import Any
 
 import torch
 from torch import distributed
+from typing_extensions import override
 
 from fedplat.backends.ranks.group import Ranks
-from fedplat.backends.ranks.layout import Layout
-from fedplat.backends.ranks.vectors import Vectors, pieces
+from fedplat.backends.ranks.layout import VectorLayout
+from fedplat.backends.ranks.vectors import Vectors, split_columns
 from fedplat.model import WINDOW
 
-LENGTH = 4 * WINDOW
+MESSAGE_LENGTH = 4 * WINDOW
 """Entries of a message: 4 MB, of which two for each logical rank are in memory while columns are added up."""
 
 
-class SentVectors(Vectors):
-    """Vectors in memory that only their process sees, on any device.
+class P2PVectors(Vectors):
+    """Vectors in memory of their own process, on any device.
 
-    Each process sends the others their columns of its vectors straight from where they are, a window at a time, and
-    adds up one window while the next one is under way. Beyond the vectors there are two windows for each logical rank.
+    Each process sends the others their columns of its vectors in place, a window at a time, and adds up one window
+    while the next one is on its way. Beyond the vectors there are two windows for each logical rank.
     """
 
-    def __init__(self, ranks: Ranks, layout: Layout, length: int = LENGTH) -> None:
-        """All processes have to give the same arguments."""
+    def __init__(self, ranks: Ranks, layout: VectorLayout, length: int = MESSAGE_LENGTH) -> None:
+        """All processes have to pass the same arguments."""
         super().__init__(ranks, layout)
         self._length = length
         self._slots = [
             torch.zeros(layout.size, dtype=torch.float32, device=ranks.device) for _ in range(layout.slots(ranks.rank))
         ]
-        if ranks.device.type == "cuda":  # NCCL forms its rings when all ranks meet for the first time, and not else
+        if ranks.device.type == "cuda":  # NCCL connects all ranks at their first collective, and only then
             distributed.all_reduce(torch.zeros(1, device=ranks.device), group=ranks.group)
 
     @property
+    @override
     def slots(self) -> Sequence[torch.Tensor]:
-        """This process's memory."""
         return self._slots
 
+    @override
     def reduce_scatter(self) -> torch.Tensor:
-        """The sum of this process's columns."""
         layout, mine = self.layout, self.ranks.rank
-        windows = [list(pieces(layout.columns(process), self._length)) for process in range(layout.processes)]
+        windows = [list(split_columns(layout.columns(process), self._length)) for process in range(layout.processes)]
         longest = max((part.stop - part.start for part in windows[mine]), default=0)
         others = layout.logical - len(layout.held(mine))
         staged = torch.empty((2, others, longest), dtype=torch.float32, device=self.ranks.device)
-        under_way: list[tuple[slice, list[torch.Tensor], list[distributed.Work]]] = []
+        pending: list[tuple[slice, list[torch.Tensor], list[distributed.Work]]] = []
         for step, parts in enumerate(zip_longest(*windows)):
             part = parts[mine]
             terms = self._terms(part, staged[step % 2]) if part else []
-            works = _started([*self._receives(terms), *self._sends(parts)])
-            if under_way:
-                self._add(*under_way.pop())
-            under_way.append((part or slice(0, 0), terms, works))
-        if under_way:
-            self._add(*under_way.pop())
+            works = _start([*self._receives(terms), *self._sends(parts)])
+            if pending:
+                self._add(*pending.pop())
+            pending.append((part or slice(0, 0), terms, works))
+        if pending:
+            self._add(*pending.pop())
         return self.columns
 
+    @override
     def all_gather(self) -> torch.Tensor:
-        """The vector that consists of every process's columns."""
         layout, mine = self.layout, self.ranks.rank
-        windows = [pieces(layout.columns(process), self._length) for process in range(layout.processes)]
+        windows = [split_columns(layout.columns(process), self._length) for process in range(layout.processes)]
         others = [process for process in range(layout.processes) if process != mine]
         before: list[distributed.Work] = []
         for parts in zip_longest(*windows):
             receives = [self._receive(self.whole[part], q) for q in others if (part := parts[q])]
             sends = [self._send(self.whole[part], q) for q in others if (part := parts[mine])]
-            works = _started([*receives, *sends])
+            works = _start([*receives, *sends])
             _wait(before)
             before = works
         _wait(before)
         return self.whole
 
+    @override
     def close(self) -> None:
-        """Forgets the vectors."""
         self._slots.clear()
 
     def _terms(self, part: slice, staged: torch.Tensor) -> list[torch.Tensor]:
-        """A window of every logical rank's vector, in their order: where it is, or where it will be received."""
+        """Return a window of every logical rank's vector, in their order: the own one, or the place to receive it."""
         rows = iter(staged)
         own = self.own
         return [
@@ -126,7 +127,7 @@ class SentVectors(Vectors):
         return process if group is None else distributed.get_global_rank(group, process)
 
 
-def _started(operations: list[distributed.P2POp]) -> list[distributed.Work]:
+def _start(operations: list[distributed.P2POp]) -> list[distributed.Work]:
     return distributed.batch_isend_irecv(operations) if operations else []
 
 

@@ -1,0 +1,31 @@
+"""How fast are the collectives of Gloo or NCCL beside a ring, a star, a tree, and shared memory?
+
+    python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json]
+
+The options, the measurement and the output are those of `fedplat-server pool bench`, which measures the library alone.
+`--json` prints one object: the `BenchReport` of `fedplat/backends/ranks/bench/records.py`, with
+`is_healthy` and `findings`. Each implementation is checked for right results before it is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from fedplat.errors import FedplatError
+from fedplat_server.pool.bench.command import make_command
+
+RANK = Path(__file__).with_name("rank.py")
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command(help="Compare collectives of Gloo or NCCL with other implementations, between ranks of this host.")(
+    make_command((str(RANK),))
+)
+
+if __name__ == "__main__":
+    try:
+        app()
+    except FedplatError as exc:
+        sys.exit(f"error: {exc}")

@@ -1,0 +1,96 @@
+"""A task that can be suspended and resumed: a thread that runs only while the rank waits for it.
+
+So a rank has several open tasks, such as the attempts of several jobs that collect reports, and never runs two at once:
+all ranks do the same steps in the same order, as collectives require. A long task lets others run whenever it reports
+its progress.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+
+class CancelledError(Exception):
+    """The task was cancelled; raised where it waits for its next message, or pauses."""
+
+
+class Pause(enum.Enum):
+    """Why a task is suspended: it waits for its next message, or lets others run."""
+
+    WAITING = enum.auto()
+    YIELDED = enum.auto()
+
+
+class ThreadCoroutine:
+    """One open task. Each step returns its result once it is done, else why it is suspended; raises what it raises.
+
+    A step ends where the task waits for a message, or calls `pause`.
+    """
+
+    def __init__(self, name: str, run: Callable[[Iterator[bytes]], bytes]) -> None:
+        self._run = run
+        self._inputs: SimpleQueue[bytes | Pause | CancelledError | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[Pause | bytes | BaseException] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> bytes | Pause:
+        """Run the first step."""
+        self._thread.start()
+        return self._wait()
+
+    def send(self, message: bytes) -> bytes | Pause:
+        """Continue with the message that the task waits for."""
+        return self._continue(message)
+
+    def end(self) -> bytes | Pause:
+        """Continue where the task waits for a message, of which there are no more."""
+        return self._continue(None)
+
+    def resume(self) -> bytes | Pause:
+        """Continue after `pause`."""
+        return self._continue(Pause.YIELDED)
+
+    def pause(self) -> None:
+        """Let others run; called by the task itself. Raises `CancelledError`."""
+        self._outcomes.put(Pause.YIELDED)
+        if isinstance(given := self._inputs.get(), CancelledError):
+            raise given
+
+    def cancel(self) -> None:
+        """End the task where it is suspended. Raises what it raises, except `CancelledError`."""
+        self._inputs.put(CancelledError())
+        try:
+            self._wait()
+        except CancelledError:
+            return
+
+    def _continue(self, given: bytes | Pause | None) -> bytes | Pause:
+        self._inputs.put(given)
+        return self._wait()
+
+    def _wait(self) -> bytes | Pause:
+        outcome = self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _work(self) -> None:
+        try:
+            result = self._run(self._messages())
+        except BaseException as exc:  # a thread's boundary: `_wait` raises it
+            self._outcomes.put(exc)
+        else:
+            self._outcomes.put(result)
+
+    def _messages(self) -> Iterator[bytes]:
+        while True:
+            self._outcomes.put(Pause.WAITING)
+            message = self._inputs.get()
+            if isinstance(message, CancelledError):
+                raise message
+            if not isinstance(message, bytes):
+                return
+            yield message
