@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import typer
 
+from fedplat.job import build_rule
 from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
 from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
@@ -156,7 +157,7 @@ def train(options: Options, seed: int, downlink: Options | None = None) -> float
     digits, evaluate = importlib.import_module("model"), importlib.import_module("evaluate").evaluate
     torch.set_num_threads(1)
     job = submission.load(DIGITS / "job.toml")
-    current, inner = job.parameters, job.spec.rule()
+    current, inner = job.parameters, build_rule(job.spec)
     rules = [rule_of(inner, downlink, 100 * seed + number) for number in range(job.spec.rounds + 1)]
     state = rules[0].init(current.schema.num_floating)
     clients = range(digits.NUM_CLIENTS)

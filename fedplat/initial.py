@@ -16,7 +16,7 @@ import numpy as np
 
 from fedplat import functions
 from fedplat.errors import JobFileError, ModelError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 
 
@@ -24,7 +24,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     """The model that a job starts from, with what its rule keeps in it. Raises `JobFileError`."""
     parameters = resolve(spec.model.initial, folder)
     try:
-        return spec.rule().counterpart.extend(parameters)
+        return build_rule(spec).counterpart.extend(parameters)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fedplat.job import find_mechanism
 import fedplat
 from fedplat.model import Parameters
 from fedplat.privacy.cost import Cost, cost_of
@@ -153,7 +154,7 @@ def execute(
     )
     options = file.simulation
     summary = summarize(result, options.target_metric, options.target)
-    spec, mechanism = setup.simulation.spec, setup.simulation.spec.mechanism
+    spec, mechanism = setup.simulation.spec, find_mechanism(setup.simulation.spec)
     run = Run(
         file=file,
         result=result,

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from fedplat.job import find_mechanism
 from fedplat.rounds import (
     Assignment,
     Attempt,
@@ -367,7 +368,7 @@ class MemoryStore(MemoryLedger):
                     raise StoreError(f"job {job_id} cannot have version {change.version.version} now")
                 versions[job_id] += 1
                 self._require_files(job_id, change.version)
-                if (self._jobs[job_id].state.spec.privacy is None) != (change.job.spec.mechanism is None):
+                if (self._jobs[job_id].state.spec.privacy is None) != (find_mechanism(change.job.spec) is None):
                     raise writes.uncharged(job_id, change.version.version)
             for assignment in change.assignments:
                 place, token = (assignment.key, assignment.client_id), assignment.token_hash
@@ -415,7 +416,7 @@ class MemoryStore(MemoryLedger):
             self._tokens[assignment.token_hash] = place
         if change.version is not None:
             job.versions.append(VersionRecord(change.version, now, {}))
-            if (mechanism := change.job.spec.mechanism) is not None and change.version.is_aggregate:
+            if (mechanism := find_mechanism(change.job.spec)) is not None and change.version.is_aggregate:
                 row = LedgerRow(change.version.version, change.version.round, mechanism, now)
                 self._ledger.setdefault(change.job.job_id, []).append(row)
         for row in change.history:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fedplat.aggregate import Contribution, read_scalars
 from fedplat.aggregate.adaptive_clip import CLIP_NORM
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule, find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy import tree_sensitivity
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -132,7 +132,7 @@ class Daemon:
         if self.spec.updates.adaptive_clip is None:
             return []
         size = base_model().schema.num_floating
-        return [math.log(read_scalars(self.blobs.path(version.state_digest), self.spec.rule(), size)[CLIP_NORM])]
+        return [math.log(read_scalars(self.blobs.path(version.state_digest), build_rule(self.spec), size)[CLIP_NORM])]
 
     def _hear(self, ended: AttemptAggregated | AggregationFailed) -> None:
         self._ended.pop(ended.key).set_result(ended)
@@ -214,7 +214,7 @@ def _pooled(noise: Values) -> Values:
 
 def claimed(spec: JobSpec, num_rounds: int) -> float:
     """The noise multiplier of all releases together, as the accountant is told."""
-    mechanism = spec.mechanism
+    mechanism = find_mechanism(spec)
     assert mechanism is not None
     if mechanism.kind != "tree":
         return mechanism.noise_multiplier

@@ -15,7 +15,7 @@ from grpc import aio
 
 from fedplat import wire
 from fedplat.errors import JobFileError, ModelError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
@@ -242,6 +242,6 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
             raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
         if not parameters.is_finite():
             raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-        if misfit := spec.rule().counterpart.misfit(parameters.schema):
+        if misfit := build_rule(spec).counterpart.misfit(parameters.schema):
             raise RefusedError(Code.INVALID_MODEL, misfit)
         return path.stat().st_size

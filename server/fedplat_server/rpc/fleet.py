@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from grpc import aio
 
+from fedplat.job import build_rule
 from fedplat import rounds, wire
 from fedplat.aggregate import unusable
 from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict, influence
@@ -307,7 +308,7 @@ class FleetService(MembershipService):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
         found, update_bytes, norm = services.runner.coordinator.find(key, client_id), 0, None
         if found is not None and found[0] is AttemptKind.TRAIN:
-            if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
+            if lacking := unusable(build_rule(services.jobs.state(key.job_id).spec), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
             if not isinstance(taken, reports.TakenIn):

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from fedplat.job import plan_charge
 from fedplat.privacy import Charge
 from fedplat.rounds import JobState
 from fedplat_server.audit import AuditEntry
@@ -65,4 +66,4 @@ class MemoryLedger(MemoryFleet):
     def _account(self, state: JobState) -> Account:
         counts = Counter(row.mechanism for row in self._ledger.get(state.job_id, ()))
         released = tuple(Charge(mechanism, count) for mechanism, count in counts.items())
-        return Account(state.job_id, state.status, state.spec.planned, released)
+        return Account(state.job_id, state.status, plan_charge(state.spec), released)

@@ -12,7 +12,7 @@ import msgspec
 import sqlalchemy
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec, find_mechanism, parse_job
 from fedplat.privacy import Privacy
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion, influence
 from fedplat.rounds.records import Claim
@@ -272,7 +272,7 @@ def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew]
 def settled_values(spec: JobSpec) -> Values:
     """What was settled of a job, as columns of `jobs`. Raises `StoreError` if a private one was not settled."""
     options = spec.privacy
-    if options is not None and (spec.mechanism is None or options.max_releases is None):
+    if options is not None and (find_mechanism(spec) is None or options.max_releases is None):
         raise StoreError("a private job cannot be stored before its noise and its releases are settled")
     return {"privacy": msgspec.to_builtins(options)}
 
@@ -302,7 +302,7 @@ def with_settled(spec: JobSpec, settled: object) -> JobSpec:
 
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
     """The row of `ledger` that belongs to a version of a job; None if that is no private release."""
-    mechanism = job.spec.mechanism
+    mechanism = find_mechanism(job.spec)
     if mechanism is None or not version.is_aggregate:
         return None
     return {

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.rounds import influence
 from fedplat.rounds.states import (
     BUSY_STATES,
@@ -268,7 +268,7 @@ def optimizer_state_is_kept(job: Job) -> Iterator[Wrong]:
     """I2: a rule that remembers something has its state beside each version that it made; no other version has one."""
     if job.spec is None:
         return
-    rule = job.spec.rule()
+    rule = build_rule(job.spec)
     remembers = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:
         wanted = remembers and version.is_aggregate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fedplat.job import find_mechanism, plan_charge
 from fedplat_server.store.ledger import spelled
 from fedplat_server.verify.records import Job, Place, Wrong
 
@@ -12,7 +13,7 @@ def releases_are_charged(job: Job) -> Iterator[Wrong]:
     """I5: each version that a round of a private job made has its row of the ledger, and no other version has one."""
     if job.spec is None:
         return
-    mechanism = job.spec.mechanism
+    mechanism = find_mechanism(job.spec)
     made = {version.version: version for version in job.versions if version.is_aggregate and mechanism is not None}
     charged = {row.version: row for row in job.ledger}
     for number in made.keys() - charged.keys():
@@ -29,7 +30,7 @@ def releases_are_charged(job: Job) -> Iterator[Wrong]:
 
 def releases_are_within_the_plan(job: Job) -> Iterator[Wrong]:
     """I5: a private job releases no more than was planned when it was created."""
-    planned = job.spec.planned if job.spec is not None else None
+    planned = plan_charge(job.spec) if job.spec is not None else None
     if planned is not None and len(job.ledger) > planned.releases:
         found = f"the ledger has {len(job.ledger)} releases"
         yield Wrong(Place(job.row.job_id), found, f"at most {planned.releases}, as its budget allows")

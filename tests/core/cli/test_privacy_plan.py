@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
-from fedplat.job import parse_job
+from fedplat.job import find_mechanism, parse_job
 from fedplat.privacy import Charge, Mechanism
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
 
@@ -69,7 +69,7 @@ def refused(text: str, *arguments: str) -> str:
 
 def test_a_plan_is_what_the_accountant_says() -> None:
     found = planned(POISSON, "--noise", "1.2", "--noise", "2.5")
-    mechanism = parse_job(POISSON).mechanism
+    mechanism = find_mechanism(parse_job(POISSON))
     assert mechanism is not None
     assert (found["rounds"], found["max_rounds"], found["adjacency"]) == (40, 40, "one client more or less")
     assert found["num_clients"] == 3380  # goal / rate

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedplat.job import parse_job
+from fedplat.job import calibrate, parse_job
 from fedplat.rounds import AttemptKey, Context, Coordinator, Crew, JobState, Memory, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import (
@@ -59,7 +59,7 @@ def token_hash(token: str) -> bytes:
 
 
 def draft(job_id: str, job_file: str = JOB_FILE) -> JobState:
-    return JobState(job_id, parse_job(job_file).settled(), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
+    return JobState(job_id, calibrate(parse_job(job_file)), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
 
 
 def without_moments(job: JobState) -> JobState:

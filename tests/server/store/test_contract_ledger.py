@@ -8,7 +8,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from fedplat.job import parse_job
+from fedplat.job import parse_job, plan_charge
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
@@ -144,7 +144,7 @@ async def test_what_was_settled_stays(store: Store) -> None:
 
 
 def account(state: JobState, status: JobStatus = JobStatus.DRAFT, *released: Charge) -> Account:
-    return Account(state.job_id, status, state.spec.planned, released)
+    return Account(state.job_id, status, plan_charge(state.spec), released)
 
 
 async def test_a_population_has_the_accounts_of_its_jobs(store: Store) -> None:
