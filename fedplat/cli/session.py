@@ -20,7 +20,7 @@ from fedplat.cli import profile
 from fedplat.cli.admin import AdminClient
 from fedplat.cli.output import Output
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError
+from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError, UserCodeError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -121,7 +121,7 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
         raise typer.Exit(
-            WRONG_USAGE if isinstance(exc, JobFileError | ProfileError | DataError | JournalError) else FAILED
+            WRONG_USAGE if isinstance(exc, JobFileError | UserCodeError | ProfileError | DataError | JournalError) else FAILED
         ) from exc
 
 

@@ -12,13 +12,14 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from fedplat import user_code
 from fedplat.aggregate import Counterpart
 from fedplat.backends import parallel
 from fedplat.backends.parallel.trainer import agreed
 from fedplat.backends.ranks import Ranks
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
-from fedplat_server import files, intake, references
+from fedplat_server import files, intake
 from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
 
 TURN_S = 0.25
@@ -116,8 +117,8 @@ def _learned(ranks: Ranks, asked: Training, note: Note) -> Learned:
 
 
 def _loaded(trainer: Trainer) -> parallel.ServerTrainer:
-    """Imports a trainer. Raises `ConfigError`, `ValueError`, and whatever its module raises."""
-    found = references.load(trainer.reference, trainer.folder)
+    """Import a trainer. Raises `UserCodeError` and `ValueError`."""
+    found = user_code.load(trainer.reference, Path(trainer.folder))
     if not isinstance(found, parallel.ServerTrainer):
         raise ValueError(
             f"{trainer.reference} is a {type(found).__name__}; expected fedplat.backends.parallel.ServerTrainer(...)"
