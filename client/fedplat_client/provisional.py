@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat import durable
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import eviction
 from fedplat_client.connection import Connection
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
-from fedplat_client.identity import sync_folder
 from fedplat_client.options import Backoff, ClientOptions
 from fedplat_client.task import Control
 
@@ -95,14 +95,9 @@ class Provisional:
         if not eviction.make_room(self._folder, both, self._limit_bytes, [settled.stem], self._log_eviction):
             return False
         head = _Head(format, hashlib.sha256(data).hexdigest(), sent)
-        temporary = pending.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with durable.atomic_write(pending) as file:
             file.write(msgspec.json.encode(head) + b"\n")
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(pending)
-        sync_folder(self._folder)
         return True
 
     def forget(self, job_id: str) -> None:

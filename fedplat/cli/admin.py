@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
-from fedplat import wire
+from fedplat import durable, wire
 from fedplat.cli import answers, paging
 from fedplat.cli.paging import Page, Row
 from fedplat.cli.profile import DEFAULT_SERVER, Profile
@@ -247,26 +246,17 @@ class AdminClient:
     def export_model(
         self, job: str, version: int | None, path: str | os.PathLike[str], progress: Progress | None = None
     ) -> model_pb2.ModelRef:
-        """Writes a version (None: the latest) to a safetensors file of its owner, whole and checked or not at all.
+        """Write a version (None: the latest) to a safetensors file of its owner, whole and checked or not at all.
 
         Raises `ModelError` when the bytes that arrive are not those of the version, and `OSError` when they cannot
         be written.
         """
-        target = Path(path)
-        temporary = target.with_name(f".fedplat-{secrets.token_hex(8)}.part")
         request = admin_pb2.ExportModelRequest(job=job)
         if version is not None:
             request.version = version
-        try:
-            # A model may tell of its data: for its owner only, whatever the umask.
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                model = self._receive_model(request, file, progress)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return model
+        # A model may reveal its data: only its owner may read it, whatever the umask.
+        with durable.atomic_write(Path(path), 0o600) as file:
+            return self._receive_model(request, file, progress)
 
     def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
         """Makes an operator; the answer has its token, which nobody can read again. 0 s: it does not expire."""

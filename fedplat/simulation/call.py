@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fedplat import durable
 from fedplat.job import find_mechanism
 import fedplat
 from fedplat.model import Parameters
@@ -98,10 +99,10 @@ class Run:
             field.name: getattr(self.result.participation, field.name)
             for field in dataclasses.fields(self.result.participation)
         }
-        folders.replace(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes())
+        durable.write_bytes(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes(), folders.FILE_MODE)
         if self.model is not None:
-            folders.replace(folder / folders.MODEL, self.model.to_bytes())
-        folders.replace(folder / folders.RESULTS, self.to_json().encode())
+            durable.write_bytes(folder / folders.MODEL, self.model.to_bytes(), folders.FILE_MODE)
+        durable.write_bytes(folder / folders.RESULTS, self.to_json().encode(), folders.FILE_MODE)
 
 
 def simulate(

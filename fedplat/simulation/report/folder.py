@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 
+from fedplat import durable
 from fedplat.configuration import shown
 from fedplat.errors import DataError
 from fedplat.simulation.result import AttemptRecord
@@ -36,13 +37,8 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
 
 ANYWHERE = frozenset({"simulation.engine", "simulation.workers"})
 """Keys that may change when a run goes on: where it is computed."""
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: whoever reads it sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+FILE_MODE = 0o666
+"""Of the files of a run, which are as public as the umask allows."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,7 +91,7 @@ def begin(folder: Path, given: Mapping[str, Any]) -> None:
         raise DataError(f"{folder} has a run already; go on with it (--resume), or choose another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode())
+        durable.write_bytes(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode(), FILE_MODE)
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
 

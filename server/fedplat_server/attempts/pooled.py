@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from fedplat import durable
 from fedplat.aggregate import state_schema
 from fedplat.errors import ModelError
 from fedplat.model import ModelFile
@@ -217,7 +218,7 @@ def _raise_problem(said: Aggregated) -> None:
 
 
 def _made(path: Path, size_bytes: int) -> str:
-    descriptor = files.create(path)
+    descriptor = durable.create(path)
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)

@@ -12,14 +12,14 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from fedplat import user_code
+from fedplat import durable, user_code
 from fedplat.aggregate import Counterpart
 from fedplat.backends import parallel
 from fedplat.backends.parallel.trainer import agreed
 from fedplat.backends.ranks import Ranks
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
-from fedplat_server import files, intake
+from fedplat_server import intake
 from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
 
 TURN_S = 0.25
@@ -148,10 +148,10 @@ def _with(whole: Parameters, model: Parameters) -> Parameters:
 
 def _write(path: Path, model: Parameters) -> None:
     path.unlink(missing_ok=True)  # of ranks that died just after
-    descriptor = files.create(path)
+    descriptor = durable.create(path)
     try:
-        files.write_all(descriptor, model.schema.header)
-        files.write_all(descriptor, model.buffer.data)
+        durable.write_all(descriptor, model.schema.header)
+        durable.write_all(descriptor, model.buffer.data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 
 from grpc import aio
 
-from fedplat.job import build_rule
-from fedplat import rounds, wire
+from fedplat import durable, rounds, wire
 from fedplat.aggregate import unusable
+from fedplat.job import build_rule
 from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
@@ -27,7 +27,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import FAILURES, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import __version__, files, intake
+from fedplat_server import __version__, intake
 from fedplat_server.check_in import SOON, wait_for_work
 from fedplat_server.errors import SpoolError
 from fedplat_server.rpc import convert, memory, reports, requests, streams
@@ -124,7 +124,7 @@ class FleetService(MembershipService):
             found = self._services.runner.coordinator.find(key, client.client_id)
             return found is not None and found[1].is_busy
 
-        async def parts() -> AsyncIterator[files.Bytes]:
+        async def parts() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
                 await self._count_bytes(key, client.client_id, len(part.data))
                 yield part.data
