@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat import wire
+from fedplat import durable, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from server import harness
