@@ -16,7 +16,7 @@ from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy
 from fedplat.privacy import accounting
 from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
-from fedplat.privacy.cost import ADJACENCY
+from fedplat.privacy.words import describe_adjacency
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -119,7 +119,7 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
         budget=budget,
         calibrated=options.noise_multiplier is None,
         mechanism=mechanism,
-        adjacency=ADJACENCY[mechanism.kind],
+        adjacency=describe_adjacency(mechanism),
         num_clients=num_clients,
         expected_reports=spec.selection.goal,
         noise_multiplier=found.noise_multiplier,
