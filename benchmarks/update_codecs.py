@@ -194,10 +194,10 @@ class Sender:
     def sent(self, update: Parameters) -> Any:
         """The update as the server decodes it."""
         vector = VectorBlocks(update.to_vector())
-        if self._codec.unbiased:
-            payload = b"".join(self._codec.encode(vector, self._rng))
-        else:
+        if self._codec.needs_feedback:
             payload, self._residual = self._feedback.encode(self._residual, vector, self._rng)
+        else:
+            payload = b"".join(self._codec.encode(vector, self._rng))
         arrived = update.copy()
         arrived.to_vector()[:] = whole(self._codec.decode(payload, vector.size))
         return arrived
