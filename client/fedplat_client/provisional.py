@@ -24,9 +24,10 @@ import msgspec
 from fedplat import durable
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import eviction
+from fedplat_client.backoff import retry
 from fedplat_client.connection import Connection
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
-from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.options import ClientOptions
 from fedplat_client.task import Control
 
 _ASK_ATTEMPTS = 3
@@ -134,16 +135,13 @@ def asking(connection: Connection, options: ClientOptions, control: Control) -> 
 
     @functools.cache
     def asked(sent: Sent) -> bool:
-        """Reports again: an attempt that has ended gives its receipt only for what was merged."""
+        """Report again: after the end of an attempt, only merged updates get a receipt."""
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
-        backoff = Backoff(options)
-        for _ in range(_ASK_ATTEMPTS):
-            try:
-                return connection.report(request).HasField("receipt")
-            except CallRefusedError:
-                return False
-            except ServerUnavailableError as exc:
-                control.wait(backoff.next_s(exc.retry))
-        return False
+        try:
+            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_ASK_ATTEMPTS)
+        except (CallRefusedError, ServerUnavailableError):
+            control.signal.check()
+            return False
+        return answer.HasField("receipt")
 
     return asked
