@@ -153,7 +153,7 @@ class Aggregation:
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
         recipe = Recipe.of(job, blobs)
-        from_latest = recipe.rule(_ignore).from_latest
+        from_latest = recipe.rule().from_latest
         folding, paths = self._begun(job, recipe, blobs), list[Path]()
         try:
             while not isinstance(command := await queue.get(), Commit):
@@ -251,7 +251,3 @@ def _version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersi
         num_updates=aggregate.num_updates,
         total_weight=aggregate.total_weight,
     )
-
-
-def _ignore(payload: bytes) -> None:
-    return

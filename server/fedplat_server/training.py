@@ -52,8 +52,8 @@ class _Work(NamedTuple):
 
     name: str
     request: msgspec.Struct
-    on_note: Callable[[bytes], None]
     pool: Pool | None
+    on_note: Callable[[bytes], None] = lambda content: None
     on_cpu: bool = False
 
 
@@ -174,7 +174,7 @@ class ServerTraining:
         """Scores a version of a job on a trainer's held-out examples."""
         asked = Scoring(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
         try:
-            return await self._done(_Work("evaluate", asked, _ignore, spec.pool), Scored)
+            return await self._done(_Work("evaluate", asked, spec.pool), Scored)
         except FedplatError as exc:
             return Scored(error=str(exc))
 
@@ -190,7 +190,7 @@ class ServerTraining:
         journal = _Journal(what, moved)
         with self._blobs.temporary() as result:
             asked = msgspec.structs.replace(asked, result=str(result))
-            work = _Work("train", asked, journal.note, pool)
+            work = _Work("train", asked, pool, journal.note)
             learned = await self._done(work, Learned)
             if learned.error:
                 raise PoolWorkError(learned.error)
@@ -264,10 +264,6 @@ def _metrics(learned: Learned) -> dict[str, float]:
     """What is shown of a training; a loss that is not finite cannot be."""
     found = {"first_loss": learned.first_loss, "loss": learned.last_loss}
     return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _ignore(content: bytes) -> None:
-    return
 
 
 def _in_one_line(exc: Exception) -> str:

@@ -100,7 +100,7 @@ class OnPool:
 
     def _drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
         """Files of the right sizes: room that is missing shows now, and not when the ranks have computed it all."""
-        rule, base = self._recipe.rule(_ignore), ModelFile.open(self._recipe.base)
+        rule, base = self._recipe.rule(), ModelFile.open(self._recipe.base)
         names, scalars = rule.init(0), rule.start(0).scalars
         state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
         has_payload = self._recipe.spec.compression.downlink is not None
@@ -225,7 +225,3 @@ def _made(path: Path, size_bytes: int) -> str:
     finally:
         os.close(descriptor)
     return os.path.abspath(path)
-
-
-def _ignore(payload: bytes) -> None:
-    return

@@ -65,8 +65,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             noise=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
         )
 
-    def rule(self, keep: Callable[[bytes], None]) -> Rule:
-        """The job's rule; if the job has a downlink, its steps are encoded, and `keep` is given what they become."""
+    def rule(self, keep: Callable[[bytes], None] = lambda payload: None) -> Rule:
+        """Return the job's rule; of a job with a downlink it encodes its steps, and `keep` gets the payloads."""
         seed = seed_of(self.job_id, self.version)
         rule = build_rule(self.spec, seed, Noise(self.noise) if self.noise else None)
         codec = self.spec.compression.downlink
