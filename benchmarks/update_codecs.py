@@ -24,10 +24,10 @@ import msgspec
 import numpy as np
 import typer
 
-from fedplat.job import build_rule
 from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
 from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
+from fedplat.job import build_rule
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
 from report import Cell, Report, finish
 

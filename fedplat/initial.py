@@ -1,8 +1,8 @@
 """The model that a job starts from: `[model] initial` of a job file, resolved where the job is submitted.
 
-It is a `.safetensors` file or a function (`fedplat/user_code.py`), both relative to the job file. The function may return
-`Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only when
-the function's own code has imported it.
+It is a `.safetensors` file or a function (`fedplat/user_code.py`), both relative to the job file. The function may
+return `Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only
+when the function's own code has imported it.
 """
 
 from __future__ import annotations

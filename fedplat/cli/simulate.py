@@ -17,7 +17,6 @@ from fedplat.cli import formats, progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.user_code import wrap_errors
 from fedplat.simulation import call
 from fedplat.simulation import file as files
 from fedplat.simulation.call import Run
@@ -26,6 +25,7 @@ from fedplat.simulation.keep import CHECKPOINT_S, Keep
 from fedplat.simulation.report import data as data_report
 from fedplat.simulation.report import folder as folders
 from fedplat.simulation.setup import load_data
+from fedplat.user_code import wrap_errors
 
 NUM_GROUPS = 3
 

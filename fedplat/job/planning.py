@@ -13,8 +13,7 @@ from fedplat.errors import JobFileError
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism
 from fedplat.job.sections import Selection
 from fedplat.job.spec import JobSpec
-from fedplat.privacy import Charge, Mechanism, Privacy
-from fedplat.privacy import accounting
+from fedplat.privacy import Charge, Mechanism, Privacy, accounting
 from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.words import describe_adjacency
 from fedplat.sampling import Poisson

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fedplat import durable
-from fedplat.job import find_mechanism
 import fedplat
+from fedplat.job import find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy.cost import Cost, cost_of
 from fedplat.simulation import file as files
@@ -99,10 +98,10 @@ class Run:
             field.name: getattr(self.result.participation, field.name)
             for field in dataclasses.fields(self.result.participation)
         }
-        durable.write_bytes(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes(), folders.FILE_MODE)
+        folders.write(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes())
         if self.model is not None:
-            durable.write_bytes(folder / folders.MODEL, self.model.to_bytes(), folders.FILE_MODE)
-        durable.write_bytes(folder / folders.RESULTS, self.to_json().encode(), folders.FILE_MODE)
+            folders.write(folder / folders.MODEL, self.model.to_bytes())
+        folders.write(folder / folders.RESULTS, self.to_json().encode())
 
 
 def simulate(

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
-from fedplat.job import build_rule, calibrate
 from fedplat import initial
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
+from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
 from fedplat.simulation import refusals
 from fedplat.simulation.data import Federation, federation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def test_a_file_may_import_its_neighbours() -> None:
 
 def test_a_file_that_fails_is_tried_afresh() -> None:
     path = write("evaluate.py", "raise RuntimeError('not today')")
-    with pytest.raises(UserCodeError, match=rf"raised RuntimeError: not today \({re.escape(str(path.resolve()))}, line 1\)"):
+    with pytest.raises(UserCodeError, match=r"raised RuntimeError: not today \(/.*/evaluate.py, line 1\)"):
         user_code.load(f"{path}:score")
     path.write_text("def score(p): return {}\n# longer, so that no cached code is taken")
     assert user_code.load(f"{path}:score")(None) == {}

@@ -37,8 +37,11 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
 
 ANYWHERE = frozenset({"simulation.engine", "simulation.workers"})
 """Keys that may change when a run goes on: where it is computed."""
-FILE_MODE = 0o666
-"""Of the files of a run, which are as public as the umask allows."""
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file of a run, whole or not at all, as public as the umask allows."""
+    durable.write_bytes(path, content, 0o666)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def begin(folder: Path, given: Mapping[str, Any]) -> None:
         raise DataError(f"{folder} has a run already; go on with it (--resume), or choose another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        durable.write_bytes(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode(), FILE_MODE)
+        write(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode())
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
 

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from core.simulation.runs import DIGITS
-from fedplat.job import calibrate
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
+from fedplat.job import calibrate
 from fedplat.model import Parameters
 from fedplat.simulation import file as files
 from fedplat.simulation.audit import Audit, audited, canaries_of, chosen
