@@ -13,6 +13,7 @@ ca = '''
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def dump(profile: Profile) -> str:
 def save(profile: Profile, path: Path) -> None:
     """Write a new file that only its owner may read, whole or not at all. Raises `ProfileError`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):  # a file in place of the folder: the next line raises a better error
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         durable.write_bytes(path, dump(profile).encode(), 0o600, overwrite=False)
     except FileExistsError as exc:
         raise ProfileError(f"{path} is there already; it is not replaced") from exc
