@@ -15,6 +15,8 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from fedplat import codecs
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
@@ -173,7 +175,7 @@ class Aggregation:
             blobs.made.append(version.digest)  # the server's own training has stored it
         if codec := job.spec.compression.downlink:
             delta = await asyncio.to_thread(self._keep_delta, blobs, codec, aggregate)
-            version = dataclasses.replace(
+            version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
         return AttemptAggregated(key, version, aggregate.published)

@@ -14,6 +14,8 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
@@ -47,7 +49,7 @@ class Budgets:
                 spec = await self.accountant.run(calibrate, state.spec)
             except JobFileError as exc:
                 raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
-            state = dataclasses.replace(state, spec=spec)
+            state = structs.replace(state, spec=spec)
             return await self._create(state, job_file, idempotency_key, audit)
 
     async def _create(

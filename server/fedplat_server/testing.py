@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from fedplat.job import find_mechanism
 from fedplat.rounds import (
     Assignment,
@@ -43,11 +45,11 @@ def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
     if attempt is not None:
         moved = [_moved(assignment, shift_s) for crew in job.crews for assignment in crew.assignments.values()]
         attempt, carried = restored(_bare(attempt), moved)
-    return dataclasses.replace(job, attempt=attempt, carried=carried, resume_at=None)
+    return structs.replace(job, attempt=attempt, carried=carried, resume_at=None)
 
 
 def _bare(attempt: Attempt) -> Attempt:
-    return dataclasses.replace(
+    return structs.replace(
         attempt,
         opened_at=0.0,
         selection_ends_at=0.0,
@@ -61,7 +63,7 @@ def _bare(attempt: Attempt) -> Attempt:
 
 def _moved(assignment: Assignment, shift_s: float) -> Assignment:
     assigned_at, deadline_at = assignment.assigned_at + shift_s, assignment.deadline_at + shift_s
-    return dataclasses.replace(assignment, assigned_at=assigned_at, deadline_at=deadline_at)
+    return structs.replace(assignment, assigned_at=assigned_at, deadline_at=deadline_at)
 
 
 @dataclasses.dataclass
@@ -114,7 +116,7 @@ class _Job:
                 if each.is_open or attempt.key in (each.key, each.buffer)
             ]
             attempt, carried = restored(_bare(attempt), mine)
-        state = dataclasses.replace(self.state, attempt=attempt, carried=carried, resume_at=None)
+        state = structs.replace(self.state, attempt=attempt, carried=carried, resume_at=None)
         return JobRecord(state, self.job_file, self.created_unix_s)
 
     def attempt_records(self) -> list[AttemptRecord]:
@@ -199,7 +201,7 @@ class MemoryStore(MemoryLedger):
             return None
         key, client_id = self._tokens[token_hash]
         found = self._jobs[key.job_id].assignments[key, client_id]
-        return key, dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
+        return key, structs.replace(found, assigned_at=0.0, deadline_at=0.0)
 
     async def participations(self, job_id: str, rounds: range) -> list[Participation]:
         """The assignments of a job's attempts to train in these rounds; see the port."""
@@ -333,7 +335,7 @@ class MemoryStore(MemoryLedger):
         for job_id in {key.job_id for key in keys} if metrics else ():
             made = self._jobs[job_id].assignments
             for place, each in made.items():
-                made[place] = dataclasses.replace(each, metrics={}, text="") if place[0] in keys else each
+                made[place] = structs.replace(each, metrics={}, text="") if place[0] in keys else each
         return len(gone)
 
     async def note_seen(self, seen_unix_s: Mapping[str, float]) -> None:

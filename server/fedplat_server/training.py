@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, Pool
@@ -166,7 +166,7 @@ class ServerTraining:
             _, blob = await self._trained(asked, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
-        return dataclasses.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
+        return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
 
     # --- scores ----------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class ServerTraining:
         """
         journal = _Journal(what, moved)
         with self._blobs.temporary() as result:
-            asked = msgspec.structs.replace(asked, result=str(result))
+            asked = structs.replace(asked, result=str(result))
             work = _Work("train", asked, pool, journal.note)
             learned = await self._done(work, Learned)
             if learned.error:

@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from fedplat.aggregate import Contribution, read_scalars
 from fedplat.aggregate.adaptive_clip import CLIP_NORM
@@ -122,7 +123,7 @@ class Daemon:
         for reports in rounds:
             ended = await self.attempt(job, reports)
             assert isinstance(ended, AttemptAggregated), ended
-            job = dataclasses.replace(job, latest=ended.version, round=job.round + 1)
+            job = structs.replace(job, latest=ended.version, round=job.round + 1)
             model = Parameters.open(self.blobs.path(ended.version.digest))
             assert model["steps"].tolist() == [7, 8, 9]  # whatever counters the clients sent
             released.append(np.append(entries(model), self._log_clip_norm(ended.version)))

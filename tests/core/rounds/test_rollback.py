@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from core.rounds import test_operators as phases
 from core.rounds.buffers import buffered
@@ -44,7 +45,7 @@ def after_two_rounds(**sections: Any) -> Driver:
 
 def roll_back(driver: Driver, number: int, **fields: Any) -> Any:
     (found,) = (each for each in driver.ledger.versions["j"] if each.version == number)
-    return driver.do(RollbackOrdered("j", dataclasses.replace(found, **fields)))
+    return driver.do(RollbackOrdered("j", structs.replace(found, **fields)))
 
 
 def test_the_older_version_is_committed_again_and_the_open_attempt_is_abandoned() -> None:
@@ -148,7 +149,7 @@ def test_whoever_works_for_a_buffer_stops() -> None:
     """What carried clients train began with a model that is not wanted any more."""
     driver = buffered(3, concurrency=3, goal=1)
     driver.report("c0")
-    driver.do(dataclasses.replace(driver.aggregated(), version=dataclasses.replace(version(1), num_updates=1)))
+    driver.do(dataclasses.replace(driver.aggregated(), version=structs.replace(version(1), num_updates=1)))
     assert driver.job.num_busy == 2
     proposal = roll_back(driver, 0)
     assert aborted(proposal) == {"c1": "ATTEMPT_ABANDONED", "c2": "ATTEMPT_ABANDONED"}

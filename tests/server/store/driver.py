@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from fedplat.job import calibrate, parse_job
 from fedplat.rounds import AttemptKey, Context, Coordinator, Crew, JobState, Memory, ModelVersion, Proposal, Verdict
@@ -67,12 +68,12 @@ def without_moments(job: JobState) -> JobState:
     job = as_stored(job)
     if job.attempt is None:
         return job
-    return dataclasses.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
+    return structs.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
 
 
 def _timeless(crew: _Crew) -> _Crew:
-    bare = [dataclasses.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
-    return dataclasses.replace(crew.with_assignments(bare), wakeup_at=None)
+    bare = [structs.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
+    return structs.replace(crew.with_assignments(bare), wakeup_at=None)
 
 
 class Driver:

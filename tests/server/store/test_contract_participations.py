@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from fedplat.rounds import Memory, Participation
 from fedplat.rounds.events import UpdateReported
@@ -84,5 +83,5 @@ async def test_many_rounds_are_read_piece_by_piece(num_rounds: int) -> None:
     driver = Driver(MemoryStore())
     asked = Asked()
     job = await driver.create("one", REMEMBERS)
-    await read_back(asked, dataclasses.replace(job, round=num_rounds))
+    await read_back(asked, structs.replace(job, round=num_rounds))
     assert asked.rounds == list(range(1, num_rounds + 2))
