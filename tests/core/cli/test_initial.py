@@ -82,6 +82,9 @@ def folder(tmp_path: Path) -> Path:
         "jobmodel:lazy",
         "jobmodel:Factory.build",
         "pack.inner:build",
+        "pack/inner.py:build",
+        "jobmodel.py:Factory.build",
+        "jobmodel.py:lazy",
     ],
 )
 def test_each_kind_of_initial_model(name: str, folder: Path):
@@ -111,6 +114,10 @@ def test_an_absolute_path_needs_no_folder(folder: Path, tmp_path_factory: pytest
         ("nomodule:build", r"there is no module 'nomodule' in .* and none that is installed"),
         ("pack.none:build", r"there is no module 'pack.none'"),
         ("jobmodel.none:build", r"there is no module 'jobmodel.none'"),
+        ("none.py:build", r"there is no file /.*/none.py"),
+        ("broken.py:build", r"import broken.py raised SyntaxError: .*broken.py, line 2\)$"),
+        ("jobmodel", r"'jobmodel' cannot be read; expected module:name or /path/to/file.py:name"),
+        ("jobmodel:", r"'jobmodel:' cannot be read"),
         ("jobmodel:none", r"the module 'jobmodel' \(.*jobmodel.py\) has no 'none'"),
         ("jobmodel:Factory.none", r"the module 'jobmodel' \(.*jobmodel.py\) has no 'Factory.none'"),
         ("jobmodel:number", r"'number' is a int; expected a function"),
