@@ -88,8 +88,8 @@ def make_absolute(reference: str) -> str:
 def split(reference: str) -> tuple[str, str]:
     """Return the module, or the path of a file, and the name in it. Raises `UserCodeError`."""
     module_name, _, name = reference.rpartition(":")
-    is_file = module_name.endswith(".py")
-    if not all(part.isidentifier() for part in (*name.split("."), *(() if is_file else module_name.split(".")))):
+    is_module = all(module_name.split("."))  # also with a hyphen, which only `import` statements refuse
+    if not (is_module or module_name.endswith(".py")) or not all(part.isidentifier() for part in name.split(".")):
         raise UserCodeError(f"{reference!r} cannot be read; {_EXPECTED}")
     return module_name, name
 

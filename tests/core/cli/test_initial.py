@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pack" / "inner.py").write_text(
         "import numpy as np\ndef build():\n    return {'w': np.ones(2, np.float32)}\n"
     )
+    (tmp_path / "with-hyphen.py").write_text((tmp_path / "pack" / "inner.py").read_text())
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "model.safetensors").write_bytes(EXPECTED.to_bytes())
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
@@ -85,6 +86,7 @@ def folder(tmp_path: Path) -> Path:
         "pack/inner.py:build",
         "jobmodel.py:Factory.build",
         "jobmodel.py:lazy",
+        "with-hyphen:build",
     ],
 )
 def test_each_kind_of_initial_model(name: str, folder: Path):
