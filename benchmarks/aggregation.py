@@ -147,12 +147,14 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
     """Every way in turns, in slices of a few updates."""
     import torch
 
+    from fedplat.backends.torch import to_torch
+
     torch.set_num_threads(1)
     base = ModelFile.open(paths[0])
     accumulator = Accumulator(base.schema, FedAvg().build())
     arrays = [Parameters.open(path).copy() for path in paths]
     total, target = torch.zeros(base.schema.num_floating), np.zeros_like(arrays[0].buffer)
-    tensors = [one.to_torch()["w"] for one in arrays]
+    tensors = [to_torch(one)["w"] for one in arrays]
     ways: dict[str, Callable[[int], object]] = {
         "copy": lambda number: np.copyto(target, arrays[number].buffer),
         "arrays": lambda number: accumulator.fold(arrays[number], Contribution(WEIGHT)),

@@ -27,6 +27,7 @@ import typer
 from fedplat.aggregate import Accumulator, Contribution, Rule, compress_step
 from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
+from fedplat.job import build_rule
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
 from report import Cell, Report, finish
 
@@ -156,7 +157,7 @@ def train(options: Options, seed: int, downlink: Options | None = None) -> float
     digits, evaluate = importlib.import_module("model"), importlib.import_module("evaluate").evaluate
     torch.set_num_threads(1)
     job = submission.load(DIGITS / "job.toml")
-    current, inner = job.parameters, job.spec.rule()
+    current, inner = job.parameters, build_rule(job.spec)
     rules = [rule_of(inner, downlink, 100 * seed + number) for number in range(job.spec.rounds + 1)]
     state = rules[0].init(current.schema.num_floating)
     clients = range(digits.NUM_CLIENTS)
@@ -193,10 +194,10 @@ class Sender:
     def sent(self, update: Parameters) -> Any:
         """The update as the server decodes it."""
         vector = VectorBlocks(update.to_vector())
-        if self._codec.unbiased:
-            payload = b"".join(self._codec.encode(vector, self._rng))
-        else:
+        if self._codec.needs_feedback:
             payload, self._residual = self._feedback.encode(self._residual, vector, self._rng)
+        else:
+            payload = b"".join(self._codec.encode(vector, self._rng))
         arrived = update.copy()
         arrived.to_vector()[:] = whole(self._codec.decode(payload, vector.size))
         return arrived

@@ -5,6 +5,7 @@ FedplatError
 ├── JobFileError      a job file that cannot be used: names the key, the value and what was expected
 ├── ModelError        bytes that are no model, or a model that does not fit its schema
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
+├── UserCodeError     a function of the user's own that is not found, or raised an exception
 ├── LabelError        an expression over client labels that cannot be read
 ├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
 ├── JournalError      a simulation that cannot go on from what was written of it
@@ -33,6 +34,10 @@ class JobFileError(FedplatError):
 
 class ModelError(FedplatError):
     """Bytes that are no model, or a model that does not fit its schema."""
+
+
+class UserCodeError(FedplatError):
+    """User code (a function that a file or an option names) that is not found, or raised an exception."""
 
 
 class CodecError(FedplatError):

@@ -1,8 +1,8 @@
 """The model that a job starts from: `[model] initial` of a job file, resolved where the job is submitted.
 
-It is a `.safetensors` file or `module:function`, both relative to the job file. The function may return
-`Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only when
-the function's own code has imported it.
+It is a `.safetensors` file or a function (`fedplat/user_code.py`), both relative to the job file. The function may
+return `Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only
+when the function's own code has imported it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedplat import functions
-from fedplat.errors import JobFileError, ModelError
-from fedplat.job import JobSpec
+from fedplat import user_code
+from fedplat.errors import JobFileError, ModelError, UserCodeError
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 
 
@@ -24,7 +24,7 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
     """The model that a job starts from, with what its rule keeps in it. Raises `JobFileError`."""
     parameters = resolve(spec.model.initial, folder)
     try:
-        return spec.rule().counterpart.extend(parameters)
+        return build_rule(spec).counterpart.extend(parameters)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {spec.model.initial!r}: {exc}") from exc
 
@@ -44,7 +44,7 @@ def resolve(initial: str, folder: Path) -> Parameters:
             raise JobFileError("the model has no tensors; expected at least one")
         if not parameters.is_finite():
             raise JobFileError("the model holds NaN or infinite values; expected finite ones")
-    except (JobFileError, ModelError) as exc:
+    except (JobFileError, ModelError, UserCodeError) as exc:
         raise JobFileError(f"model.initial = {initial!r}: {exc}") from exc
     return parameters
 
@@ -57,7 +57,7 @@ def _from_file(path: Path) -> Parameters:
 
 
 def _from_function(name: str, folder: Path) -> Parameters:
-    return converted(functions.call(name, folder), name.partition(":")[2])
+    return converted(user_code.call(name, folder), user_code.split(name)[1])
 
 
 def converted(value: object, function_name: str) -> Parameters:

@@ -72,11 +72,8 @@ class Format:
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether the codec leaves out so much that the client keeps it and adds it to its next update.
-
-        What bfloat16 rounds away (2⁻⁹ of an entry) is not worth a vector on every client's disk.
-        """
-        return not (self.codec.unbiased or isinstance(self.options, codecs.Bf16))
+        """Whether clients encode with error feedback."""
+        return self.codec.needs_feedback
 
     @cached_property
     def prefix(self) -> bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any, TypedDict, Unpack
 
 import click
 
-from fedplat.errors import FedplatError, MissingExtraError, TicketError
+from fedplat import user_code
+from fedplat.errors import FedplatError, TicketError
 from fedplat.wire import memory
 from fedplat_client import tickets
 from fedplat_client._version import __version__
@@ -74,7 +73,7 @@ def main() -> None:
     """Entry point of the command."""
 
 
-@main.command(help="Work for a server until stopped.")
+@main.command(help="Work for a server until stopped. A file counts as a module: /path/to/file.py:function.")
 @click.option(
     "--ticket",
     metavar="TICKET",
@@ -179,25 +178,12 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _load(option: str, spec: str) -> tuple[str, Callable[[Task], Any]]:
-    """The name and the function that `[name=]module:function` stands for."""
+    """Return the name and the function of `[name=]module:function`."""
     name, _, target = spec.rpartition("=")
-    module_name, _, function_name = target.partition(":")
-    if not (module_name and function_name):
-        raise _UsageError(f"{option} {spec!r} cannot be read; expected [NAME=]MODULE:FUNCTION")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError, MissingExtraError) as exc:
-        raise _UsageError(
-            f"{option} {spec!r}: the module {module_name!r} cannot be imported ({exc}); "
-            f"expected a module in {here} or on PYTHONPATH"
-        ) from exc
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        what = "is no function" if hasattr(module, function_name) else "does not exist"
-        raise _UsageError(f"{option} {spec!r}: {function_name!r} {what} in {module.__file__ or module_name}")
-    return name or function_name, function
+        return name or user_code.split(target)[1], user_code.load_function(target)
+    except FedplatError as exc:
+        raise _UsageError(f"{option} {spec!r}: {exc}") from exc
 
 
 def _set_up_logging(level: str) -> None:

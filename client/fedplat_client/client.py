@@ -13,6 +13,7 @@ from fedplat.identity import Ticket
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import crews, identity, stopping, tickets, transport, worker
 from fedplat_client.access import SignedAccess
+from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.cache import ModelCache
 from fedplat_client.certificates import CertificateAccess
 from fedplat_client.connection import Connection
@@ -25,7 +26,7 @@ from fedplat_client.errors import (
     UnknownClientError,
 )
 from fedplat_client.memories import Memories
-from fedplat_client.options import Backoff, ClientOptions, draw_s
+from fedplat_client.options import ClientOptions
 from fedplat_client.privacy import PrivacyLedger
 from fedplat_client.residuals import Residuals
 from fedplat_client.session import Door, Profile, Session

@@ -7,9 +7,9 @@ import threading
 from types import TracebackType
 
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.backoff import Backoff
 from fedplat_client.connection import Connection
 from fedplat_client.errors import Cancelled, IdentityError, ServerError
-from fedplat_client.options import Backoff
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 from fedplat_client.task import Control
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
+from fedplat import durable
 from fedplat.identity import Ticket
 from fedplat_client.errors import DataDirectoryError
 from fedplat_client.keys import SigningKey, new_signing_key, new_tls_key
@@ -161,15 +162,8 @@ class DataDirectory:
         self.save(identity)
 
     def _write(self, path: Path, content: bytes) -> None:
-        temporary = path.with_suffix(".tmp")
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                os.fchmod(file.fileno(), 0o600)  # a leftover may be more open
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync_folder(self.path)
+            durable.write_bytes(path, content)
         except OSError as exc:
             raise DataDirectoryError(
                 f"{path} cannot be written: {exc}; free space or make the folder writable"
@@ -196,15 +190,6 @@ def _read(path: Path) -> Identity:
             f"{path} is damaged (its idempotency_key is empty); delete it to enrol as a new client"
         )
     return identity
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the renames in a folder outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _folder_name(name: str) -> str:

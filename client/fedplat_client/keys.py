@@ -6,6 +6,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 
 def new_signing_key() -> bytes:
@@ -20,10 +21,7 @@ def new_tls_key() -> bytes:
 
 def signing_request(tls_key: bytes) -> bytes:
     """A request for a certificate (PKCS #10, DER); the server chooses the name in it. Raises `ValueError`."""
-    try:
-        key = serialization.load_pem_private_key(tls_key, password=None)
-    except (TypeError, UnsupportedAlgorithm) as exc:  # encrypted, or of a kind that nobody knows
-        raise ValueError("it is no plain private key") from exc
+    key = _load_key(tls_key)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("it is no ECDSA key")
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
@@ -34,10 +32,7 @@ class SigningKey:
     """What the client signs with. Raises `ValueError` if the PEM holds no Ed25519 key."""
 
     def __init__(self, pem: bytes) -> None:
-        try:
-            key = serialization.load_pem_private_key(pem, password=None)
-        except (TypeError, UnsupportedAlgorithm) as exc:  # encrypted, or of a kind that nobody knows
-            raise ValueError("it is no plain private key") from exc
+        key = _load_key(pem)
         if not isinstance(key, ed25519.Ed25519PrivateKey):
             raise ValueError("it is no Ed25519 key")
         self._key = key
@@ -50,6 +45,13 @@ class SigningKey:
     def sign(self, payload: bytes) -> bytes:
         """A signature, 64 bytes."""
         return self._key.sign(payload)
+
+
+def _load_key(pem: bytes) -> PrivateKeyTypes:
+    try:
+        return serialization.load_pem_private_key(pem, password=None)
+    except (TypeError, UnsupportedAlgorithm) as exc:  # encrypted, or of an unknown kind
+        raise ValueError("it is no plain private key") from exc
 
 
 def _pem(key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:

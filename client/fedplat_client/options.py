@@ -1,4 +1,4 @@
-"""What can be set about a client beside its server and population, and how long it waits before it tries again."""
+"""The settings of a client beside its server and population."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fedplat import wire
-from fedplat.wire.v1 import model_pb2
 from fedplat_client.stopping import StopSignal
-
-_LONGEST_RETRY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,33 +54,3 @@ class ClientOptions:
             number: int = getattr(self, name)
             if number < least:
                 raise ValueError(f"{name} is {number}; expected at least {least}")
-
-
-class Backoff:
-    """Exponential back-off with full jitter: the n-th delay is uniform in [0, min(max, first * 2**n)].
-
-    Source: M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015 ("full jitter").
-    """
-
-    def __init__(self, options: ClientOptions) -> None:
-        self._options = options
-        self._failures = 0
-
-    def next_s(self, wish: model_pb2.RetryWindow | None = None) -> float:
-        """The delay after one more failure; not before the server wants to be asked again, if it said when."""
-        exponent = min(self._failures, 64)
-        self._failures += 1
-        bound = min(self._options.max_backoff_s, self._options.first_backoff_s * 2.0**exponent)
-        delay_s = self._options.rng.uniform(0.0, bound)
-        return delay_s if wish is None else max(delay_s, draw_s(wish, self._options.rng))
-
-    def reset(self) -> None:
-        """Begins anew, after a success."""
-        self._failures = 0
-
-
-def draw_s(window: model_pb2.RetryWindow, rng: random.Random) -> float:
-    """A moment of a server's retry window, in seconds from now, uniform; never more than a day."""
-    earliest = window.min_s if window.min_s > 0 else 0.0  # NaN too
-    latest = window.max_s if window.max_s > earliest else earliest
-    return rng.uniform(min(earliest, _LONGEST_RETRY_S), min(latest, _LONGEST_RETRY_S))

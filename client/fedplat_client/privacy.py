@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat import durable
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
 from fedplat_client.errors import DataDirectoryError
-from fedplat_client.identity import sync_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +152,8 @@ class PrivacyLedger:
         if self._path is None:
             self._memory = content
             return
-        temporary = self._path.with_suffix(".tmp")
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
-            sync_folder(self._path.parent)
+            durable.write_bytes(self._path, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
         except OSError as exc:
             raise self._unusable(exc) from exc
 

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat import durable
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import eviction
+from fedplat_client.backoff import retry
 from fedplat_client.connection import Connection
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
-from fedplat_client.identity import sync_folder
-from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.options import ClientOptions
 from fedplat_client.task import Control
 
 _ASK_ATTEMPTS = 3
@@ -95,14 +96,9 @@ class Provisional:
         if not eviction.make_room(self._folder, both, self._limit_bytes, [settled.stem], self._log_eviction):
             return False
         head = _Head(format, hashlib.sha256(data).hexdigest(), sent)
-        temporary = pending.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with durable.atomic_write(pending) as file:
             file.write(msgspec.json.encode(head) + b"\n")
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(pending)
-        sync_folder(self._folder)
         return True
 
     def forget(self, job_id: str) -> None:
@@ -139,16 +135,13 @@ def asking(connection: Connection, options: ClientOptions, control: Control) -> 
 
     @functools.cache
     def asked(sent: Sent) -> bool:
-        """Reports again: an attempt that has ended gives its receipt only for what was merged."""
+        """Report again: after the end of an attempt, only merged updates get a receipt."""
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
-        backoff = Backoff(options)
-        for _ in range(_ASK_ATTEMPTS):
-            try:
-                return connection.report(request).HasField("receipt")
-            except CallRefusedError:
-                return False
-            except ServerUnavailableError as exc:
-                control.wait(backoff.next_s(exc.retry))
-        return False
+        try:
+            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_ASK_ATTEMPTS)
+        except (CallRefusedError, ServerUnavailableError):
+            control.signal.check()
+            return False
+        return answer.HasField("receipt")
 
     return asked

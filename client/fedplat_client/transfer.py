@@ -12,10 +12,10 @@ from typing import TypeAlias
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.cache import Part
 from fedplat_client.connection import Connection
 from fedplat_client.errors import CallRefusedError, ServerBusyError, ServerUnavailableError, TransferError
-from fedplat_client.options import Backoff, draw_s
 from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta

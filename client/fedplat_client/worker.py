@@ -15,6 +15,7 @@ from fedplat.model import Parameters
 from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import transfer
+from fedplat_client.backoff import retry
 from fedplat_client.cache import ModelCache
 from fedplat_client.connection import Connection
 from fedplat_client.encoding import Encoder
@@ -30,7 +31,7 @@ from fedplat_client.errors import (
 from fedplat_client.heartbeat import Heartbeat
 from fedplat_client.memories import Memories
 from fedplat_client.models import Models
-from fedplat_client.options import Backoff, ClientOptions
+from fedplat_client.options import ClientOptions
 from fedplat_client.privacy import PrivacyLedger
 from fedplat_client.provisional import Sent, WasMerged, asking
 from fedplat_client.residuals import Residuals
@@ -214,23 +215,23 @@ class Worker:
         control: Control,
         fields: Mapping[str, object],
     ) -> Outcome:
-        """Commits the update; again and again while there is no answer, because a repetition does no harm."""
-        backoff = Backoff(self.options)
-        while True:
-            try:
-                response = self.connection.report(request)
-                break
-            except ServerUnavailableError as exc:
-                stopped = self.options.wait(self.stop, backoff.next_s(exc.retry))
-                if stopped or control.remaining_s <= 0:
-                    _logger.warning("The task could not be reported: %s", exc, extra=fields)
-                    return Outcome(failed=True)
-                if exc.code == _BYTES_MISSING and content is not None:
-                    with self._stoppable(control):
-                        self._send(request.token, content, control)
-            except CallRefusedError as exc:
-                _logger.warning("The server refused the report: %s", exc, extra=fields)
-                return Outcome(failed=True)
+        """Report the update until the server answers: a repetition does no harm."""
+
+        def recover(exc: ServerUnavailableError) -> None:
+            if control.remaining_s <= 0:
+                raise exc
+            if exc.code == _BYTES_MISSING and content is not None:
+                with self._stoppable(control):
+                    self._send(request.token, content, control)
+
+        try:
+            response = retry(lambda: self.connection.report(request), self.options, self.stop, recover=recover)
+        except ServerUnavailableError as exc:
+            _logger.warning("The task could not be reported: %s", exc, extra=fields)
+            return Outcome(failed=True)
+        except CallRefusedError as exc:
+            _logger.warning("The server refused the report: %s", exc, extra=fields)
+            return Outcome(failed=True)
         if not response.HasField("refusal"):
             _logger.info("The task is done and reported.", extra=fields)
             return Outcome(failed=False)
@@ -240,22 +241,16 @@ class Worker:
         return Outcome(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
     def _fail(self, token: str, stop: Stop) -> None:
-        """Tells the server, so that it need not wait for the deadline; best effort."""
+        """Report a failure, so that the server need not wait for the deadline; best effort."""
         request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
-        backoff = Backoff(self.options)
-        for _ in range(_FAIL_ATTEMPTS):
-            try:
-                self.connection.fail(request, _FAREWELL_S)
-                return
-            except ServerUnavailableError as exc:
-                _logger.debug("The failure could not be reported: %s", exc)
-                if self.options.wait(self.stop, backoff.next_s(exc.retry)):
-                    return
-            except IdentityError:
-                raise
-            except ServerError as exc:
-                _logger.warning("The server refused the report of a failure: %s", exc)
-                return
+        try:
+            retry(lambda: self.connection.fail(request, _FAREWELL_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS)
+        except ServerUnavailableError as exc:
+            _logger.debug("The failure could not be reported: %s", exc)
+        except IdentityError:
+            raise
+        except ServerError as exc:
+            _logger.warning("The server refused the report of a failure: %s", exc)
 
 
 def _update(result: TrainResult, base: Parameters) -> Parameters:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from fedplat import durable
 from fedplat.admin.connection import Connection
 from fedplat.admin.profile import Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
@@ -220,21 +220,12 @@ class AdminClient:
         Raises `ModelError` when the received bytes are not those of the version, and `OSError` when they cannot be
         written.
         """
-        target = Path(path)
-        temporary = target.with_name(f".fedplat-{secrets.token_hex(8)}.part")
         request = admin_pb2.ExportModelRequest(job=job)
         if version is not None:
             request.version = version
-        try:
-            # A model may reveal its data: only the owner may read it, whatever the umask.
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                model = self._receive_model(request, file, progress)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return model
+        # A model may reveal its data: only the owner may read it, whatever the umask.
+        with durable.atomic_write(Path(path), 0o600) as file:
+            return self._receive_model(request, file, progress)
 
     def add_operator(self, name: str, role: str, expires_in_s: float = 0.0) -> admin_pb2.AddOperatorResponse:
         """Add an operator. Only this response has its token, which never expires if `expires_in_s` is 0."""

@@ -13,12 +13,13 @@ ca = '''
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from pathlib import Path
 
 import msgspec
 
+from fedplat import durable
 from fedplat.errors import ProfileError
 
 DEFAULT_SERVER = "127.0.0.1:7443"
@@ -79,22 +80,12 @@ def dump(profile: Profile) -> str:
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Writes a new file that only its owner may read, whole or not at all. Raises `ProfileError`."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a new file that only its owner may read, whole or not at all. Raises `ProfileError`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as exc:
-        raise ProfileError(f"the profile {path} cannot be written: {exc.strerror}") from exc
-    try:
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(dump(profile))
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)  # refuses to replace a file
+        with contextlib.suppress(FileExistsError):  # a file in place of the folder: the next line raises a better error
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        durable.write_bytes(path, dump(profile).encode(), 0o600, overwrite=False)
     except FileExistsError as exc:
         raise ProfileError(f"{path} is there already; it is not replaced") from exc
     except OSError as exc:
         raise ProfileError(f"the profile {path} cannot be written: {exc.strerror}") from exc
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,8 +2,8 @@
 
 `algebra.py` says what a rule is, `mean.py` is the reduction, and each algorithm is a short composition by
 wrapping. To add one: write one new file (the paper in its docstring, a frozen options record with `build()`,
-a `server_*` or other wrapper), add its record to `Options` and one row to `RULES` below, and one row to the
-table of `tests/core/aggregate/test_contract.py`. Rules that replace the mean are in `robust/`.
+a `server_*` or other wrapper), add its record to `Options` below, and one row to the table of
+`tests/core/aggregate/test_contract.py`. Rules that replace the mean are in `robust/`.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
 >>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))
@@ -15,6 +15,7 @@ array([0.6, 0.8], dtype=float32)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from fedplat.aggregate.accumulator import Accumulator, Part, Shard, Tally
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
@@ -65,20 +66,7 @@ Options = (
 )
 """The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
 
-RULES: Mapping[str, type[Options]] = {
-    "fedavg": FedAvg,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-    "fedyogi": FedYogi,
-    "fedadagrad": FedAdagrad,
-    "fednova": FedNova,
-    "qfedavg": QFedAvg,
-    "fedbuff": FedBuff,
-    "fedasync": FedAsync,
-    "easgd": Easgd,
-    "scaffold": Scaffold,
-    "feddyn": FedDyn,
-}
+RULES: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
 """The options record of each rule, by its name in a job file."""
 
 SERVER_OPTIMIZERS = (FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad)

@@ -15,13 +15,13 @@ from fedplat.cli.output import Output
 from fedplat.cli.session import FAILED, JsonOption, reporting
 from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
-from fedplat.functions import blamed
 from fedplat.job import planning
 from fedplat.simulation import audit as audits
 from fedplat.simulation import call
 from fedplat.simulation.audit import Audit
 from fedplat.simulation.file import TABLE, SimulationFile
 from fedplat.simulation.report import folder as folders
+from fedplat.user_code import wrap_errors
 
 
 def audit(  # noqa: PLR0913 - a command's parameters are its options
@@ -61,7 +61,7 @@ def _audited(out: Output, file: SimulationFile, canaries: int, confidence: float
     board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
-        blamed("the training"),
+        wrap_errors("the training"),
         call.prepared(file, tell=tell) as setup,
         progress.showing(out, board) as observe,
     ):

@@ -16,7 +16,6 @@ from fedplat.cli.output import Output
 from fedplat.cli.session import JsonOption, reporting
 from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
-from fedplat.functions import blamed
 from fedplat.job import planning
 from fedplat.job.planning import Noise, Plan
 from fedplat.privacy import Mechanism
@@ -25,6 +24,7 @@ from fedplat.simulation.data import Federation
 from fedplat.simulation.file import TABLE, SimulationFile
 from fedplat.simulation.report import folder as folders
 from fedplat.simulation.setup import load_data
+from fedplat.user_code import wrap_errors
 
 WITHOUT_NOISE = 1e-9
 """A multiplier that changes no digit of a model."""
@@ -112,7 +112,7 @@ def _simulated(out: Output, file: SimulationFile, plan: Plan, data: Federation |
 def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
     board = progress.Board(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     with (
-        blamed("the training"),
+        wrap_errors("the training"),
         call.prepared(file, data) as setup,
         progress.showing(out, board) as observe,
     ):

@@ -19,9 +19,10 @@ import typer
 from fedplat.admin import AdminClient, profile
 from fedplat.cli.output import Output
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
-from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError
+from fedplat.errors import DataError, FedplatError, JobFileError, JournalError, ProfileError, UserCodeError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+_USAGE_ERRORS = (JobFileError, UserCodeError, ProfileError, DataError, JournalError)
 
 ServerOption = Annotated[
     str | None,
@@ -119,9 +120,7 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
             output.error(line)
         for note in getattr(exc, "__notes__", ()):
             output.note(note)
-        raise typer.Exit(
-            WRONG_USAGE if isinstance(exc, JobFileError | ProfileError | DataError | JournalError) else FAILED
-        ) from exc
+        raise typer.Exit(WRONG_USAGE if isinstance(exc, _USAGE_ERRORS) else FAILED) from exc
 
 
 @contextlib.contextmanager

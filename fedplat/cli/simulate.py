@@ -17,7 +17,6 @@ from fedplat.cli import formats, progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.functions import blamed
 from fedplat.simulation import call
 from fedplat.simulation import file as files
 from fedplat.simulation.call import Run
@@ -26,6 +25,7 @@ from fedplat.simulation.keep import CHECKPOINT_S, Keep
 from fedplat.simulation.report import data as data_report
 from fedplat.simulation.report import folder as folders
 from fedplat.simulation.setup import load_data
+from fedplat.user_code import wrap_errors
 
 NUM_GROUPS = 3
 
@@ -110,7 +110,7 @@ def _command(file: Path, keep: Keep, changes: list[str]) -> str:
 def _run(out: Output, file: SimulationFile, keep: Keep) -> Run:
     board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
-    with blamed("the training"), call.prepared(file, tell=tell) as setup:
+    with wrap_errors("the training"), call.prepared(file, tell=tell) as setup:
         if not out.as_json:
             out.note(_introduction(file, setup.engine, setup.workers, setup.simulation.fleet.num_clients, keep))
         with progress.showing(out, board) as observe:

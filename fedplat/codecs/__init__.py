@@ -2,7 +2,7 @@
 
 `codec.py` says what a codec is; each is one file with an options record (the `[compression]` tables of a job file),
 whose `build()` makes the codec. To add one: write one new file (the paper in its docstring), add its record to
-`Options` and one row to `CODECS` below, and one row to the table of `tests/core/codecs/test_contract.py`.
+`Options` below, and one row to the table of `tests/core/codecs/test_contract.py`.
 
 Integer entries of a model are carried beside the vector and are not the codecs' business.
 """
@@ -10,6 +10,7 @@ Integer entries of a model are carried beside the vector and are not the codecs'
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from fedplat.codecs.bf16 import Bf16
 from fedplat.codecs.codec import Codec, Payload
@@ -23,13 +24,7 @@ from fedplat.errors import CodecError
 Options = Plain | Bf16 | Quantize | TopK | Eden
 """How vectors are compressed, in a job file: a union that its key `codec` tells apart."""
 
-CODECS: Mapping[str, type[Options]] = {
-    "none": Plain,
-    "bf16": Bf16,
-    "quantize": Quantize,
-    "topk": TopK,
-    "eden": Eden,
-}
+CODECS: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
 """The options record of each codec, by its name in a job file."""
 
 __all__ = [

@@ -68,8 +68,8 @@ class PlainSource:
 class Codec:
     """A codec; see the module's docstring for the functions that it is made of.
 
-    `unbiased`: the mean of what is decoded, over the randomness of `encode`, is the vector. Who uses another codec
-    round after round wraps it in `with_error_feedback`.
+    `needs_feedback`: it is biased, and leaves out so much that clients encode with `with_error_feedback`: they keep
+    what was left out and add it to their next update.
 
     >>> codec = Bf16().build()
     >>> vector = VectorBlocks(np.array([1, -2.5, 1e-3], np.float32))
@@ -83,8 +83,8 @@ class Codec:
     write: Callable[[Blocks, np.random.Generator], Iterator[bytes]]
     read: Callable[[Source, int], Iterator[Vector]]
     max_bytes: Callable[[int], int]
-    unbiased: bool
     open: Callable[[memoryview], Source] = PlainSource
+    needs_feedback: bool = False
 
     def encode(self, vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
         """The payload in pieces, whose lengths mean nothing; the same bytes for equal vectors and generators.

@@ -93,7 +93,7 @@ def eden(bits: int) -> Codec:
             rows *= scales
             yield rows.reshape(-1)[:count]
 
-    return Codec(write=write, read=read, max_bytes=lambda size: _num_bytes(size, bits), unbiased=True)
+    return Codec(write=write, read=read, max_bytes=lambda size: _num_bytes(size, bits))
 
 
 class _Rotations:

@@ -21,7 +21,7 @@ class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     def build(self) -> Codec:
         """The codec."""
-        codec = Codec(write=_write, read=_read, max_bytes=lambda size: 4 * size, unbiased=True)
+        codec = Codec(write=_write, read=_read, max_bytes=lambda size: 4 * size)
         return zstd(codec, item_bytes=4) if self.zstd else codec
 
 

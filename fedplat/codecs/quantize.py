@@ -75,7 +75,7 @@ def quantize(bits: int) -> Codec:
             buckets *= largest[:, None]
             yield buckets.reshape(-1)[:count]
 
-    return Codec(write=write, read=read, max_bytes=lambda size: _num_bytes(size, bits), unbiased=True)
+    return Codec(write=write, read=read, max_bytes=lambda size: _num_bytes(size, bits))
 
 
 def _num_bytes(size: int, bits: int) -> int:

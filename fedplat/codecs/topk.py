@@ -92,7 +92,7 @@ def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
         gaps = (kept * (bits + 1) + (size >> bits)) // 8
         return gaps + kept * (2 if half else 4) + num_blocks * (_HEADER_BYTES + bits + 1)
 
-    return Codec(write=write, read=read, max_bytes=max_bytes, unbiased=False)
+    return Codec(write=write, read=read, max_bytes=max_bytes, needs_feedback=True)
 
 
 def _threshold(vector: Blocks, count: int) -> tuple[int, int]:

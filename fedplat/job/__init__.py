@@ -1,15 +1,17 @@
 """The job file: what a training job is, in TOML, validated as a whole before anything starts.
 
-Every section is one frozen record with its own rules (`sections.py`); unknown keys are errors. What one table asks of
-the others is in `checks.py`, and, of private jobs, in `private.py`; what a job may well be, but should not,
-is in `advice.py`. `parse_job` names each mistake by its key, its
-value and what was expected, and suggests names that are near.
+Every section is one frozen record with its own rules (`sections.py`); unknown keys are errors. `spec.py` is the job as
+a whole, with the checks of tables against each other; `rule.py` and `privacy.py` build what a job runs with, and
+`advice.py` warns of settings that are allowed and seldom wanted. `parse_job` reports each mistake with its key, its
+value and what was expected, and suggests similar names.
 """
 
 from __future__ import annotations
 
 from fedplat.job.advice import warnings
 from fedplat.job.pool import Pool, ServerLearning, ServerStep, WarmStart
+from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism, plan_charge
+from fedplat.job.rule import build_rule
 from fedplat.job.sections import (
     Adaptive,
     ClientEvaluation,
@@ -50,6 +52,11 @@ __all__ = [
     "ServerStep",
     "Updates",
     "WarmStart",
+    "build_mechanism",
+    "build_rule",
+    "calibrate",
+    "find_mechanism",
     "parse_job",
+    "plan_charge",
     "warnings",
 ]

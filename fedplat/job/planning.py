@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct, structs
 
 from fedplat.errors import JobFileError
+from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism
 from fedplat.job.sections import Selection
 from fedplat.job.spec import JobSpec
-from fedplat.privacy import Charge, Mechanism, Privacy
-from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
-from fedplat.privacy.cost import ADJACENCY
+from fedplat.privacy import Charge, Mechanism, Privacy, accounting
+from fedplat.privacy.accounting import epsilon, epsilon_rdp, epsilons, max_releases
+from fedplat.privacy.words import describe_adjacency
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -100,8 +101,8 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
     Raises `JobFileError` for a job that cannot keep its promise, and `MissingExtraError`.
     """
     options = private(spec)
-    settled = spec.settled()
-    mechanism, found = settled.mechanism, private(settled)
+    calibrated = calibrate(spec)
+    mechanism, found = find_mechanism(calibrated), private(calibrated)
     assert mechanism is not None
     assert found.noise_multiplier is not None
     assert found.max_releases is not None
@@ -117,7 +118,7 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
         budget=budget,
         calibrated=options.noise_multiplier is None,
         mechanism=mechanism,
-        adjacency=ADJACENCY[mechanism.kind],
+        adjacency=describe_adjacency(mechanism),
         num_clients=num_clients,
         expected_reports=spec.selection.goal,
         noise_multiplier=found.noise_multiplier,
@@ -132,7 +133,7 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
 def noise_of(spec: JobSpec, multiplier: float, budget: float) -> Noise:
     """What another `privacy.noise_multiplier` of the same job costs."""
     options = private(spec)
-    mechanism = spec.mechanism_with(options.whole(multiplier))
+    mechanism = build_mechanism(spec, options.whole(multiplier))
     return Noise(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta),
@@ -146,7 +147,7 @@ def curve(spec: JobSpec, multiplier: float) -> tuple[list[int], list[float]]:
     options = private(spec)
     last = 4 * spec.rounds
     counts = sorted({round(last ** (step / (CURVE_POINTS - 1))) for step in range(CURVE_POINTS)})
-    return counts, epsilons(spec.mechanism_with(options.whole(multiplier)), counts, options.delta)
+    return counts, epsilons(build_mechanism(spec, options.whole(multiplier)), counts, options.delta)
 
 
 def with_noise(spec: JobSpec, multiplier: float) -> JobSpec:
@@ -178,7 +179,7 @@ def _cohorts(spec: JobSpec, budget: float, num_clients: int) -> Iterator[Cohort]
 
 def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort:
     options = private(spec)
-    mechanism = spec.mechanism_with(1.0)
+    mechanism = build_mechanism(spec, 1.0)
     if mechanism.kind == "poisson":
         rate = min(1.0, goal / num_clients)
         mechanism = structs.replace(
@@ -189,7 +190,7 @@ def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort
     elif mechanism.separation > 1 and num_clients:
         mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
     try:
-        whole = calibrate(mechanism, spec.rounds, budget, options.delta).noise_multiplier
+        whole = accounting.calibrate(mechanism, spec.rounds, budget, options.delta).noise_multiplier
         multiplier = options.of_model(whole)
     except ValueError:
         multiplier = None

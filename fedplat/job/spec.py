@@ -1,15 +1,15 @@
-"""A training job, as a whole."""
+"""A training job as a whole: its tables, and what they ask of each other."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import Struct
 
 from fedplat import aggregate, modes, privacy
 from fedplat.configuration import read_record, read_toml, shown, shown_key
-from fedplat.job import checks, private
 from fedplat.job.pool import Pool, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -24,6 +24,7 @@ from fedplat.job.sections import (
     Selection,
     Updates,
 )
+from fedplat.sampling import Poisson, Uniform
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -67,44 +68,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
-        checks.check(self)
-
-    def settled(self) -> JobSpec:
-        """The job as it is run: a private one with its noise, and the releases that its budget is enough for.
-
-        Raises `JobFileError` if no noise is enough, and `MissingExtraError` without the extra `privacy`.
-        """
-        return private.settled(self)
-
-    @property
-    def mechanism(self) -> privacy.Mechanism | None:
-        """How the job's releases are made; None if it is not private, or its noise was not calibrated yet."""
-        return private.mechanism(self)
-
-    @property
-    def planned(self) -> privacy.Charge | None:
-        """What the job may release in all, once it was settled; None if it is not private, or was not."""
-        mechanism = self.mechanism
-        if self.privacy is None or self.privacy.max_releases is None or mechanism is None:
-            return None
-        return privacy.Charge(mechanism, self.privacy.max_releases)
-
-    def mechanism_with(self, whole: float) -> privacy.Mechanism:
-        """How the releases of a private job would be made with this noise multiplier of a whole round."""
-        return private.mechanism_with(self, whole)
-
-    def rule(self, seed: int = 0, noise: privacy.Noise | None = None) -> aggregate.Rule:
-        """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
-
-        `aggregate.seed_of(job_id, version)` is that of the version that the attempt shall lead to. `noise`, fresh for
-        each attempt, is what private jobs make their releases with; without it, their rule makes none.
-        """
-        rule = self.aggregation.build()
-        if self.robust is not None:
-            rule = self.robust.build(seed)(rule)
-        rule = self.updates.clip(rule)
-        release = private.release(self)
-        return rule if release is None else privacy.privatized(release, noise)(rule)
+        _check(self)
 
     @property
     def num_ranks(self) -> int:
@@ -165,5 +129,167 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_job(text: str) -> JobSpec:
-    """Reads a job file. Raises `JobFileError`, whose message has a line for each mistake."""
+    """Parse a job file. Raises `JobFileError`, whose message has a line for each mistake."""
     return read_record(read_toml(text), JobSpec)
+
+
+def _check(spec: JobSpec) -> None:
+    """Raise `ValueError` if the tables of a job contradict each other."""
+    _check_rule(spec, spec.aggregation.build())
+    if spec.robust is not None:
+        _check_robust(spec, spec.robust)
+    if spec.buffered is not None:
+        _check_buffered(spec)
+    if spec.privacy is not None:
+        _check_privacy(spec, spec.privacy)
+    if spec.pool is not None and spec.durability == "memory":
+        raise ValueError('pool: its ranks read the updates from the spool; expected durability = "spool"')
+    if spec.server_step is not None:
+        _check_server_step(spec, spec.server_step)
+
+
+def _check_rule(spec: JobSpec, rule: aggregate.Rule) -> None:
+    name = spec.aggregation.__struct_config__.tag
+    algorithm = rule.counterpart.algorithm
+    if spec.updates.weighting != "uniform" and (rule.unit_weights or algorithm):
+        raise ValueError(f'aggregation.rule = "{name}": it needs [updates] weighting = "uniform"')
+    if algorithm and spec.config.get("algorithm") != algorithm:
+        raise ValueError(
+            f'aggregation.rule = "{name}": clients have to do their half of it; it needs [config] algorithm = '
+            f'"{algorithm}"'
+        )
+
+
+def _check_buffered(spec: JobSpec) -> None:
+    if spec.selection.sampling.is_trial:
+        name = spec.selection.sampling.__struct_config__.tag
+        raise ValueError(f'selection.sampling.policy = "{name}": it draws whole cohorts; expected mode.kind = "sync"')
+    if spec.selection.close != "goal":
+        raise ValueError(
+            f'selection.close = "{spec.selection.close}": a buffer closes at its goal; expected mode.kind = "sync"'
+        )
+
+
+def _check_server_step(spec: JobSpec, step: ServerStep) -> None:
+    if spec.compression.downlink is not None:
+        raise ValueError(
+            "server_step: a version would not be the one before plus the encoded step; expected no compression.downlink"
+        )
+    if step.method == "train":
+        return
+    contrary = {
+        'durability = "memory"': spec.durability == "memory",
+        "privacy": spec.privacy is not None,
+        "robust": spec.robust is not None,
+        'mode.kind = "buffered"': spec.buffered is not None,
+    }
+    if found := [name for name, is_so in contrary.items() if is_so]:
+        raise ValueError(
+            f'server_step.method = "distill": it looks at the model of each client of a round, which {found[0]} '
+            'excludes; expected "train"'
+        )
+
+
+def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
+    if type(spec.aggregation) not in aggregate.SERVER_OPTIMIZERS:
+        known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
+        name = spec.aggregation.__struct_config__.tag
+        raise ValueError(f"robust: goes with aggregation.rule = {known}; {name} has a mean of its own")
+    selection = spec.selection
+    name, most = ("goal", selection.goal)
+    if selection.close == "deadline":  # every assigned client may report
+        name, most = ("over_selection x goal", selection.target)
+    if most > aggregate.MAX_GATHERED:
+        raise ValueError(
+            f"selection.{name} = {most}: expected at most {aggregate.MAX_GATHERED} with [robust], which reads the "
+            "updates of an attempt side by side"
+        )
+    try:
+        robust.check(selection.minimum)
+    except ValueError as exc:
+        raise ValueError(
+            f"robust: {exc}: so many may close an attempt, ceil(min_fraction x goal); raise selection.goal or "
+            "selection.min_fraction, or lower robust.byzantine"
+        ) from exc
+
+
+def _check_privacy(spec: JobSpec, options: privacy.Privacy) -> None:
+    """Raise `ValueError`, with all mistakes in one message, if the job could not keep its privacy guarantee."""
+    mistakes = [
+        *_updates_mistakes(spec),
+        *_other_mistakes(spec),
+        *_participation_mistakes(spec, options),
+        *_clip_mistakes(spec, options),
+    ]
+    if mistakes:
+        raise ValueError("privacy: " + "; ".join(mistakes))
+
+
+def _updates_mistakes(spec: JobSpec) -> Iterator[str]:
+    updates = spec.updates
+    if not (updates.clip_norm or updates.adaptive_clip):
+        yield "what one client changes needs a bound; expected updates.clip_norm or updates.adaptive_clip"
+    if updates.weighting == "examples" and updates.max_examples >= Updates().max_examples:
+        yield (
+            f"updates.max_examples = {updates.max_examples:g}: a client with so many examples weighs 1, and all others "
+            'less; expected a number that many clients have, or weighting = "uniform"'
+        )
+    for name in ("max_norm", "outlier_factor", "max_weight_factor"):
+        if value := getattr(updates, name):
+            yield (
+                f"updates.{name} = {value:g}: expected 0, since what a client counts for would depend on what it and "
+                "the others sent; clipping bounds each update, and no weight is above 1"
+            )
+
+
+def _other_mistakes(spec: JobSpec) -> Iterator[str]:
+    if type(spec.aggregation) not in aggregate.SERVER_OPTIMIZERS:
+        known = ", ".join(str(each.__struct_config__.tag) for each in aggregate.SERVER_OPTIMIZERS)
+        name = spec.aggregation.__struct_config__.tag
+        yield f'aggregation.rule = "{name}": expected {known}; others have a mean of their own'
+    if spec.robust is not None:
+        yield "robust: expected none, since what one client changes in such a rule's result has no small bound"
+    if spec.buffered is not None:
+        yield 'mode.kind = "buffered": expected "sync", since a buffer closes at a number of reports'
+    if spec.evaluation.clients is not None:
+        yield "evaluation.clients: expected none, since its results would be releases without noise"
+    if spec.deadlines.adaptive is not None:
+        yield "deadlines.adaptive: expected none, since it tells clients how long others took"
+
+
+def _participation_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator[str]:
+    selection, kind = spec.selection, options.participation
+    if selection.close != "deadline":
+        yield 'selection.close = "goal": expected "deadline", since the fastest would be in the model for certain'
+    expected, policy = Poisson if kind == "poisson" else Uniform, selection.sampling
+    if type(policy) is not expected:
+        yield (
+            f'selection.sampling.policy = "{policy.__struct_config__.tag}": expected '
+            f'"{expected.__struct_config__.tag}" with participation = "{kind}"'
+        )
+    if kind == "poisson":
+        if not selection.wait_for:
+            yield "selection.wait_for: expected the number of clients that must wait before any is drawn"
+        if selection.min_separation or options.max_participations:
+            yield (
+                "expected neither selection.min_separation nor privacy.max_participations with participation = "
+                '"poisson": who must rest is not drawn by a trial'
+            )
+    if kind == "min_separation" and not selection.min_separation:
+        yield 'selection.min_separation: expected rounds above 0 with participation = "min_separation"'
+
+
+def _clip_mistakes(spec: JobSpec, options: privacy.Privacy) -> Iterator[str]:
+    if spec.updates.adaptive_clip is None:
+        return
+    if options.participation == "min_separation":
+        yield (
+            "updates.adaptive_clip: expected updates.clip_norm, since the noise of a tree goes over all rounds and "
+            "needs one bound"
+        )
+    goal, multiplier = spec.selection.goal, options.noise_multiplier
+    if multiplier is not None and 2.0 * options.count_deviation(goal) <= multiplier:
+        yield (
+            f"updates.adaptive_clip: expected selection.goal above {10 * multiplier:g}, ten times the noise "
+            f"multiplier, not {goal}: else the count that it follows leaves nothing to the updates"
+        )

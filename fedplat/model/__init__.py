@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
 from fedplat.model.steps import kept, stepped
 from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, moved, read_run
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "BLOCK",
@@ -239,15 +236,6 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
     def to_bytes(self) -> bytes:
         """The safetensors file."""
         return self.schema.header + self.buffer.tobytes()
-
-    def to_torch(self) -> dict[str, torch.Tensor]:
-        """Named torch tensors that share this buffer (needs the extra "torch").
-
-        Raises `MissingExtraError` when torch is not installed.
-        """
-        from fedplat.backends import torch as backend
-
-        return backend.to_torch(self)
 
     def __eq__(self, other: object) -> bool:
         """Equal schema and equal bytes."""

@@ -7,13 +7,7 @@ from msgspec import Struct
 from fedplat.privacy import accounting
 from fedplat.privacy.options import Privacy
 from fedplat.privacy.releases import Charge, Mechanism
-
-ADJACENCY = {
-    "poisson": "one client more or less",
-    "fixed": "one client's reports count for nothing",
-    "tree": "one client's reports count for nothing",
-}
-"""Which populations nobody can tell apart, by the kind of a mechanism."""
+from fedplat.privacy.words import describe_adjacency
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -40,6 +34,6 @@ def cost_of(options: Privacy, mechanism: Mechanism, releases: int) -> Cost:
         epsilon_rdp=accounting.epsilon_rdp(charges, options.delta),
         delta=options.delta,
         noise_multiplier=mechanism.noise_multiplier,
-        adjacency=ADJACENCY[mechanism.kind],
+        adjacency=describe_adjacency(mechanism),
         budget=options.epsilon,
     )

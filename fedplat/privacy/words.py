@@ -8,9 +8,9 @@ from fedplat.privacy.releases import Mechanism
 
 ADJACENCY = {
     "add-or-remove": "one client more or less",
-    "zero-out": "one client's updates against zeros",
+    "zero-out": "one client's reports replaced by zeros",
 }
-"""Which two worlds cannot be told apart, by name."""
+"""The difference of two populations that cannot be distinguished, by the name of the adjacency."""
 NOT_COVERED = (
     "the server and its operators: updates and reports reach them without noise",
     "who took part, when, for how long and with how many bytes, which operators see",
@@ -21,8 +21,13 @@ NOT_COVERED = (
 
 
 def adjacency(mechanism: Mechanism) -> Literal["add-or-remove", "zero-out"]:
-    """What two neighbouring worlds differ in."""
+    """Return the name of the mechanism's adjacency."""
     return "add-or-remove" if mechanism.kind == "poisson" else "zero-out"
+
+
+def describe_adjacency(mechanism: Mechanism) -> str:
+    """Return the difference of two populations that the mechanism makes indistinguishable."""
+    return ADJACENCY[adjacency(mechanism)]
 
 
 def participation(mechanism: Mechanism) -> Literal["poisson", "fixed", "min_separation"]:

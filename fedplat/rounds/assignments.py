@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from fedplat.rounds.commands import Abort, Command
-from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, Reason, require
 from fedplat.texts import shortened
@@ -15,15 +15,15 @@ from fedplat.texts import shortened
 def put(job: JobState, assignment: Assignment) -> JobState:
     """The job with one assignment replaced, wherever it is."""
     if job.carried.find(assignment.key, assignment.client_id) is not None:
-        return changed(job, carried=job.carried.with_assignments([assignment]))
+        return structs.replace(job, carried=job.carried.with_assignments([assignment]))
     assert job.attempt is not None
-    return changed(job, attempt=job.attempt.with_assignments([assignment]))
+    return structs.replace(job, attempt=job.attempt.with_assignments([assignment]))
 
 
 def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
     """Return the assignment, ended for a reason. `text`, in which a client may be quoted, is kept shortened."""
     wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return dataclasses.replace(assignment, state=wanted, reason=reason, text=shortened(text))
+    return structs.replace(assignment, state=wanted, reason=reason, text=shortened(text))
 
 
 def aborts(ended: Iterable[Assignment]) -> tuple[Command, ...]:

@@ -10,9 +10,10 @@ at the moment when an attempt takes it in; it does not change any more then, sin
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
+
+from msgspec import structs
 
 from fedplat.rounds import assignments, influence
 from fedplat.rounds.commands import Command, Fold
@@ -43,7 +44,7 @@ def taken_in(job: JobState, attempt: Attempt, reported: Assignment, number: int)
     staleness = attempt.base_version - reported.base_version
     most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
     weight = job.spec.weight(reported.num_examples, staleness, most)
-    return dataclasses.replace(reported, buffer=attempt.key, staleness=staleness, weight=weight, report_number=number)
+    return structs.replace(reported, buffer=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
 
 def folds(attempt: Attempt, taken: Iterable[Assignment]) -> tuple[Command, ...]:
@@ -62,23 +63,23 @@ def carries(job: JobState) -> bool:
 
 def wait(job: JobState, reported: Assignment) -> JobState:
     """A report of a carried assignment waits for the next attempt."""
-    waiting = dataclasses.replace(reported, report_number=job.carried.next_report)
-    return dataclasses.replace(job, carried=job.carried.with_assignments([waiting]))
+    waiting = structs.replace(reported, report_number=job.carried.next_report)
+    return structs.replace(job, carried=job.carried.with_assignments([waiting]))
 
 
 def await_clients(job: JobState, context: Context) -> JobState:
     """Nobody is at work: gives clients the time of a selection to come."""
     assert job.attempt is not None
     ends_at = context.now + job.spec.deadlines.selection_s
-    return dataclasses.replace(job, attempt=dataclasses.replace(job.attempt, selection_ends_at=ends_at))
+    return structs.replace(job, attempt=structs.replace(job.attempt, selection_ends_at=ends_at))
 
 
 def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Moves who works for an attempt that closes to those whom the job carries."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
     carried = _crew([*_open(job.carried), *attempt.busy])
-    bare = dataclasses.replace(attempt, assignments={}, counts={}, next_deadline=None)
-    return dataclasses.replace(job, carried=carried), bare.with_assignments(staying)
+    bare = structs.replace(attempt, assignments={}, counts={}, next_deadline=None)
+    return structs.replace(job, carried=carried), bare.with_assignments(staying)
 
 
 def take_over(job: JobState, context: Context) -> Transition:
@@ -93,11 +94,11 @@ def take_over(job: JobState, context: Context) -> Transition:
         (stale if too_stale else fresh).append(each)
     taken = [taken_in(job, attempt, each, number) for number, each in enumerate(fresh[: attempt.goal], 1)]
     # More may wait than a buffer holds: the rule divides by its size.
-    left = [dataclasses.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
+    left = [structs.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
     ended = [assignments.ended(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-    attempt = dataclasses.replace(attempt, phase=phase).with_assignments([*ended, *taken, *job.carried.busy])
-    after = dataclasses.replace(job, attempt=attempt, carried=_crew(left))
+    attempt = structs.replace(attempt, phase=phase).with_assignments([*ended, *taken, *job.carried.busy])
+    after = structs.replace(job, attempt=attempt, carried=_crew(left))
     return Transition(after if attempt.num_busy else await_clients(after, context), folds(attempt, taken))
 
 
@@ -113,7 +114,7 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     ]
     if not late:
         return job, ()
-    return dataclasses.replace(job, carried=job.carried.with_assignments(late)), assignments.aborts(late)
+    return structs.replace(job, carried=job.carried.with_assignments(late)), assignments.aborts(late)
 
 
 def forget_updates(job: JobState) -> JobState:
@@ -126,7 +127,7 @@ def forget_updates(job: JobState) -> JobState:
     if attempt is not None and fills(job, attempt) and attempt.num_reported:
         attempt = attempt.with_assignments(lost(attempt))
     carried = job.carried.with_assignments(lost(job.carried)) if job.carried.num_reported else job.carried
-    return dataclasses.replace(job, attempt=attempt, carried=carried)
+    return structs.replace(job, attempt=attempt, carried=carried)
 
 
 def restored(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, Crew]:

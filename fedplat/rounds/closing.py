@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from msgspec import structs
+
 from fedplat.rounds import assignments, buffered, influence, pacing
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
-from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
@@ -63,7 +63,7 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     assert attempt is not None
     can_refold = attempt.kind is not AttemptKind.TRAIN or influence.can_refold(job.spec)
     if dropped := influence.outliers(job, attempt):
-        job = changed(job, attempt=attempt.with_assignments(dropped))
+        job = structs.replace(job, attempt=attempt.with_assignments(dropped))
         return close_if_due(job, commands, context) if can_refold else _failed_for_outliers(job, commands, context)
     weighed = influence.weighed(job, attempt)
     if not can_refold:
@@ -78,7 +78,7 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
 
 
 def _closed(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
-    job = changed(job, attempt=attempt)
+    job = structs.replace(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if buffered.fills(job, attempt) and attempt.key.round < job.spec.rounds:
         job, attempt = buffered.carry(job, attempt)
@@ -89,7 +89,7 @@ def _closed(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> T
         attempt = attempt.with_assignments(surplus)
     if attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
-    return Transition(changed(job, attempt=changed(attempt, phase=phase)), commands)
+    return Transition(structs.replace(job, attempt=structs.replace(attempt, phase=phase)), commands)
 
 
 def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
@@ -122,13 +122,13 @@ def _failed_for_outliers(job: JobState, commands: tuple[Command, ...], context: 
 
 
 def _after(commands: tuple[Command, ...], transition: Transition) -> Transition:
-    return dataclasses.replace(transition, commands=commands + transition.commands)
+    return structs.replace(transition, commands=commands + transition.commands)
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
     """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for, or its time."""
     carried, commands = _without_late(job.carried, context.now)
-    job = dataclasses.replace(job, carried=carried) if carried is not job.carried else job
+    job = structs.replace(job, carried=carried) if carried is not job.carried else job
     attempt = job.open_attempt
     if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job, commands)
@@ -136,7 +136,7 @@ def drop_late(job: JobState, context: Context) -> Transition:
     after, more = _without_late(attempt, context.now) if attempt.num_busy else (attempt, ())
     if after is attempt and not is_time:
         return Transition(job, commands)
-    return close_if_due(dataclasses.replace(job, attempt=after), commands + more, context)
+    return close_if_due(structs.replace(job, attempt=after), commands + more, context)
 
 
 def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
@@ -151,7 +151,7 @@ def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
             late.append(assignments.ended(assignment, AssignmentState.LATE, reason))
         elif next_deadline is None or assignment.deadline_at < next_deadline:
             next_deadline = assignment.deadline_at
-    return dataclasses.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.aborts(late)
+    return structs.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.aborts(late)
 
 
 def committed(
@@ -159,18 +159,18 @@ def committed(
 ) -> JobState:
     """The job after its attempt: every accepted report is merged. `metrics` instead of the means of the reports."""
     merged = [
-        dataclasses.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))
+        structs.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))
         for assignment in attempt.assignments.values()
         if assignment.state is AssignmentState.REPORTED
     ]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTED)
-    closed = dataclasses.replace(
+    closed = structs.replace(
         attempt.with_assignments(merged),
         phase=phase,
         metrics=mean_metrics(merged) if metrics is None else dict(metrics),
         ended_at=context.now,
     )
-    return dataclasses.replace(job, attempt=closed)
+    return structs.replace(job, attempt=closed)
 
 
 def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
@@ -221,7 +221,7 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
         return Transition(*abandon(job, Reason.ATTEMPT_ABANDONED, text, context))
     after, commands = abandon_all(job, Reason.ATTEMPT_ABANDONED, text, context)
     failures, retry = job.failures + 1, job.spec.retry
-    after = dataclasses.replace(after, failures=failures)
+    after = structs.replace(after, failures=failures)
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was made durable
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
@@ -229,7 +229,7 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
     reason = f"{_named(attempt)} attempt {attempt.key.number} was abandoned: {text}; trying again"
-    return Transition(dataclasses.replace(after, reason=reason, resume_at=context.now + wait), commands)
+    return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
 def abandon_all(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
@@ -245,14 +245,14 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
     assert attempt is not None
     dropped, commands = _dropped(attempt, reason)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.ABANDONED)
-    closed = dataclasses.replace(attempt.with_assignments(dropped), phase=phase, reason=text, ended_at=context.now)
-    return dataclasses.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
+    closed = structs.replace(attempt.with_assignments(dropped), phase=phase, reason=text, ended_at=context.now)
+    return structs.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 
 
 def dismiss(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
     """Ends the assignments that the job carries."""
     dropped, commands = _dropped(job.carried, reason)
-    after = dataclasses.replace(job, carried=job.carried.with_assignments(dropped)) if dropped else job
+    after = structs.replace(job, carried=job.carried.with_assignments(dropped)) if dropped else job
     return after, commands
 
 
@@ -265,7 +265,7 @@ def _dropped(crew: Crew, reason: Reason) -> tuple[list[Assignment], tuple[Comman
 def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
     """The job in another status."""
     assert job.status not in ENDED_JOBS
-    return dataclasses.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
+    return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
 
 
 def _named(attempt: Attempt) -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from msgspec import structs
+
 from fedplat.rounds import closing, pacing, private, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
-from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     AssignmentReclaimed,
     AssignmentRevoked,
@@ -292,7 +293,7 @@ class Coordinator:
         while current is not None:
             proposal.commands.extend(current.commands)
             if current.job is not before:
-                after = changed(current.job, revision=before.revision + 1)
+                after = structs.replace(current.job, revision=before.revision + 1)
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)

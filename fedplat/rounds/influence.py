@@ -14,14 +14,14 @@ a thousand times, they are outliers once, and the measure from then on.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median_low
 
+from msgspec import structs
+
 from fedplat.job import JobSpec
 from fedplat.rounds.assignments import ended
-from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, Attempt, Claim, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 
@@ -66,7 +66,7 @@ def noted(job: JobState, reported: Assignment) -> JobState:
         return job
     others = [claim for claim in job.claims if claim.client_id != reported.client_id]
     claims = (*others, Claim(reported.client_id, reported.norm, reported.num_examples))
-    return changed(job, claims=claims[-REMEMBERED_CLAIMS:])
+    return structs.replace(job, claims=claims[-REMEMBERED_CLAIMS:])
 
 
 def refusal(job: JobState, attempt: Attempt, reported: Assignment) -> tuple[Reason, str] | None:
@@ -126,7 +126,7 @@ def weighed(job: JobState, attempt: Attempt) -> list[Assignment]:
         examples = [claim.num_examples for claim in job.claims]
     most = most_examples(spec, examples)
     moved = [(each, spec.weight(each.num_examples, each.staleness, most)) for each in reported]
-    return [dataclasses.replace(each, weight=weight) for each, weight in moved if weight != each.weight]
+    return [structs.replace(each, weight=weight) for each, weight in moved if weight != each.weight]
 
 
 def too_heavy(attempt: Attempt, weights: Iterable[Assignment]) -> list[str]:

@@ -10,15 +10,15 @@ new clock, and no others.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
+from msgspec import Struct, field, structs
+
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
 from fedplat.rounds.cohort import Cohort, cohort_of
-from fedplat.rounds.copies import changed
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -42,8 +42,7 @@ class AttemptKey(NamedTuple):
         return f"{self.job_id} round {self.round} attempt {self.number}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Struct, frozen=True):
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
     `took_s` is the time from the assignment to the report; `report_number` grows from report to report, which is the
@@ -65,7 +64,7 @@ class Assignment:
     digest: str = ""
     num_examples: float = 0.0
     weight: float = 0.0
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     took_s: float | None = None
     report_number: int | None = None
     update_bytes: int = 0
@@ -89,16 +88,15 @@ class Assignment:
         return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Crew:
+class Crew(Struct, frozen=True, kw_only=True):
     """Clients that were given work, and what became of it.
 
     `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up
     to date by `with_assignments`, so that a report costs no walk over all of them.
     """
 
-    assignments: Mapping[str, Assignment] = dataclasses.field(default_factory=Cohort[Assignment])
-    counts: Mapping[AssignmentState, int] = dataclasses.field(default_factory=dict[AssignmentState, int])
+    assignments: Mapping[str, Assignment] = field(default_factory=Cohort[Assignment])
+    counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
     next_deadline: float | None = None
 
     @property
@@ -140,7 +138,7 @@ class Crew:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
         assignments = cohort_of(self.assignments).updated(latest)
-        return changed(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
+        return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """The client's assignment of an attempt."""
@@ -152,8 +150,7 @@ NOBODY = Crew()
 """A crew without anybody."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Attempt(Crew):
+class Attempt(Crew, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
     `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
@@ -171,7 +168,7 @@ class Attempt(Crew):
     opened_at: float
     selection_ends_at: float
     reason: str = ""
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     ended_at: float | None = None
     closes_at: float | None = None
 
@@ -188,8 +185,7 @@ class Attempt(Crew):
         return self.phase is AttemptPhase.SELECTING
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelVersion:
+class ModelVersion(Struct, frozen=True):
     """A committed global model: content-addressed bytes, and those of the server optimizer's state.
 
     Version 0 is the initial model; a later version of round 0 comes of a warm start, or of a rollback, and then has the
@@ -225,8 +221,7 @@ class Claim(NamedTuple):
     num_examples: float
 
 
-@dataclasses.dataclass(frozen=True)
-class JobState:
+class JobState(Struct, frozen=True):
     """A job as the coordinator sees it.
 
     `attempt` is the last one, open or ended. `round` counts committed rounds. `failures` counts the attempts

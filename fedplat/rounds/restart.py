@@ -9,8 +9,9 @@ warm start has no updates: whoever does it has checkpoints of its own.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+from msgspec import structs
 
 from fedplat.rounds import buffered, closing, private, warm_start
 from fedplat.rounds.commands import Command, Commit
@@ -25,7 +26,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
 
     A job to which nothing happens keeps its revision, so that it is not written: servers keep thousands of old ones.
     """
-    fresh = dataclasses.replace(job, resume_at=None) if job.resume_at is not None else job
+    fresh = structs.replace(job, resume_at=None) if job.resume_at is not None else job
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
@@ -56,10 +57,10 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
     if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
         # It has all its time anew, whichever clients were drawn: what was left is known only of attempts that drew
         # clients.
-        attempt = dataclasses.replace(attempt, closes_at=closes_at)
-        job = dataclasses.replace(job, attempt=attempt)
+        attempt = structs.replace(attempt, closes_at=closes_at)
+        job = structs.replace(job, attempt=attempt)
     late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)
-    return dataclasses.replace(late, commands=commands + late.commands)
+    return structs.replace(late, commands=commands + late.commands)
 
 
 def _in_bounds(job: JobState, now: float) -> JobState:
@@ -70,7 +71,7 @@ def _in_bounds(job: JobState, now: float) -> JobState:
         moved = [after for each in busy if (after := _bounded(job, each, now)) != each]
         if crew is not None and moved:
             crews[name] = crew.with_assignments(moved)
-    return dataclasses.replace(job, **crews) if crews else job
+    return structs.replace(job, **crews) if crews else job
 
 
 def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
@@ -81,7 +82,7 @@ def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
         longest = evaluation.timeout_s
     else:  # an adaptive deadline gave less
         longest = min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)
-    return dataclasses.replace(
+    return structs.replace(
         assignment,
         assigned_at=min(assignment.assigned_at, now),
         deadline_at=min(assignment.deadline_at, now + longest),

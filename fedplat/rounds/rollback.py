@@ -12,7 +12,7 @@ To step back in the tree would use the noise of its nodes a second time, over ot
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec import structs
 
 from fedplat.rounds import closing
 from fedplat.rounds.events import RollbackOrdered
@@ -33,7 +33,7 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
         ended, commands = closing.dismiss(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, text, context)
-    after = dataclasses.replace(ended, latest=restored(job, event.version), failures=0, resume_at=None)
+    after = structs.replace(ended, latest=restored(job, event.version), failures=0, resume_at=None)
     return Transition(after, commands)
 
 

@@ -8,15 +8,14 @@ otherwise in `buffered`, and what may follow what in `states`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from fedplat.rounds import assignments, buffered, closing, influence, pacing, private, restart, rollback, warm_start
 from fedplat.rounds.commands import Assign, Command
-from fedplat.rounds.copies import changed
 from fedplat.rounds.events import (
     Action,
     AggregationFailed,
@@ -117,7 +116,7 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
         opened_at=context.now,
         selection_ends_at=context.now + job.spec.deadlines.selection_s,
     )
-    return dataclasses.replace(job, attempt=attempt, resume_at=None)
+    return structs.replace(job, attempt=attempt, resume_at=None)
 
 
 # --- operators ---------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     if event.action is Action.RESUME and (spent := private.budget_is_spent(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
-        return Transition(dataclasses.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
+        return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
     # A pause lets bytes that are being made durable become a version; a cancellation does not. A warm start has hours
     # before it: it is stopped, and goes on from its checkpoint.
@@ -173,7 +172,7 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         text = f"{found} of at least {needed} needed clients were there to be selected"
         failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
         if in_vain := private.selects_in_vain(failed.job, event, needed):
-            return dataclasses.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
+            return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
         return failed
     return _assign(job, attempt, event.client_ids, context)
 
@@ -216,8 +215,8 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
         )
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-        attempt = dataclasses.replace(attempt, phase=phase, closes_at=private.closes_at(job, attempt, context.now))
-    after = dataclasses.replace(job, attempt=attempt.with_assignments(given), reason="")
+        attempt = structs.replace(attempt, phase=phase, closes_at=private.closes_at(job, attempt, context.now))
+    after = structs.replace(job, attempt=attempt.with_assignments(given), reason="")
     return Transition(after, tuple(commands))
 
 
@@ -239,13 +238,13 @@ def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -
         return Transition(job, verdict=Verdict(Reason.STALE))
     if assignment.deadline_at <= context.now:  # the timer is about to fire, and there is no time to hand out
         late = closing.drop_late(job, context)
-        return dataclasses.replace(late, verdict=Verdict(Reason.STALE))
+        return structs.replace(late, verdict=Verdict(Reason.STALE))
     secret, token_hash = context.new_token()
     kind = job.kind_of(assignment)
     _, upload_s = _timeouts(job, kind)
     left = assignment.deadline_at - context.now
     again = Assign(assignment.key, event.client_id, kind, assignment.base_version, secret, left, upload_s)
-    return Transition(assignments.put(job, dataclasses.replace(assignment, token_hash=token_hash)), (again,))
+    return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
 
 
 # --- reporting ---------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ def _on_upload_started(job: JobState, event: UploadStarted, context: Context) ->
         return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
     if assignment.state is AssignmentState.UPLOADING:
         return Transition(job)
-    uploading = dataclasses.replace(
+    uploading = structs.replace(
         assignment,
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.UPLOADING),
         deadline_at=context.now + job.spec.deadlines.upload_s,
@@ -271,7 +270,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=verdict_on_report(assignment, event.digest))
-    reported = dataclasses.replace(
+    reported = structs.replace(
         assignment,
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
@@ -286,15 +285,15 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     if job.kind_of(assignment) is AttemptKind.TRAIN:
         job = influence.noted(job, reported)
         if (refusal := influence.refusal(job, attempt, reported)) is not None:
-            return _refused(job, dataclasses.replace(assignment, norm=reported.norm), *refusal, context)
+            return _refused(job, structs.replace(assignment, norm=reported.norm), *refusal, context)
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
-        job = changed(job, durations=durations)
+        job = structs.replace(job, durations=durations)
     if not _is_in_attempt(job, assignment):
         return Transition(buffered.wait(job, reported))
     taken = buffered.taken_in(job, attempt, reported, attempt.next_report)
     after = closing.close_if_due(assignments.put(job, taken), buffered.folds(attempt, [taken]), context)
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
-        return dataclasses.replace(after, verdict=_verdict_on_ended(now))  # it closed the attempt, as an outlier
+        return structs.replace(after, verdict=_verdict_on_ended(now))  # it closed the attempt, as an outlier
     return after
 
 
@@ -302,7 +301,7 @@ def _refused(job: JobState, assignment: Assignment, reason: Reason, text: str, c
     rejected = assignments.ended(assignment, AssignmentState.REJECTED, reason, text)
     after, is_in_attempt = assignments.put(job, rejected), _is_in_attempt(job, assignment)
     then = closing.close_if_due(after, (), context) if is_in_attempt else Transition(after)
-    return dataclasses.replace(then, verdict=Verdict(reason, text))
+    return structs.replace(then, verdict=Verdict(reason, text))
 
 
 def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -361,7 +360,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     after = closing.committed(job, attempt, context, event.metrics)
     # A job that was paused meanwhile keeps the reason for its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
-    after = dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
+    after = structs.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
     return Transition(*buffered.stop_stale(after))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from msgspec import Struct
 
 from fedplat.rounds.commands import Command
 from fedplat.rounds.records import JobState
@@ -37,8 +38,7 @@ class Verdict:
 ACCEPTED = Verdict()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(Struct, frozen=True):
     """What an event does to a job."""
 
     job: JobState

@@ -7,7 +7,7 @@ a client's data.
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec import structs
 
 from fedplat.rounds.commands import WarmStart
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
@@ -39,7 +39,7 @@ def begin(job: JobState, context: Context) -> Transition:
         opened_at=context.now,
         selection_ends_at=context.now,
     )
-    after = dataclasses.replace(job, attempt=attempt, resume_at=None, reason="")
+    after = structs.replace(job, attempt=attempt, resume_at=None, reason="")
     return Transition(after, (order(attempt),))
 
 

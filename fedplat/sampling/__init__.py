@@ -2,7 +2,7 @@
 
 `candidates.py` says what a policy is told; each policy is one file with a frozen options record (the table
 `[selection.sampling]` of a job file) and its pure `draw(candidates, count, rng)`. To add one: write one new file (the
-paper in its docstring), add its record to `Policy` and one row to `POLICIES` below, and one row to the table of
+paper in its docstring), add its record to `Policy` below, and one row to the table of
 `tests/core/sampling/test_contract.py`.
 
 A policy has two class variables besides. `remembers`: whether it asks what earlier rounds told of clients, which the
@@ -13,6 +13,7 @@ selection ends, so that the number drawn is random and the policy's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from fedplat.sampling.candidates import Candidates, Labels, Past
 from fedplat.sampling.oort import Oort
@@ -24,13 +25,7 @@ from fedplat.sampling.weighted import Weighted
 Policy = Uniform | Poisson | Weighted | Stratified | Oort
 """The table `[selection.sampling]` of a job file: a union that its key `policy` tells apart."""
 
-POLICIES: Mapping[str, type[Policy]] = {
-    "uniform": Uniform,
-    "poisson": Poisson,
-    "weighted": Weighted,
-    "stratified": Stratified,
-    "oort": Oort,
-}
+POLICIES: Mapping[str, type[Policy]] = {each.__struct_config__.tag: each for each in get_args(Policy)}
 """The options record of each policy, by its name in a job file."""
 
 __all__ = [

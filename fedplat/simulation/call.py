@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 import fedplat
+from fedplat.job import find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy.cost import Cost, cost_of
 from fedplat.simulation import file as files
@@ -97,10 +98,10 @@ class Run:
             field.name: getattr(self.result.participation, field.name)
             for field in dataclasses.fields(self.result.participation)
         }
-        folders.replace(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes())
+        folders.write(folder / folders.PARTICIPATION, Parameters.from_arrays(counts).to_bytes())
         if self.model is not None:
-            folders.replace(folder / folders.MODEL, self.model.to_bytes())
-        folders.replace(folder / folders.RESULTS, self.to_json().encode())
+            folders.write(folder / folders.MODEL, self.model.to_bytes())
+        folders.write(folder / folders.RESULTS, self.to_json().encode())
 
 
 def simulate(
@@ -153,7 +154,7 @@ def execute(
     )
     options = file.simulation
     summary = summarize(result, options.target_metric, options.target)
-    spec, mechanism = setup.simulation.spec, setup.simulation.spec.mechanism
+    spec, mechanism = setup.simulation.spec, find_mechanism(setup.simulation.spec)
     run = Run(
         file=file,
         result=result,

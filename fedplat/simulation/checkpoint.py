@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import msgspec
 import numpy.typing as npt
 from msgspec import Struct
 
+from fedplat import durable
 from fedplat.aggregate import state_from_bytes, state_to_bytes
 from fedplat.errors import JournalError, ModelError
 from fedplat.model import Parameters
@@ -57,7 +57,7 @@ def find(folder: Path) -> Checkpoint | None:
 
 
 def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
-    """Writes a checkpoint and removes those before it."""
+    """Write a checkpoint and remove those before it."""
     unfinished = folder / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -70,13 +70,10 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
     }
     contents |= {_model_name(version): model.to_bytes() for version, model in snapshot.models.items()}
     for name, content in contents.items():
-        with (unfinished / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (unfinished / name).write_bytes(content)
     target = folder / f"checkpoint-{snapshot.version:06}"
     shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+    durable.rename_folder(unfinished, target)
     for path in folder.glob("checkpoint-*"):
         if path != target and _NAME.fullmatch(path.name):
             shutil.rmtree(path)

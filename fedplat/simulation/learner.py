@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedplat import functions, initial
+from fedplat import initial, user_code
 from fedplat.backends.local import Learner, seeded
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
@@ -36,8 +36,8 @@ class OwnModule:
     folder: Path
 
     def __call__(self) -> nn.Module:
-        """Makes one. Raises `JobFileError`."""
-        made = functions.call(self.name, self.folder)
+        """Make one. Raises `JobFileError` and `UserCodeError`."""
+        made = user_code.call(self.name, self.folder)
         if not isinstance(made, nn.Module):
             raise JobFileError(
                 f"{self.name} returned a {type(made).__name__}; expected a PyTorch module. If model.initial gives "
@@ -55,8 +55,8 @@ class OwnLoss:
 
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
-        with functions.importable(self.folder, self.name.partition(":")[0]):
-            return functions.find(self.name, self.folder)
+        with user_code.importable(self.name, self.folder):
+            return user_code.load_function(self.name, self.folder)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean loss of a batch."""
@@ -67,7 +67,10 @@ class OwnLoss:
 
 
 def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
-    """What is trained, and the model of round 0, whose random values are those of the seed. Raises `JobFileError`."""
+    """What is trained, and the model of round 0, whose random values are those of the seed.
+
+    Raises `JobFileError` and `UserCodeError`.
+    """
     named, options = file.job.model.initial, file.simulation.model
     is_tensors = named.endswith(".safetensors")
     if is_tensors and not options.module:

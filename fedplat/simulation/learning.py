@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.aggregate import Accumulator, Rule, State, compress_step, l2_norm, rebased, seed_of, unusable
 from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, FedplatError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import AttemptKey, JobState, ModelVersion, influence
@@ -77,7 +77,7 @@ class Learning:
     def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
         self.model = initial
         self._spec, self._engine, self._seed = spec, engine, seed
-        self._plain = spec.rule()
+        self._plain = build_rule(spec)
         uplink = spec.compression.uplink
         self._format = Format(uplink, initial.schema) if uplink is not None else None
         self._residuals: dict[int, Vector] = {}
@@ -293,7 +293,7 @@ class Learning:
         seed, payloads = seed_of(self._spec.name, self._version + 1), list[bytes]()
         # Of the run's seed, so that it can be repeated: noise of a simulation keeps nothing secret.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
-        rule = self._spec.rule(seed, Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes()))
+        rule = build_rule(self._spec, seed, Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes()))
         codec = self._spec.compression.downlink
         return (rule if codec is None else compress_step(codec.build(), seed, payloads.append)(rule)), payloads
 

@@ -8,9 +8,9 @@ from msgspec import Meta, Struct
 
 from fedplat.simulation.data import Partition, Source
 from fedplat.simulation.fleet import FleetOptions
+from fedplat.user_code import Reference
 
 YEAR_S = 365 * 86_400.0
-FunctionName = Annotated[str, Meta(pattern=r"^$|^[\w.]+:[\w.]+$")]
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,10 +20,8 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     a mean loss of outputs and targets, or a function. `personal` are tensors that clients keep to themselves, by name.
     """
 
-    module: FunctionName = ""
-    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Annotated[str, Meta(pattern=r"^[\w.]+:[\w.]+$")] = (
-        "cross_entropy"
-    )
+    module: Literal[""] | Reference = ""
+    loss: Literal["cross_entropy", "mse", "bce_with_logits"] | Reference = "cross_entropy"
     personal: list[str] = []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fedplat.errors import ModelError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.simulation import refusals
 from fedplat.simulation.driver import Driver, Trace
@@ -120,7 +120,7 @@ def identity_of(simulation: Simulation, fleet: Fleet) -> str:
 def _extended(spec: JobSpec, initial: Parameters) -> Parameters:
     """The model that a submitted job would begin with."""
     try:
-        return spec.rule().counterpart.extend(initial)
+        return build_rule(spec).counterpart.extend(initial)
     except ModelError as exc:
         raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
 

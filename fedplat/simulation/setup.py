@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedplat import initial
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
+from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
 from fedplat.simulation import refusals
 from fedplat.simulation.data import Federation, federation
@@ -56,7 +57,7 @@ def prepared(
     if dealt is not None:
         dealt = _holding_out(file, dealt)
         fleet = fleet.with_examples(dealt.sizes(), dealt.sizes_held_out())
-    simulation = Simulation(spec=file.job.settled(), fleet=fleet, seed=options.seed, until_s=options.until_s)
+    simulation = Simulation(spec=calibrate(file.job), fleet=fleet, seed=options.seed, until_s=options.until_s)
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
         yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), dealt, "none", 0)
@@ -122,7 +123,7 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
     else:
         start = learner.initial(file.simulation.seed)
     try:
-        start = file.job.rule().counterpart.extend(start)
+        start = build_rule(file.job).counterpart.extend(start)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     if learner.personal:  # a model without any client's layers has no score

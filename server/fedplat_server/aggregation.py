@@ -15,6 +15,8 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from fedplat import codecs
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile
@@ -153,7 +155,7 @@ class Aggregation:
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
         recipe = Recipe.of(job, blobs)
-        from_latest = recipe.rule(_ignore).from_latest
+        from_latest = recipe.rule().from_latest
         folding, paths = self._begun(job, recipe, blobs), list[Path]()
         try:
             while not isinstance(command := await queue.get(), Commit):
@@ -173,7 +175,7 @@ class Aggregation:
             blobs.made.append(version.digest)  # the server's own training has stored it
         if codec := job.spec.compression.downlink:
             delta = await asyncio.to_thread(self._keep_delta, blobs, codec, aggregate)
-            version = dataclasses.replace(
+            version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
         return AttemptAggregated(key, version, aggregate.published)
@@ -251,7 +253,3 @@ def _version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersi
         num_updates=aggregate.num_updates,
         total_weight=aggregate.total_weight,
     )
-
-
-def _ignore(payload: bytes) -> None:
-    return

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from fedplat import durable
 from fedplat_server import crash, files
 from fedplat_server.errors import BlobError
 
@@ -59,16 +60,16 @@ class BlobWriter:
     def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
 
-    def write(self, chunk: files.Bytes) -> None:
+    def write(self, chunk: durable.Bytes) -> None:
         """Appends bytes, which may be changed afterwards."""
         size_bytes = memoryview(chunk).nbytes
         if size_bytes < _WORTH_A_THREAD:
-            files.write_all(self._descriptor, chunk)
+            durable.write_all(self._descriptor, chunk)
             self._digest.update(chunk)
         else:
             hashed = self._hasher.submit(self._digest.update, chunk)
             try:
-                files.write_all(self._descriptor, chunk)
+                durable.write_all(self._descriptor, chunk)
             finally:
                 hashed.result()
         self._size_bytes += size_bytes
@@ -125,7 +126,7 @@ class BlobStore:
         """Stores what is written within the block; after it, `blob` of the writer says what that was."""
         temporary = self._temporary()
         with files.translated("writing a blob"), _removed_on_error(temporary):
-            descriptor = files.create(temporary)
+            descriptor = durable.create(temporary)
             try:
                 with crash.step("blob.write"), BlobWriter(descriptor) as writer:
                     yield writer
@@ -139,14 +140,14 @@ class BlobStore:
     def draft(self, path: Path) -> Generator[BlobWriter]:
         """Writes a file that is no blob yet, at a path of `temporary`."""
         with files.translated("writing a draft of a blob"):
-            descriptor = files.create(path)
+            descriptor = durable.create(path)
             try:
                 with BlobWriter(descriptor) as writer:
                     yield writer
             finally:
                 os.close(descriptor)
 
-    def put_chunks(self, chunks: Iterable[files.Bytes]) -> Blob:
+    def put_chunks(self, chunks: Iterable[durable.Bytes]) -> Blob:
         """Stores bytes that come in parts."""
         with self.writer() as writer:
             for chunk in chunks:
@@ -161,7 +162,7 @@ class BlobStore:
         """Moves a finished file of the same file system in; the caller has computed its digest."""
         self.path(digest)
         with files.translated(f"adopting {path}"):
-            files.sync(path)
+            durable.sync(path)
             size_bytes = path.stat().st_size
             self._move_in(path, digest)
         return Blob(digest, size_bytes)
@@ -230,8 +231,8 @@ class BlobStore:
         if folder not in self._synced:
             with crash.step("blob.new_folder"):
                 folder.mkdir(parents=True, exist_ok=True)
-                files.sync(self.folder)
-                files.sync(folder.parent)
+                durable.sync(self.folder)
+                durable.sync(folder.parent)
             self._synced.add(folder)
         # A blob of this digest that is there already is replaced: its entry in the folder might not be durable.
         self.made.append(digest)
@@ -239,7 +240,7 @@ class BlobStore:
             self._young.add(digest)
             os.replace(source, target)
         with _removed_on_error(target), crash.step("blob.folder_sync"):
-            files.sync(folder)
+            durable.sync(folder)
 
 
 class _Young:

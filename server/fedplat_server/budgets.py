@@ -14,8 +14,10 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, calibrate, plan_charge
 from fedplat.privacy import Charge, accounting
 from fedplat.rounds import JobState
 from fedplat_server.accountant import Accountant, epsilon
@@ -37,17 +39,17 @@ class Budgets:
     async def create_job(
         self, state: JobState, job_file: str, idempotency_key: str, audit: Sequence[AuditEntry]
     ) -> JobRecord:
-        """Settle a job and store it; a known key returns the job that has it. Raises `RefusedError`."""
+        """Calibrate a job and store it; a known key returns the job that has it. Raises `RefusedError`."""
         if state.spec.privacy is None:
             return await self._create(state, job_file, idempotency_key, audit)
         async with self._computing:
             if (known := await self._store.jobs.find_job(idempotency_key)) is not None:
                 return known
             try:
-                spec = await self.accountant.run(state.spec.settled)
+                spec = await self.accountant.run(calibrate, state.spec)
             except JobFileError as exc:
                 raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
-            state = dataclasses.replace(state, spec=spec)
+            state = structs.replace(state, spec=spec)
             return await self._create(state, job_file, idempotency_key, audit)
 
     async def _create(
@@ -65,7 +67,7 @@ class Budgets:
                 continue
 
     async def _why_refused(self, spec: JobSpec, population: Population) -> str:
-        if spec.planned is None or population.budget is None:
+        if plan_charge(spec) is None or population.budget is None:
             return why_refused(spec, population)  # without arithmetic: such a job does not wait for the accountant
         return await self.accountant.run(why_refused, spec, population)
 
@@ -96,8 +98,8 @@ class Budgets:
 
 
 def why_refused(spec: JobSpec, population: Population) -> str:
-    """Return why a settled job cannot be created beside those of its population; empty if it can."""
-    budget, planned = population.budget, spec.planned
+    """Return why a calibrated job cannot be created beside those of its population; empty if it can."""
+    budget, planned = population.budget, plan_charge(spec)
     if budget is None:
         return ""
     if planned is None:

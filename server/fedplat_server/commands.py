@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from fedplat import user_code
+from fedplat.errors import UserCodeError
 from fedplat.wire import memory
 from fedplat_server import (
     __version__,
@@ -18,7 +20,6 @@ from fedplat_server import (
     open_files,
     operator_commands,
     prune_command,
-    references,
 )
 from fedplat_server.command_options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect
 from fedplat_server.config import LeaseTimes, Limits, ServerConfig
@@ -219,7 +220,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
 
 
 def _named(items: list[str], option: str) -> dict[str, str]:
-    """Reads the options `NAME=reference`; a mistake is found now, not when the code is needed for the first time."""
+    """Parse the options `NAME=reference`; mistakes are reported now, not when the code is first needed."""
     found: dict[str, str] = {}
     for item in items:
         name, sign, reference = item.partition("=")
@@ -228,10 +229,10 @@ def _named(items: list[str], option: str) -> dict[str, str]:
         if name in found:
             raise ConfigError(f"{option} {item}: {name} is {found[name]} already")
         try:
-            references.check(reference)
-        except ConfigError as exc:
+            user_code.check(reference)
+        except UserCodeError as exc:
             raise ConfigError(f"{option} {item}: {exc}") from exc
-        found[name] = references.absolute(reference)
+        found[name] = user_code.make_absolute(reference)
     return found
 
 

@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fedplat import aggregate
+from fedplat import aggregate, user_code
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
 from fedplat.rounds import JobState, ModelVersion
-from fedplat_server import logs, references
+from fedplat_server import logs
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import StoreError, StoreUnavailableError
 from fedplat_server.pool.messages import EvaluateReply
@@ -50,7 +50,7 @@ def score(reference: str, path: str, rule: aggregate.Options) -> dict[str, float
     """Runs in the evaluation process: loads the model, without what the rule keeps in it, and calls the evaluator."""
     try:
         model = rule.build().counterpart.reduce(Parameters.open(path))
-        metrics: Mapping[str, float] = references.load(reference)(model.copy())
+        metrics: Mapping[str, float] = user_code.load(reference)(model.copy())
         result = {str(name): float(value) for name, value in metrics.items()}
         if bad := [name for name, value in result.items() if not math.isfinite(value)]:
             raise ValueError(f"the metric {bad[0]!r} is {result[bad[0]]}; expected a finite number")

@@ -1,20 +1,16 @@
-"""Durable writing: the few calls to the operating system that blobs and uploads share."""
+"""What blobs and uploads share: errors of the disk, early writeback, digests."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import os
 import re
 import threading
 from collections.abc import Callable, Generator
-from pathlib import Path
-from typing import TypeAlias
 
 from fedplat_server.errors import BlobError, BlobFullError
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
 READ_BYTES = 1 << 20
 WRITEBACK_BYTES = 8 << 20
 """After so many new bytes of a file it pays to begin writing them to the disk."""
@@ -60,18 +56,6 @@ def translated(doing: str) -> Generator[None]:
         raise BlobFullError(f"{doing} failed: {exc}") from exc
 
 
-def create(path: Path) -> int:
-    """Makes a new file, for its owner only, and opens it for writing."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
-def write_all(descriptor: int, data: Bytes) -> None:
-    """Writes all of the data: one call of the operating system may write less."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 class Writeback:
     """Lets the kernel write a file to the disk while it grows, so that the sync at its end has less to wait for.
 
@@ -88,18 +72,6 @@ class Writeback:
             if _sync_file_range is not None:
                 _sync_file_range(descriptor, self._begun, size_bytes - self._begun, _SYNC_FILE_RANGE_WRITE)
             self._begun = size_bytes
-
-
-def sync(path: Path) -> None:
-    """Makes a file's bytes, or a folder's entries, survive a power failure.
-
-    An error is final: the kernel may have dropped what it could not write, and a second call would succeed.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _found_sync_file_range() -> Callable[[int, int, int, int], int] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedplat.errors import JobFileError, ModelError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat_server import upload_files
 from fedplat_server.errors import Code, RefusedError
@@ -64,6 +64,6 @@ def check_initial_model(path: Path, spec: JobSpec) -> int:
         raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
     if not parameters.is_finite():
         raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
-    if misfit := spec.rule().counterpart.misfit(parameters.schema):
+    if misfit := build_rule(spec).counterpart.misfit(parameters.schema):
         raise RefusedError(Code.INVALID_MODEL, misfit)
     return path.stat().st_size

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class Authority:
 
     @classmethod
     def load(cls, certificate: Path, key: Path) -> Authority:
-        """Reads an authority that `save` has written. Raises `ConfigError`."""
+        """Read an authority from PEM files. Raises `ConfigError`."""
         try:
             loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
             authority = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -72,11 +71,6 @@ class Authority:
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != authority.public_key():
             raise ConfigError(f"the key {key} does not belong to the certificate {certificate}")
         return cls(authority, loaded)
-
-    def save(self, certificate: Path, key: Path) -> None:
-        """Writes both as PEM; the key for its owner only. Refuses (`ConfigError`) to replace one that is there."""
-        write_new(key, key_pem(self._key), 0o600)
-        write_new(certificate, certificate_pem(self.certificate), 0o644)
 
     @property
     def key_pem(self) -> bytes:
@@ -123,20 +117,6 @@ class Authority:
         builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         return builder.add_extension(issuer, critical=False).sign(self._key, hashes.SHA256())
-
-
-def write_new(path: Path, content: bytes, mode: int) -> None:
-    """Makes a file with these permissions. Raises `ConfigError` if it is there already or cannot be made."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError as exc:
-        raise ConfigError(f"{path} is there already; it is not replaced") from exc
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
 def _name(common_name: str) -> x509.Name:

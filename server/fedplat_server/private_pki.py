@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import datetime
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
 
+from fedplat import durable
 from fedplat_server import pki
 from fedplat_server.errors import ConfigError
 from fedplat_server.pki import Authority, certificate_pem, key_pem
@@ -175,16 +175,9 @@ def read(path: Path) -> list[x509.Certificate]:
 
 
 def replace(path: Path, content: bytes, mode: int) -> None:
-    """Writes a file, whole or not at all, whether it is there or not. Raises `ConfigError`."""
-    temporary = path.with_name(f".{path.name}.new")
+    """Write a file, whole or not at all, whether it exists or not. Raises `ConfigError`."""
     try:
-        temporary.unlink(missing_ok=True)
-        pki.write_new(temporary, content, mode)
-        temporary.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        durable.write_bytes(path, content, mode)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc

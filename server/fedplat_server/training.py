@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from fedplat.errors import FedplatError
 from fedplat.job import JobSpec, Pool
@@ -60,8 +60,8 @@ class _Work(NamedTuple):
 
     name: str
     request: msgspec.Struct
-    on_note: Callable[[bytes], None]
     pool: Pool | None
+    on_note: Callable[[bytes], None] = lambda content: None
     on_cpu: bool = False
 
 
@@ -174,7 +174,7 @@ class ServerTraining:
             _, blob = await self._trained(asked, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
-        return dataclasses.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
+        return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
 
     # --- scores ----------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class ServerTraining:
         """Scores a version of a job on a trainer's held-out examples."""
         asked = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
         try:
-            return await self._done(_Work("evaluate", asked, _ignore, spec.pool), EvaluateReply)
+            return await self._done(_Work("evaluate", asked, spec.pool), EvaluateReply)
         except FedplatError as exc:
             return EvaluateReply(error=str(exc))
 
@@ -276,10 +276,6 @@ def _metrics(learned: TrainReply) -> dict[str, float]:
     """What is shown of a training; a loss that is not finite cannot be."""
     found = {"first_loss": learned.first_loss, "loss": learned.last_loss}
     return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _ignore(content: bytes) -> None:
-    return
 
 
 def _in_one_line(exc: Exception) -> str:

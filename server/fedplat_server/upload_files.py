@@ -8,6 +8,7 @@ import os
 import threading
 from pathlib import Path
 
+from fedplat import durable
 from fedplat_server import crash, files
 
 CAN_KEEP_IN_MEMORY = hasattr(os, "memfd_create")
@@ -44,10 +45,10 @@ class SpoolFile:
                     self.received += len(part)
         self._loaded = True
 
-    def append(self, descriptor: int, data: files.Bytes) -> None:
+    def append(self, descriptor: int, data: durable.Bytes) -> None:
         """Writes all of the data, or nothing that counts."""
         try:
-            files.write_all(descriptor, data)
+            durable.write_all(descriptor, data)
         except BaseException:
             os.ftruncate(descriptor, self.received)  # a part may be there; what was hashed is what counts
             raise
@@ -72,7 +73,7 @@ class SpoolFile:
             raise OSError(errno.EIO, "a sync of it has failed before")
         self._failed = True
         with crash.step("spool.sync"):
-            files.sync(self.path)
+            durable.sync(self.path)
         self._failed = False
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from fedplat import durable
 from fedplat_server import crash, files
 from fedplat_server.errors import BlobError, SpoolError, UploadError
 from fedplat_server.upload_files import MemoryFile, SpoolFile
@@ -47,7 +48,7 @@ class Upload:
         """How many bytes there were when this last wrote."""
         return self._received
 
-    def write(self, data: files.Bytes) -> None:
+    def write(self, data: durable.Bytes) -> None:
         """Appends bytes.
 
         Raises `UploadError` if they are more than were declared, or if another writer has taken over, and
@@ -210,7 +211,7 @@ class UploadStore:
             raise SpoolError("the attempt's folder could not be synced before")
         try:
             with files.translated("syncing the attempt's folder"), crash.step("spool.folder_sync"):
-                files.sync(self._folder(attempt))
+                durable.sync(self._folder(attempt))
         except BlobError as exc:
             self._broken.add(attempt)
             raise SpoolError(str(exc)) from exc
@@ -250,7 +251,7 @@ class UploadStore:
         with crash.step("spool.new_folder"):
             folder.mkdir()
             try:
-                files.sync(self.folder)
+                durable.sync(self.folder)
             except BaseException:
                 folder.rmdir()
                 raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -274,12 +276,18 @@ def test_a_damaged_ledger_stops_private_trainings(fleet_of: Fleet, tmp_path: Pat
     assert "what was told of the data is not known, so no private training may begin" in failure
 
 
-def test_a_ledger_that_cannot_be_written_stops_private_trainings(tmp_path: Path) -> None:
-    (tmp_path / "privacy.tmp").mkdir()
+def test_a_ledger_that_cannot_be_written_stops_private_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
     task = make_task(ledger=PrivacyLedger(tmp_path / "privacy.json"))
     with pytest.raises(DataDirectoryError, match="no private training may begin before it can be written"):
         trainer()(task)
     assert task.parameters == start()
+    assert [path.name for path in tmp_path.iterdir()] == ["privacy.lock"]
 
 
 def test_a_model_that_opacus_cannot_handle_fails_without_a_traceback(

@@ -12,7 +12,8 @@ import pytest
 from fedplat import wire
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Cancelled, ClientOptions
-from fedplat_client.options import Backoff, draw_s
+from fedplat_client.backoff import Backoff, draw_s, retry
+from fedplat_client.errors import CallRefusedError, ServerUnavailableError
 from fedplat_client.stopping import Stop, StopSignal, reason_name
 
 
@@ -105,3 +106,69 @@ def test_a_stop_signal_cancels_what_is_attached_and_keeps_its_first_reason() -> 
 def test_reasons_of_a_newer_server_have_a_name_too() -> None:
     assert reason_name(model_pb2.REASON_NO_WORK) == "NO_WORK"
     assert reason_name(999) == "999"
+
+
+class Waits:
+    """Delays that were waited for; the signal is set after `until` of them."""
+
+    def __init__(self, until: int = 1000) -> None:
+        self.delays_s: list[float] = []
+        self._until = until
+
+    def __call__(self, signal: StopSignal, delay_s: float) -> bool:
+        self.delays_s.append(delay_s)
+        return len(self.delays_s) >= self._until
+
+
+def failing(times: int, code: str = "UNAVAILABLE") -> Callable[[], str]:
+    """A call that fails so often, and then answers."""
+    left = iter(range(times))
+
+    def call() -> str:
+        for number in left:
+            raise ServerUnavailableError(code, f"failure {number}")
+        return "answer"
+
+    return call
+
+
+def options_of(waits: Waits) -> ClientOptions:
+    return ClientOptions(first_backoff_s=0.5, rng=Extreme(high=True), wait=waits)
+
+
+def test_a_call_is_repeated_until_the_server_answers() -> None:
+    waits, recovered = Waits(), list[str]()
+    answer = retry(failing(3), options_of(waits), StopSignal(), recover=lambda exc: recovered.append(str(exc)))
+    assert answer == "answer"
+    assert waits.delays_s == [0.5, 1.0, 2.0]
+    assert recovered == [f"UNAVAILABLE: failure {number}" for number in range(3)]
+
+
+def test_the_last_attempt_is_not_followed_by_a_wait() -> None:
+    waits = Waits()
+    with pytest.raises(ServerUnavailableError, match="failure 2"):
+        retry(failing(9), options_of(waits), StopSignal(), attempts=3)
+    assert waits.delays_s == [0.5, 1.0]
+
+
+def test_a_signal_ends_the_repetition() -> None:
+    waits, recovered = Waits(until=2), list[str]()
+    with pytest.raises(ServerUnavailableError, match="failure 1"):
+        retry(failing(9), options_of(waits), StopSignal(), recover=lambda exc: recovered.append(str(exc)))
+    assert len(recovered) == 1
+
+
+def test_errors_that_time_does_not_heal_are_raised_at_once() -> None:
+    waits = Waits()
+
+    def refuse() -> str:
+        raise CallRefusedError("NOT_FOUND", "no such task")
+
+    def give_up(exc: ServerUnavailableError) -> None:
+        raise exc
+
+    with pytest.raises(CallRefusedError):
+        retry(refuse, options_of(waits), StopSignal())
+    assert waits.delays_s == []
+    with pytest.raises(ServerUnavailableError, match="failure 0"):
+        retry(failing(9), options_of(waits), StopSignal(), recover=give_up)

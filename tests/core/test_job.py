@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core.aggregate.rules import NEEDED
 from fedplat import aggregate, configuration, model, sampling
 from fedplat.errors import JobFileError
-from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, parse_job
+from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, build_rule, parse_job
 
 SMALL = """\
 name = "a"
@@ -391,7 +391,7 @@ def check_usable(spec: JobSpec) -> None:
     assert 1 <= spec.selection.minimum <= spec.selection.goal <= spec.selection.target
     values: list[Any] = [spec.weight(1.0), *spec.config.values()]
     assert all(np.isfinite(value) for value in values if not isinstance(value, str))
-    rule = spec.rule()
+    rule = build_rule(spec)
     contribution = aggregate.Contribution(1.0, metrics=dict.fromkeys(rule.metrics, 1.0))
     partial = rule.fold(rule.start(2), model.VectorBlocks(np.ones(2, "f4")), contribution)
     assert np.isfinite(rule.apply(rule.init(2), partial)[0]).all()

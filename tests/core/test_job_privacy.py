@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec, build_rule, calibrate, find_mechanism, parse_job
 from fedplat.privacy import Charge, Mechanism, accounting
 
 BASE = """
@@ -41,18 +41,19 @@ def refusal(*arguments: str, **keywords: str) -> str:
 
 
 def test_what_an_accountant_is_told() -> None:
-    assert job().mechanism == Mechanism("poisson", 1.5, sampling_probability=0.1, overflow=1e-15 / 0.1)
-    assert job("fixed").mechanism == Mechanism("fixed", 1.5)
+    assert find_mechanism(job()) == Mechanism("poisson", 1.5, sampling_probability=0.1, overflow=1e-15 / 0.1)
+    assert find_mechanism(job("fixed")) == Mechanism("fixed", 1.5)
     spec = job("min_separation", "noise_multiplier = 3\nmax_participations = 2")
-    assert spec.mechanism == Mechanism("tree", 3.0, separation=5, max_participations=2)
-    assert job(privacy="epsilon = 2.0").mechanism is None
+    assert find_mechanism(spec) == Mechanism("tree", 3.0, separation=5, max_participations=2)
+    assert find_mechanism(job(privacy="epsilon = 2.0")) is None
 
 
 def test_a_round_with_metrics_is_one_release_with_more_noise_to_account_for() -> None:
     spec = job(privacy="noise_multiplier = 3\nmetrics = { noise_multiplier = 4, bounds = { loss = [0, 10] } }")
     assert spec.privacy is not None
-    assert spec.mechanism is not None
-    assert spec.mechanism.noise_multiplier == pytest.approx(2.4)  # 1/9 + 1/16 = 25/144
+    mechanism = find_mechanism(spec)
+    assert mechanism is not None
+    assert mechanism.noise_multiplier == pytest.approx(2.4)  # 1/9 + 1/16 = 25/144
     assert spec.privacy.of_model(2.4) == pytest.approx(3.0, abs=2e-6)
     with pytest.raises(ValueError, match="expected more than 5"):
         spec.privacy.of_model(5.0)
@@ -65,7 +66,7 @@ def test_examples_weigh_one_at_most() -> None:
 
 def test_a_rule_of_a_private_job_releases_nothing_by_itself() -> None:
     for privacy in ("noise_multiplier = 1", "epsilon = 1"):
-        rule = job(privacy=privacy).rule()
+        rule = build_rule(job(privacy=privacy))
         with pytest.raises(ValueError, match="nothing of it can be released"):
             rule.apply(rule.init(3), rule.start(3))
 
@@ -130,26 +131,28 @@ def test_buffered_jobs_are_not_private() -> None:
 
 
 def test_a_settled_job_has_the_noise_that_its_budget_needs() -> None:
-    spec = job(privacy="epsilon = 2.0").settled()
+    spec = calibrate(job(privacy="epsilon = 2.0"))
     assert spec.privacy is not None
-    assert spec.mechanism is not None
+    mechanism = find_mechanism(spec)
+    assert mechanism is not None
     assert spec.privacy.max_releases == 20
-    cost = [accounting.epsilon([Charge(spec.mechanism, count)], 1e-6) for count in (20, 21)]
+    cost = [accounting.epsilon([Charge(mechanism, count)], 1e-6) for count in (20, 21)]
     assert cost[0] <= 2.0 < cost[1] + 0.1
-    assert spec.settled() == spec
-    assert job("fixed").settled().privacy is not None
+    assert calibrate(spec) == spec
+    assert calibrate(job("fixed")).privacy is not None
 
 
 def test_a_budget_that_is_given_beside_the_noise_bounds_the_releases() -> None:
-    spec = job("fixed", "noise_multiplier = 1.5\nepsilon = 6.0").settled()
+    spec = calibrate(job("fixed", "noise_multiplier = 1.5\nepsilon = 6.0"))
     assert spec.privacy is not None
-    assert spec.mechanism is not None
+    mechanism = find_mechanism(spec)
+    assert mechanism is not None
     most = spec.privacy.max_releases
     assert most is not None
     assert 0 < most < 20
-    cost = [accounting.epsilon([Charge(spec.mechanism, count)], 1e-6) for count in (most, most + 1)]
+    cost = [accounting.epsilon([Charge(mechanism, count)], 1e-6) for count in (most, most + 1)]
     assert cost[0] <= 6.0 < cost[1]
-    fewer = job("fixed", "noise_multiplier = 1.5\nepsilon = 1000.0\nmax_releases = 3").settled().privacy
+    fewer = calibrate(job("fixed", "noise_multiplier = 1.5\nepsilon = 1000.0\nmax_releases = 3")).privacy
     assert fewer is not None
     assert fewer.max_releases == 3
 
@@ -157,4 +160,4 @@ def test_a_budget_that_is_given_beside_the_noise_bounds_the_releases() -> None:
 def test_a_budget_that_no_noise_keeps_is_refused_with_words() -> None:
     metrics = "metrics = { noise_multiplier = 0.1, bounds = { loss = [0, 10] } }"
     with pytest.raises(JobFileError, match=r"privacy\.metrics\.noise_multiplier = 0\.1: expected more than"):
-        job(privacy=f"epsilon = 0.5\n{metrics}").settled()
+        calibrate(job(privacy=f"epsilon = 0.5\n{metrics}"))

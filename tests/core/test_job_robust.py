@@ -18,7 +18,7 @@ from fedplat.aggregate.robust import (
     RobustRule,
 )
 from fedplat.errors import JobFileError
-from fedplat.job import parse_job
+from fedplat.job import build_rule, parse_job
 
 SMALL = """
 name = "a"
@@ -45,19 +45,19 @@ def table(rule: str, byzantine: int = 2, more: str = "") -> str:
 def test_the_mean_is_not_robust_by_default() -> None:
     spec = parse_job(job(""))
     assert spec.robust is None
-    assert spec.rule().gather is None
+    assert build_rule(spec).gather is None
 
 
 def test_rules_and_what_is_put_before_them() -> None:
     text = table("name = 'krum'", more="before = [{name = 'nearest'}, {name = 'bucketing', size = 1}]\n")
     spec = parse_job(job("[aggregation]\nrule = 'fedadam'\n" + text))
     assert spec.robust == Robust(Krum(), 2, (NearestNeighbours(), Bucketing(size=1)))
-    rule = spec.rule(seed=5)
+    rule = build_rule(spec, seed=5)
     assert rule.gather is not None
     assert set(rule.init(3)) == {"first_moment", "second_moment"}
     spec = parse_job(job(table("name = 'centered-clipping', radius = 3")))
     assert spec.robust == Robust(CenteredClipping(radius=3.0), 2)
-    assert set(spec.rule().init(3)) == {"clipping_centre"}
+    assert set(build_rule(spec).init(3)) == {"clipping_centre"}
 
 
 @pytest.mark.parametrize("record", get_args(RobustRule))
@@ -84,7 +84,7 @@ def test_it_replaces_the_mean_of_server_optimizers_only(name: str) -> None:
     rest = f"[updates]\nweighting = 'uniform'\n[aggregation]\nrule = '{name}'\n{more}" + table("name = 'median'")
     text = job(config + rest)
     if aggregate.RULES[name] in aggregate.SERVER_OPTIMIZERS:
-        assert parse_job(text).rule().gather is not None
+        assert build_rule(parse_job(text)).gather is not None
     else:
         with pytest.raises(JobFileError, match=f"robust: goes with aggregation.rule = fedavg, .*; {name} has a mean"):
             parse_job(text)

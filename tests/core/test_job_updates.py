@@ -7,7 +7,7 @@ import pytest
 
 from fedplat import aggregate, model
 from fedplat.errors import JobFileError
-from fedplat.job import parse_job
+from fedplat.job import build_rule, parse_job
 
 SMALL = """
 name = "a"
@@ -25,13 +25,13 @@ def test_clip_norm_bounds_each_update():
     text = f"{SMALL}[updates]\nclip_norm = 1.0\n[aggregation]\nrule = 'fedavg'\n"
     update = model.VectorBlocks(np.array([3.0, 4.0], np.float32))
     for file, norm in ((SMALL, 5.0), (text, 1.0)):
-        rule = parse_job(file).rule()
+        rule = build_rule(parse_job(file))
         step, _ = rule.apply(rule.init(2), rule.fold(rule.start(2), update, aggregate.Contribution(1.0)))
         assert np.linalg.norm(step) == pytest.approx(norm)
 
 
 def test_a_bound_may_follow_the_norms():
-    rule = parse_job(f"{SMALL}[updates.adaptive_clip]\ninitial_norm = 1.0\n").rule()
+    rule = build_rule(parse_job(f"{SMALL}[updates.adaptive_clip]\ninitial_norm = 1.0\n"))
     assert rule.start(2).scalars == {"clip_norm": 1.0}
 
 

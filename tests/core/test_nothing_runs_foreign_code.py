@@ -44,10 +44,8 @@ CALLS = frozenset(
 )
 ALLOWED = {
     "importlib.import_module": {
-        "fedplat/functions.py": "functions that the user's own file names, where it is submitted or simulated",
+        "fedplat/user_code.py": "functions that a user's own file, an operator or a client's owner names",
         "fedplat/privacy/losses.py": "dp-accounting's modules, whose names stand there",
-        "server/fedplat_server/references.py": "functions that the operator named when the server was started",
-        "client/fedplat_client/cli.py": "trainers that the client's owner named when it was started",
         "benchmarks/update_codecs.py": "a module of the examples, whose name stands there",
         "benchmarks/papers/reproduction.py": "a program of its own folder, by the name that it gave its worker",
         "benchmarks/papers/reproductions_page.py": "the programs of its own folder, whose names stand there",

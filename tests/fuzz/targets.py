@@ -22,7 +22,7 @@ from fedplat.labels import compile_expression
 from fedplat.model import Parameters, VectorBlocks
 from fedplat.updates import Format
 from fedplat.wire.v1 import model_pb2
-from fedplat_client.options import draw_s
+from fedplat_client.backoff import draw_s
 from fedplat_server import intake
 from fedplat_server.config import Limits
 from fedplat_server.rpc import convert, requests

@@ -18,10 +18,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from fedplat.aggregate import Contribution, read_scalars
 from fedplat.aggregate.adaptive_clip import CLIP_NORM
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule, find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy import tree_sensitivity
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
@@ -122,7 +123,7 @@ class Daemon:
         for reports in rounds:
             ended = await self.attempt(job, reports)
             assert isinstance(ended, AttemptAggregated), ended
-            job = dataclasses.replace(job, latest=ended.version, round=job.round + 1)
+            job = structs.replace(job, latest=ended.version, round=job.round + 1)
             model = Parameters.open(self.blobs.path(ended.version.digest))
             assert model["steps"].tolist() == [7, 8, 9]  # whatever counters the clients sent
             released.append(np.append(entries(model), self._log_clip_norm(ended.version)))
@@ -132,7 +133,7 @@ class Daemon:
         if self.spec.updates.adaptive_clip is None:
             return []
         size = base_model().schema.num_floating
-        return [math.log(read_scalars(self.blobs.path(version.state_digest), self.spec.rule(), size)[CLIP_NORM])]
+        return [math.log(read_scalars(self.blobs.path(version.state_digest), build_rule(self.spec), size)[CLIP_NORM])]
 
     def _hear(self, ended: AttemptAggregated | AggregationFailed) -> None:
         self._ended.pop(ended.key).set_result(ended)
@@ -214,7 +215,7 @@ def _pooled(noise: Values) -> Values:
 
 def claimed(spec: JobSpec, num_rounds: int) -> float:
     """The noise multiplier of all releases together, as the accountant is told."""
-    mechanism = spec.mechanism
+    mechanism = find_mechanism(spec)
     assert mechanism is not None
     if mechanism.kind != "tree":
         return mechanism.noise_multiplier

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
@@ -182,7 +183,7 @@ async def test_after_a_restart_the_bits_are_those_of_an_attempt_without_the_drop
     made: list[AttemptAggregated] = []
     for number, is_attacked in enumerate((True, False)):
         bench = Bench(tmp_path / str(number))
-        bench.job = dataclasses.replace(bench.job, spec=parse_job(job_file(more=f'[aggregation]\nrule = "{rule}"\n')))
+        bench.job = structs.replace(bench.job, spec=parse_job(job_file(more=f'[aggregation]\nrule = "{rule}"\n')))
         first, last = (bench.receive(name, update_of(initial_model(), i).to_bytes()) for i, name in enumerate("ac"))
         if is_attacked:
             attack = bench.receive("b", huge.to_bytes())

@@ -1,4 +1,4 @@
-"""Private jobs are settled when they are created, and populations keep within their budgets."""
+"""Private jobs are calibrated when they are created, and populations keep within their budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, calibrate
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server import budgets
@@ -54,22 +54,21 @@ def epsilon(releases: int, noise_multiplier: float = 10.0) -> float:
     return accounting.epsilon([Charge(mechanism, releases)], DELTA)
 
 
-async def test_a_job_is_settled_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled, where = 0, set[str]()
-    real = JobSpec.settled
+async def test_a_job_is_calibrated_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, threads = 0, set[str]()
 
-    def counted(self: JobSpec) -> JobSpec:
-        nonlocal settled
-        settled += 1
-        where.add(threading.current_thread().name)
-        return real(self)
+    def count(spec: JobSpec) -> JobSpec:
+        nonlocal calls
+        calls += 1
+        threads.add(threading.current_thread().name)
+        return calibrate(spec)
 
-    monkeypatch.setattr(JobSpec, "settled", counted)
+    monkeypatch.setattr(budgets, "calibrate", count)
     text = private("epsilon = 2.0")
     same = await asyncio.gather(*(site.operator.create(text, key="the same key") for _ in range(4)))
     assert len({job.job_id for job in same}) == 1
-    assert settled == 1
-    assert threading.main_thread().name not in where
+    assert calls == 1
+    assert threading.main_thread().name not in threads
     (record,) = await site.store.jobs.load_jobs()
     options = record.state.spec.privacy
     assert options is not None

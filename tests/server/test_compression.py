@@ -11,7 +11,7 @@ import pytest
 
 from fedplat import codecs
 from fedplat.aggregate import Accumulator, Contribution
-from fedplat.job import parse_job
+from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_to_text
 from fedplat_server.verify.checker import verify
@@ -37,7 +37,7 @@ def merged(text: str, base: Parameters, contents: list[bytes]) -> Parameters:
     """The next version, computed from the files that clients sent."""
     spec = parse_job(text)
     assert spec.compression.uplink is not None
-    rule = spec.rule()
+    rule = build_rule(spec)
     accumulator = Accumulator(base.schema, rule)
     for content in contents:
         accumulator.fold(Format(spec.compression.uplink, base.schema).decode(content), Contribution(1.0))

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat import wire
+from fedplat import durable, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import files
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, update_of
 
@@ -49,7 +48,7 @@ class Disk:
         self.room: int | None = None
         self._write = os.write
 
-    def write_all(self, descriptor: int, data: files.Bytes) -> None:
+    def write_all(self, descriptor: int, data: durable.Bytes) -> None:
         rest = memoryview(data).cast("B")
         fits = len(rest) if self.room is None else min(len(rest), self.room)
         self._write(descriptor, rest[:fits])
@@ -62,7 +61,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr(files, "write_all", made.write_all)
+    monkeypatch.setattr(durable, "write_all", made.write_all)
     return made
 
 

@@ -17,7 +17,7 @@ import pytest
 from grpc import aio
 
 from fedplat.aggregate import Accumulator, Contribution
-from fedplat.job import parse_job
+from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import upload_files
@@ -67,7 +67,7 @@ async def test_a_round_goes_on_in_the_middle(folder: Path) -> None:
         await site.operator.until(job, "job", "COMPLETED")
         assert [(one.round, one.attempt) for one in await site.operator.rounds(job)] == [(1, 1)]
         exported = await site.operator.export(job)
-    rule, base = parse_job(text).rule(), initial_model()
+    rule, base = build_rule(parse_job(text)), initial_model()
     accumulator = Accumulator(base.schema, rule)
     for number, weight in ((2, 7.0), (0, 2.0), (1, 3.0)):  # the order of acceptance
         accumulator.fold(updates[number], Contribution(weight))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from fedplat.aggregate import Contribution
 from fedplat.errors import ModelError
@@ -90,7 +89,7 @@ class Spool:
             await folding.close()
 
     def accept(self, aggregate: Aggregate) -> None:
-        self.version = dataclasses.replace(
+        self.version = structs.replace(
             self.version,
             version=self.version.version + 1,
             digest=aggregate.model.digest,
@@ -164,7 +163,7 @@ async def test_by_reports_the_bits_are_those_of_so_many_ranks(
     """As close to one process as rounding; and without a pool, or on two processes, the same bits."""
     reports = f'[pool]\nranks = {num_ranks}\nsplit = "reports"\n'
     link, spool = await ranks.ready(), Spool(tmp_path, FEDADAM + CLIPPED + reports)
-    one = msgspec.structs.replace(spool.recipe(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
+    one = structs.replace(spool.recipe(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
     wanted = spool.model(await spool.done(Here(one, spool.blobs)))
     alone = await spool.done(Here(spool.recipe(), spool.blobs))
     found = await on_pool(spool, spool.recipe(), link)
@@ -194,7 +193,7 @@ async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: Pool
     spool = Spool(tmp_path, mode + BY_COLUMNS, base)
     (tmp_path / "origin").write_bytes(harness.update_of(base, 9).to_bytes())
     origin = str(tmp_path / "origin")
-    spool.updates[1:3] = [msgspec.structs.replace(update, origin=origin) for update in spool.updates[1:3]]
+    spool.updates[1:3] = [structs.replace(update, origin=origin) for update in spool.updates[1:3]]
     alone = await spool.done(Here(spool.recipe(), spool.blobs))
     assert await on_pool(spool, spool.recipe(), await ranks.ready()) == alone
 

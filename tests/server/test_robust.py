@@ -10,7 +10,7 @@ import pytest
 
 from fedplat.aggregate import Accumulator, Contribution, seed_of
 from fedplat.codecs import Bf16
-from fedplat.job import parse_job
+from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.updates import Format
 from server import harness
@@ -57,9 +57,9 @@ def expected(text: str, job: str, clients: list[RawClient], rounds: int) -> Para
     """The model after some rounds, computed from the updates alone."""
     spec, model = parse_job(text), initial_model()
     uplink = spec.compression.uplink
-    state = spec.rule().init(model.schema.num_floating)
+    state = build_rule(spec).init(model.schema.num_floating)
     for round_ in range(1, rounds + 1):
-        accumulator = Accumulator(model.schema, spec.rule(seed_of(job, round_)))
+        accumulator = Accumulator(model.schema, build_rule(spec, seed_of(job, round_)))
         for number, client in enumerate(clients):
             update = sent(number, round_)
             values = update if uplink is None else Format(uplink, model.schema).decode(encoded(update))

@@ -23,7 +23,8 @@ from fedplat.backends.flat.start import Start
 from fedplat.backends.local.batches import Indices, Plan
 from fedplat.backends.local.learner import Trainee
 from fedplat.backends.local.options import LocalOptions
-from fedplat.backends.local.train import Training, evaluate
+from fedplat.backends.local.train import evaluate
+from fedplat.backends.local.work import Training
 from fedplat.model import Parameters
 
 _CACHED = 1 << 21

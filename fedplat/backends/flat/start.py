@@ -10,7 +10,7 @@ from fedplat.aggregate.local import Arrays, Correction, Ending, Way, effective_s
 from fedplat.backends import torch as backend
 from fedplat.backends.flat.layout import Base, Layout
 from fedplat.backends.local.options import LocalOptions
-from fedplat.backends.local.train import Training
+from fedplat.backends.local.work import Training
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 

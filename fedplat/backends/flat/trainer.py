@@ -16,7 +16,8 @@ from fedplat.backends.flat.start import Start
 from fedplat.backends.local.batches import Plan
 from fedplat.backends.local.learner import Trainee, seeded
 from fedplat.backends.local.options import LocalOptions
-from fedplat.backends.local.train import Training, evaluate
+from fedplat.backends.local.train import evaluate
+from fedplat.backends.local.work import Training
 from fedplat.memory import Memory
 from fedplat.model import Bytes, Parameters
 

@@ -14,7 +14,8 @@ from fedplat.backends.local.passes import Alone, Passes
 from fedplat.backends.local.scores import Scores, Sums
 from fedplat.backends.local.sgd import Sgd
 from fedplat.backends.local.stepper import MakeOptimizer
-from fedplat.backends.local.train import Training, evaluate, scored, train
+from fedplat.backends.local.train import evaluate, scored, train
+from fedplat.backends.local.work import Training
 
 __all__ = [
     "BATCH_NORM",

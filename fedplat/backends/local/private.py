@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,10 +25,8 @@ from fedplat.backends.local.batches import Indices, Plan
 from fedplat.backends.local.learner import Trainee
 from fedplat.backends.local.options import LocalOptions
 from fedplat.backends.local.stepper import Stepper
+from fedplat.backends.local.work import Training
 from fedplat.privacy.steps import StepCharge
-
-if TYPE_CHECKING:
-    from fedplat.backends.local.train import Training
 
 
 @dataclass(frozen=True, kw_only=True)

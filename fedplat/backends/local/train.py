@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
@@ -12,47 +11,14 @@ from fedplat.backends import torch as backend
 from fedplat.backends.local.batches import Indices, Plan, in_order
 from fedplat.backends.local.examples import Examples
 from fedplat.backends.local.learner import Trainee, seeded
-from fedplat.backends.local.options import LocalOptions
-from fedplat.backends.local.passes import Alone, Passes
 from fedplat.backends.local.scores import Scores
-from fedplat.backends.local.stepper import MakeOptimizer, Stepper
+from fedplat.backends.local.stepper import Stepper
+from fedplat.backends.local.work import Training
 from fedplat.errors import ModelError
 from fedplat.memory import Memory
 from fedplat.model import Parameters
-from fedplat.privacy.steps import StepLedger
 
 _EVALUATED_AT_ONCE = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What one client shall do in one round.
-
-    `seed` decides all that is random. `fraction` is the part of the steps that it has time for. `after_step(done,
-    total)` is called after each step; when it says False, the training ends. `make_optimizer` replaces SGD. `passes`
-    says who computes the gradients of steps.
-
-    Where single examples are protected, `ledger` counts what that costs, by default in the memory, and `noise_seed`
-    decides who is drawn and which noise is added: None, but in a simulation, because whoever knows it can take the
-    noise away.
-    """
-
-    examples: Examples
-    options: LocalOptions
-    seed: int
-    round_number: int = 1
-    fraction: float = 1.0
-    memory: Memory = field(default_factory=Memory)
-    after_step: Callable[[int, int], bool] = lambda done, total: True
-    make_optimizer: MakeOptimizer | None = None
-    passes: Passes = field(default_factory=Alone)
-    ledger: StepLedger | None = None
-    noise_seed: int | None = None
-
-    @property
-    def learning_rate(self) -> float:
-        """That of the round."""
-        return self.options.rate(self.round_number)
 
 
 def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[str, float]:

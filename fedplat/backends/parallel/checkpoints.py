@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fedplat import durable
 from fedplat.backends.ranks import Ranks
 
 _NAME = "step-{:012d}"
@@ -97,8 +98,7 @@ class Checkpoints:
         part = whole.with_suffix(".part")
         try:
             self._write(progress, part)
-            part.rename(whole)
-            _sync(self._folder)
+            durable.rename_folder(part, whole)
         except (CheckpointException, OSError) as exc:
             _logger.warning("A checkpoint cannot be written: %s", exc, extra={"path": os.fspath(whole)})
             shutil.rmtree(part, ignore_errors=True)
@@ -113,8 +113,6 @@ class Checkpoints:
         with _by_itself():
             writer = hf_storage.HuggingFaceStorageWriter(os.fspath(folder))
             save(progress.tensors(), storage_writer=writer, no_dist=True)
-        for path in (*folder.iterdir(), folder):
-            _sync(path)
 
 
 def _newest(folder: Path) -> str:
@@ -122,14 +120,6 @@ def _newest(folder: Path) -> str:
     if not folder.is_dir():
         return ""
     return max((path.name for path in folder.iterdir() if not path.suffix), default="")
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 @contextmanager

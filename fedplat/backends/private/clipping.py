@@ -51,7 +51,7 @@ def clipping(module: nn.Module, loss: Loss, kind: Clipping, max_norm: float) -> 
     warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients", category=UserWarning)
     make = _Ghost if kind == "ghost" else _Sampled
     try:
-        clipper = make(module, _Losses(loss), kind, max_norm)
+        clipper = make(module, _per_example(loss), kind, max_norm)
     except NotImplementedError as exc:
         said = "; ".join(str(each) for each in exc.args[0]).strip()
         raise ModelError(f"the model cannot be trained with example-level privacy. Opacus says: {said}") from exc
@@ -62,32 +62,31 @@ def clipping(module: nn.Module, loss: Loss, kind: Clipping, max_norm: float) -> 
         _forget(module)
 
 
-class _Losses:
-    """The losses of single examples, each computed on its example alone."""
+def _per_example(loss: Loss) -> Loss:
+    """Return the function that computes the losses of single examples, each on its example alone."""
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self._one_by_one = False
+    def compute_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss(output[None], target[None]).reshape(())
 
-        def alone(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return loss(output[None], target[None]).reshape(())
+    vectorized, is_vectorizable = torch.func.vmap(compute_one, randomness="different"), True
 
-        self._together = torch.func.vmap(alone, randomness="different")
-
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if not self._one_by_one:
+    def compute(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal is_vectorizable
+        if is_vectorizable:
             try:
-                return self._together(outputs, targets)
+                return vectorized(outputs, targets)
             except RuntimeError:  # a loss that looks at values, for instance
-                self._one_by_one = True
+                is_vectorizable = False
         pairs = zip(outputs.split(1), targets.split(1), strict=True)
-        return torch.stack([self._loss(output, target).reshape(()) for output, target in pairs])
+        return torch.stack([loss(output, target).reshape(()) for output, target in pairs])
+
+    return compute
 
 
 class _Sampled:
     """Gradients of single examples as tensors: flat and per layer."""
 
-    def __init__(self, module: nn.Module, losses: _Losses, kind: Clipping, max_norm: float) -> None:
+    def __init__(self, module: nn.Module, losses: Loss, kind: Clipping, max_norm: float) -> None:
         self.hooks = GradSampleHooks(module, loss_reduction="sum")
         self._module, self._losses = module, losses
         parameters = [each for each in module.parameters() if each.requires_grad]
@@ -122,7 +121,7 @@ class _Sampled:
 class _Ghost:
     """Gradients of single examples by their norms alone."""
 
-    def __init__(self, module: nn.Module, losses: _Losses, kind: Clipping, max_norm: float) -> None:
+    def __init__(self, module: nn.Module, losses: Loss, kind: Clipping, max_norm: float) -> None:
         self.hooks = GradSampleHooksFastGradientClipping(
             module,
             loss_reduction="sum",

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from fedplat.job import build_rule
 from fedplat.rounds.invariants.records import (
     Location,
     ParticipationRounds,
@@ -72,7 +73,7 @@ def optimizer_state_is_kept(job: StoredJob) -> Iterator[Violation]:
     """I2: each version that a rule with state made has that state; no other version has one."""
     if job.spec is None:
         return
-    rule = job.spec.rule()
+    rule = build_rule(job.spec)
     remembers = job.spec.compression.downlink is not None or bool(rule.init(1)) or bool(rule.start(1).scalars)
     for version in job.versions:
         wanted = remembers and version.is_aggregate

@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 
+from fedplat import durable
 from fedplat.configuration import shown
 from fedplat.errors import DataError
 from fedplat.simulation.result import AttemptRecord
@@ -38,11 +39,9 @@ ANYWHERE = frozenset({"simulation.engine", "simulation.workers"})
 """Keys that may change when a run goes on: where it is computed."""
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: whoever reads it sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+def write(path: Path, content: bytes) -> None:
+    """Write a file of a run, whole or not at all, as public as the umask allows."""
+    durable.write_bytes(path, content, 0o666)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def begin(folder: Path, given: Mapping[str, Any]) -> None:
         raise DataError(f"{folder} has a run already; go on with it (--resume), or choose another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode())
+        write(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode())
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from fedplat import durable
 from fedplat.aggregate import state_schema
 from fedplat.errors import ModelError
 from fedplat.model import ModelFile
@@ -99,7 +100,7 @@ class OnPool:
 
     def _drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
         """Files of the right sizes: room that is missing shows now, and not when the ranks have computed it all."""
-        rule, base = self._recipe.rule(_ignore), ModelFile.open(self._recipe.base)
+        rule, base = self._recipe.rule(), ModelFile.open(self._recipe.base)
         names, scalars = rule.init(0), rule.start(0).scalars
         state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
         has_payload = self._recipe.spec.compression.downlink is not None
@@ -217,14 +218,10 @@ def _raise_problem(said: Aggregated) -> None:
 
 
 def _made(path: Path, size_bytes: int) -> str:
-    descriptor = files.create(path)
+    descriptor = durable.create(path)
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
     finally:
         os.close(descriptor)
     return os.path.abspath(path)
-
-
-def _ignore(payload: bytes) -> None:
-    return

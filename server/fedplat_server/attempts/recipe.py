@@ -22,7 +22,7 @@ from fedplat.aggregate import (
     seed_of,
 )
 from fedplat.aggregate.state import Columns
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import ModelFile, Values
 from fedplat.privacy import KEY_BYTES, Noise
 from fedplat.rounds import JobState
@@ -65,10 +65,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             noise=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
         )
 
-    def rule(self, keep: Callable[[bytes], None]) -> Rule:
-        """The job's rule; if the job has a downlink, its steps are encoded, and `keep` is given what they become."""
+    def rule(self, keep: Callable[[bytes], None] = lambda payload: None) -> Rule:
+        """Return the job's rule; of a job with a downlink it encodes its steps, and `keep` gets the payloads."""
         seed = seed_of(self.job_id, self.version)
-        rule, codec = self.spec.rule(seed, Noise(self.noise) if self.noise else None), self.spec.compression.downlink
+        rule = build_rule(self.spec, seed, Noise(self.noise) if self.noise else None)
+        codec = self.spec.compression.downlink
         return rule if codec is None else compress_step(codec.build(), seed, keep)(rule)
 
     def num_sums(self, rule: Rule, base: ModelFile) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+
+from msgspec import structs
 
 from fedplat import updates
 from fedplat.job import JobSpec, Scalar
@@ -166,7 +167,7 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
 
 def without_state(version: ModelVersion) -> ModelVersion:
     """A version whose rule's state is not kept any more."""
-    return dataclasses.replace(version, state_digest="")
+    return structs.replace(version, state_digest="")
 
 
 def event(record: HistoryRecord) -> admin_pb2.JobEvent:

@@ -12,8 +12,9 @@ from weakref import WeakValueDictionary
 
 from grpc import aio
 
-from fedplat import rounds, wire
+from fedplat import durable, rounds, wire
 from fedplat.aggregate import unusable
+from fedplat.job import build_rule
 from fedplat.rounds import Assignment, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import (
@@ -26,7 +27,7 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import FAILURES, AssignmentState, AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import __version__, files, intake
+from fedplat_server import __version__, intake
 from fedplat_server.check_in import SOON, wait_for_work
 from fedplat_server.errors import Code, RefusedError, SpoolError
 from fedplat_server.rpc import convert, memory, reports, requests, streams
@@ -122,7 +123,7 @@ class FleetService(MembershipService):
             found = self._services.runner.coordinator.find(key, client.client_id)
             return found is not None and found[1].is_busy
 
-        async def parts() -> AsyncIterator[files.Bytes]:
+        async def parts() -> AsyncIterator[durable.Bytes]:
             async for part in messages:
                 await self._count_bytes(key, client.client_id, len(part.data))
                 yield part.data
@@ -310,7 +311,7 @@ class FleetService(MembershipService):
             return await self._reject(key, client_id, Reason.REJECTED_METRICS, bad)
         found, update_bytes, norm = services.runner.coordinator.find(key, client_id), 0, None
         if found is not None and found[0] is AttemptKind.TRAIN:
-            if lacking := unusable(services.jobs.state(key.job_id).spec.rule(), request.metrics):
+            if lacking := unusable(build_rule(services.jobs.state(key.job_id).spec), request.metrics):
                 return await self._reject(key, client_id, Reason.REJECTED_METRICS, lacking)
             taken = await self._take_in(key, client_id, request)
             if not isinstance(taken, reports.TakenIn):

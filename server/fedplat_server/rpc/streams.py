@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from fedplat import durable
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.wire import pieces
@@ -26,7 +27,7 @@ class Carrier(Protocol):
     """A message that carries bytes."""
 
     @property
-    def data(self) -> files.Bytes:
+    def data(self) -> durable.Bytes:
         """The bytes."""
         ...
 
@@ -37,7 +38,7 @@ Message = TypeVar("Message", bound=Carrier)
 class Part(NamedTuple):
     """A message of an upload: its header, or bytes, which are still those that gRPC received."""
 
-    data: files.Bytes
+    data: durable.Bytes
     header: fleet_pb2.UploadHeader | None = None
 
     @classmethod
@@ -84,7 +85,7 @@ async def receive(
     uploads: UploadStore,
     key: UploadKey,
     header: fleet_pb2.UploadHeader,
-    parts: AsyncIterator[files.Bytes],
+    parts: AsyncIterator[durable.Bytes],
     still_wanted: Callable[[], bool],
 ) -> int:
     """Appends parts to an upload until they end; returns how many bytes there are. Raises `RefusedError`."""
@@ -102,7 +103,7 @@ async def receive(
     return upload.received
 
 
-async def _write(upload: Upload, parts: AsyncIterator[files.Bytes], still_wanted: Callable[[], bool]) -> None:
+async def _write(upload: Upload, parts: AsyncIterator[durable.Bytes], still_wanted: Callable[[], bool]) -> None:
     """Hashes and stores each part in a thread, while the next one is being received; never more than these two."""
     writing: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()
@@ -118,7 +119,7 @@ async def _write(upload: Upload, parts: AsyncIterator[files.Bytes], still_wanted
             await writing
 
 
-async def store_model(blobs: BlobStore, parts: AsyncIterator[files.Bytes], limit_bytes: int) -> Blob:
+async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], limit_bytes: int) -> Blob:
     """Writes a model that arrives in parts into the blob store, in canonical form. Raises `RefusedError`."""
     with (
         files.translated("receiving a model"),
@@ -130,7 +131,7 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[files.Bytes], limit
             if size > limit_bytes:
                 raise RefusedError(Code.TOO_LARGE, f"at most {limit_bytes}")
             with crash.step("model.receive"):
-                await asyncio.to_thread(files.write_all, file.fileno(), data)
+                await asyncio.to_thread(durable.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
         except ModelError as exc:

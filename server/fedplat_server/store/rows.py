@@ -13,7 +13,7 @@ import sqlalchemy
 from sqlalchemy.dialects import postgresql, sqlite
 
 from fedplat.errors import JobFileError
-from fedplat.job import JobSpec, parse_job
+from fedplat.job import JobSpec, find_mechanism, parse_job
 from fedplat.privacy import Privacy
 from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion, influence
 from fedplat.rounds.records import Claim
@@ -65,7 +65,7 @@ def version_record(row: Row) -> VersionRecord:
 
 def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
     """Return the row of `ledger` for a version of a job; None if it is not a private release."""
-    mechanism = job.spec.mechanism
+    mechanism = find_mechanism(job.spec)
     if mechanism is None or not version.is_aggregate:
         return None
     return {
@@ -257,7 +257,7 @@ def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew]
 def settled_values(spec: JobSpec) -> Values:
     """Return the settled `[privacy]` as a column of `jobs`. Raises `StoreError` if a private job is not settled."""
     options = spec.privacy
-    if options is not None and (spec.mechanism is None or options.max_releases is None):
+    if options is not None and (find_mechanism(spec) is None or options.max_releases is None):
         raise StoreError("a private job cannot be stored before its noise and its releases are settled")
     return {"privacy": msgspec.to_builtins(options)}
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, func, select
 
+from fedplat.job import plan_charge
 from fedplat.privacy import Charge
 from fedplat.rounds.states import JobStatus
 from fedplat_server.audit import AuditEntry
@@ -101,5 +102,5 @@ def _population(connection: Connection, name: str) -> Population:
 
 
 def _account(row: rows.Row, released: tuple[Charge, ...]) -> Account:
-    planned = rows.job_spec(row).planned if row.privacy is not None else None
+    planned = plan_charge(rows.job_spec(row)) if row.privacy is not None else None
     return Account(row.job_id, JobStatus(row.status), planned, released)

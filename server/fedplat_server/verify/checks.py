@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fedplat.job import find_mechanism, plan_charge
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import Location, StoredJob, Violation
@@ -17,7 +18,7 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
     """I5: each version that a round of a private job made has its row of the ledger, and no other version has one."""
     if job.spec is None:
         return
-    mechanism = job.spec.mechanism
+    mechanism = find_mechanism(job.spec)
     made = {version.version: version for version in job.versions if version.is_aggregate and mechanism is not None}
     charged = {row.version: row for row in job.ledger}
     for number in made.keys() - charged.keys():
@@ -37,7 +38,7 @@ def releases_are_charged(job: StoredJob) -> Iterator[Violation]:
 
 def releases_are_within_the_plan(job: StoredJob) -> Iterator[Violation]:
     """I5: a private job releases no more than was planned when it was created."""
-    planned = job.spec.planned if job.spec is not None else None
+    planned = plan_charge(job.spec) if job.spec is not None else None
     if planned is not None and len(job.ledger) > planned.releases:
         found = f"the ledger has {len(job.ledger)} releases"
         yield Violation(Location(job.row.job_id), found, f"at most {planned.releases}, as its budget allows")

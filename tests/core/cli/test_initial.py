@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "pack" / "inner.py").write_text(
         "import numpy as np\ndef build():\n    return {'w': np.ones(2, np.float32)}\n"
     )
+    (tmp_path / "with-hyphen.py").write_text((tmp_path / "pack" / "inner.py").read_text())
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "model.safetensors").write_bytes(EXPECTED.to_bytes())
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 100)
@@ -82,6 +83,10 @@ def folder(tmp_path: Path) -> Path:
         "jobmodel:lazy",
         "jobmodel:Factory.build",
         "pack.inner:build",
+        "pack/inner.py:build",
+        "jobmodel.py:Factory.build",
+        "jobmodel.py:lazy",
+        "with-hyphen:build",
     ],
 )
 def test_each_kind_of_initial_model(name: str, folder: Path):
@@ -111,6 +116,10 @@ def test_an_absolute_path_needs_no_folder(folder: Path, tmp_path_factory: pytest
         ("nomodule:build", r"there is no module 'nomodule' in .* and none that is installed"),
         ("pack.none:build", r"there is no module 'pack.none'"),
         ("jobmodel.none:build", r"there is no module 'jobmodel.none'"),
+        ("none.py:build", r"there is no file /.*/none.py"),
+        ("broken.py:build", r"import broken.py raised SyntaxError: .*broken.py, line 2\)$"),
+        ("jobmodel", r"'jobmodel' cannot be read; expected module:name or /path/to/file.py:name"),
+        ("jobmodel:", r"'jobmodel:' cannot be read"),
         ("jobmodel:none", r"the module 'jobmodel' \(.*jobmodel.py\) has no 'none'"),
         ("jobmodel:Factory.none", r"the module 'jobmodel' \(.*jobmodel.py\) has no 'Factory.none'"),
         ("jobmodel:number", r"'number' is a int; expected a function"),

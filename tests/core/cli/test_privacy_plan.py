@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
-from fedplat.job import parse_job
+from fedplat.job import find_mechanism, parse_job
 from fedplat.privacy import Charge, Mechanism
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
 
@@ -69,7 +69,7 @@ def refused(text: str, *arguments: str) -> str:
 
 def test_a_plan_is_what_the_accountant_says() -> None:
     found = planned(POISSON, "--noise", "1.2", "--noise", "2.5")
-    mechanism = parse_job(POISSON).mechanism
+    mechanism = find_mechanism(parse_job(POISSON))
     assert mechanism is not None
     assert (found["rounds"], found["max_rounds"], found["adjacency"]) == (40, 40, "one client more or less")
     assert found["num_clients"] == 3380  # goal / rate
@@ -96,7 +96,7 @@ def test_a_plan_for_people() -> None:
     assert lines[0] == "job            digits, of population demo (3,383 clients)"
     promise, adjacency = lines[1].split("; ")
     assert promise == "promise        epsilon 8.00 at delta 1e-05 after 40 rounds"
-    assert adjacency == "adjacency: one client's reports count for nothing"
+    assert adjacency == "adjacency: one client's reports replaced by zeros"
     assert lines[2] == "participation  a client may take part in every round; 120 reports are expected"
     assert "noise          multiplier 3.797 (calibrated for epsilon 8); in each entry of a round's mean" in lines[3]
     assert lines[4] == "budget         enough for 40 rounds"
@@ -112,7 +112,7 @@ def test_a_plan_for_people() -> None:
 
 def test_a_larger_population_takes_longer_turns() -> None:
     found = planned(TREE, "--clients", "6552")
-    assert found["adjacency"] == "one client's reports count for nothing"
+    assert found["adjacency"] == "one client's reports replaced by zeros"
     assert found["mechanism"]["separation"] == 21
     by_cohort = {row["expected_reports"]: row for row in found["by_cohort"]}
     assert by_cohort[120]["separation"] == 42  # 156 are assigned in a round

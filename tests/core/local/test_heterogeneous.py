@@ -16,7 +16,7 @@ from fedplat.aggregate.state import columns_of
 from fedplat.backends import torch as backend
 from fedplat.backends.local import Learner, LocalOptions, TensorExamples, Trainee, Training, train
 from fedplat.errors import ModelError
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.memory import Memory
 from fedplat.model import Parameters
 
@@ -35,7 +35,7 @@ def rule_of(name: str, config: Mapping[str, Any]) -> Rule:
     job = {"name": "j", "population": "p", "trainer": "t", "rounds": 1, "model": {"initial": "m:f"}}
     aggregation = {"rule": name} | ({} if name == "fedavg" else {"num_clients": NUM_CLIENTS})
     more = {"selection": {"goal": 4}, "config": config, "updates": {"weighting": "uniform"}, "aggregation": aggregation}
-    return msgspec.convert({**job, **more}, JobSpec).rule()
+    return build_rule(msgspec.convert({**job, **more}, JobSpec))
 
 
 def distance(rule_name: str, num_rounds: int, *, per_round: int = NUM_CLIENTS, **config: Any) -> float:

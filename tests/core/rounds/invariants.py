@@ -10,6 +10,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from core.rounds import crews, stored
 from core.rounds.warm_starts import WarmStarts
 from fedplat.rounds import (
@@ -84,16 +86,16 @@ class Ledger:
             job_id, before = change.job.job_id, self.jobs[change.job.job_id]
             assert before.revision == change.expected_revision == change.job.revision - 1
             # A row of the job has neither attempt nor clients in it: they come from their own rows below.
-            row = dataclasses.replace(change.job, carried=NOBODY)
-            self.jobs[job_id] = dataclasses.replace(row, attempt=before.attempt)
+            row = structs.replace(change.job, carried=NOBODY)
+            self.jobs[job_id] = structs.replace(row, attempt=before.attempt)
             if change.attempt is not None:
                 key = change.attempt.key
-                self.attempts[key] = dataclasses.replace(change.attempt, assignments={})
+                self.attempts[key] = structs.replace(change.attempt, assignments={})
                 if change.attempt.is_open:
                     assert self.open.setdefault(job_id, key) == key, "two attempts are open"
                 else:
                     self.open.pop(job_id, None)
-                self.jobs[job_id] = dataclasses.replace(row, attempt=self.attempts[key])
+                self.jobs[job_id] = structs.replace(row, attempt=self.attempts[key])
             for each in change.assignments:
                 self._write(each)
             if change.version is not None:
@@ -135,15 +137,15 @@ class Ledger:
             "next_deadline": None,
             "closes_at": None,
         }
-        self.attempts = {key: dataclasses.replace(attempt, **moments) for key, attempt in self.attempts.items()}
+        self.attempts = {key: structs.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
             last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
             if last is not None:
-                last, carried = restored(dataclasses.replace(last, counts={}), self._rows_of(last.key))
-                self.attempts[last.key] = dataclasses.replace(last, assignments={})
+                last, carried = restored(structs.replace(last, counts={}), self._rows_of(last.key))
+                self.attempts[last.key] = structs.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
-            self.jobs[job_id] = dataclasses.replace(job, attempt=bare, resume_at=None)
-            recalled = dataclasses.replace(self.jobs[job_id], attempt=last, carried=carried)
+            self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
+            recalled = structs.replace(self.jobs[job_id], attempt=last, carried=carried)
             coordinator.add(recalled, self.participations(job_id))
 
     def participations(self, job_id: str) -> list[Participation]:
@@ -381,8 +383,8 @@ class Ledger:
     def _check_rows(self, job: JobState) -> None:
         """The rows say what the coordinator says."""
         attempt = job.attempt
-        bare = dataclasses.replace(attempt, assignments={}) if attempt is not None else None
-        assert self.jobs[job.job_id] == dataclasses.replace(job, attempt=bare, carried=NOBODY)
+        bare = structs.replace(attempt, assignments={}) if attempt is not None else None
+        assert self.jobs[job.job_id] == structs.replace(job, attempt=bare, carried=NOBODY)
         assert self.versions[job.job_id][-1] == job.latest
         self.warm.check(job, self.versions[job.job_id])
         assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
@@ -428,4 +430,4 @@ def _changed_attempts(change: Change) -> set[AttemptKey]:
 
 
 def _shifted(row: Assignment, shift_s: float) -> Assignment:
-    return dataclasses.replace(row, assigned_at=row.assigned_at + shift_s, deadline_at=row.deadline_at + shift_s)
+    return structs.replace(row, assigned_at=row.assigned_at + shift_s, deadline_at=row.deadline_at + shift_s)

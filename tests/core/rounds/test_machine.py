@@ -5,15 +5,14 @@ A failure prints the shortest schedule that Hypothesis found, as a program.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hypothesis
-import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from msgspec import structs
 
 from core.rounds.driver import Driver, make_aggregated, make_client, make_job, make_spec
 from fedplat import sampling
@@ -155,11 +154,11 @@ class Schedules(RuleBasedStateMachine):
         for (job_id, spec), options in zip(self.jobs.items(), policies, strict=True):
             if spec.buffered is not None and "close" in options:
                 options = {}  # these are for whole cohorts
-            selection = msgspec.structs.replace(spec.selection, **options)
+            selection = structs.replace(spec.selection, **options)
             durability = "memory" if job_id in in_memory else "spool"
-            changed = msgspec.structs.replace(spec, selection=selection, durability=durability)
+            changed = structs.replace(spec, selection=selection, durability=durability)
             warm_start = WARM_START if job_id in warm else None
-            jobs.append(make_job(job_id, msgspec.structs.replace(changed, warm_start=warm_start)))
+            jobs.append(make_job(job_id, structs.replace(changed, warm_start=warm_start)))
         self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
         if started:
             self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
@@ -227,7 +226,7 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
     if before is None or after is None or after.key != before.key:  # too few had reported; the next one is open
         return
     if before.kind is AttemptKind.WARM_START:
-        assert after == dataclasses.replace(before, opened_at=0.0, selection_ends_at=0.0)
+        assert after == structs.replace(before, opened_at=0.0, selection_ends_at=0.0)
         return
     if job.spec.durability == "memory" and (job.spec.buffered is None or not after.is_open):
         assert (after.phase, after.reason) == (AttemptPhase.ABANDONED, "the server was restarted")

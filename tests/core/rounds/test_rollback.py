@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from core.rounds import test_operators as phases
 from core.rounds.buffers import buffered
@@ -46,7 +47,7 @@ def after_two_rounds(**sections: Any) -> Driver:
 
 def roll_back(driver: Driver, number: int, **fields: Any) -> Any:
     (found,) = (each for each in driver.ledger.versions["j"] if each.version == number)
-    return driver.do(RollbackOrdered("j", dataclasses.replace(found, **fields)))
+    return driver.do(RollbackOrdered("j", structs.replace(found, **fields)))
 
 
 def test_the_older_version_is_committed_again_and_the_open_attempt_is_abandoned() -> None:

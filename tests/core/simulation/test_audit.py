@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
 from fedplat.errors import JobFileError
+from fedplat.job import calibrate
 from fedplat.model import Parameters
 from fedplat.simulation import file as files
 from fedplat.simulation.audit import Audit, audited, canaries_of, chosen
@@ -105,7 +106,7 @@ def run(text: str, num_canaries: int = NUM_CLIENTS) -> Audit:
     engine = Idle()
     seed = file.simulation.seed
     fleet = build_fleet(FleetOptions(num_clients=NUM_CLIENTS), seed)
-    simulation = Simulation(spec=file.job.settled(), fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
+    simulation = Simulation(spec=calibrate(file.job), fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
     return audited(file, Setup(simulation, None, "loop", 1), num_canaries=num_canaries)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat.errors import DataError, JobFileError, MissingExtraError
+from fedplat.errors import DataError, MissingExtraError, UserCodeError
 from fedplat.simulation.data import Federation, Source, federation, partitioners, sources
 from fedplat.simulation.data.sources import text
 
@@ -150,7 +150,7 @@ def test_functions_of_the_users_own(folder: Path) -> None:
         federation(sources.Function("owndata:wrong"), IID, folder=folder)
     with pytest.raises(DataError, match="returned arrays that do not fit"):
         federation(sources.Function("owndata:short"), IID, folder=folder)
-    with pytest.raises(JobFileError, match=r"fails\(\) raised ZeroDivisionError: .*owndata.py, line 13"):
+    with pytest.raises(UserCodeError, match=r"fails\(\) raised ZeroDivisionError: .*owndata.py, line 13"):
         federation(sources.Function("owndata:fails"), IID, folder=folder)
 
 

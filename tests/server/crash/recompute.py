@@ -14,7 +14,7 @@ from fedplat.aggregate import (
     state_from_bytes,
     state_to_bytes,
 )
-from fedplat.job import JobSpec
+from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
 from fedplat.updates import Format
@@ -73,7 +73,7 @@ def _aggregate(
     spec, payloads = job.spec, list[bytes]()
     assert spec is not None
     seed = seed_of(job.row.job_id, before.version + 1)
-    rule, codec = spec.rule(seed), spec.compression.downlink
+    rule, codec = build_rule(spec, seed), spec.compression.downlink
     if codec is not None:
         rule = compress_step(codec.build(), seed, payloads.append)(rule)
     base = Parameters.open(files.path_of(blobs, before.digest))

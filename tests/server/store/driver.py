@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
+from msgspec import structs
 
-from fedplat.job import parse_job
+from fedplat.job import calibrate, parse_job
 from fedplat.rounds import (
     Attempt,
     AttemptKey,
@@ -70,7 +71,7 @@ def token_hash(token: str) -> bytes:
 
 
 def draft(job_id: str, job_file: str = JOB_FILE) -> JobState:
-    return JobState(job_id, parse_job(job_file).settled(), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
+    return JobState(job_id, calibrate(parse_job(job_file)), ModelVersion(0, 0, 0, digest_of(job_id, 0), 1000))
 
 
 def as_stored(job: JobState) -> JobState:
@@ -89,7 +90,7 @@ def _bare(attempt: Attempt) -> Attempt:
         selection_ends_at=0.0,
         ended_at=None,
         closes_at=None,
-        wakeup_at=None,
+        next_deadline=None,
         assignments={},
         counts={},
     )
@@ -100,12 +101,12 @@ def without_moments(job: JobState) -> JobState:
     job = as_stored(job)
     if job.attempt is None:
         return job
-    return dataclasses.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
+    return structs.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
 
 
 def _timeless(crew: _Crew) -> _Crew:
-    bare = [dataclasses.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
-    return dataclasses.replace(crew.with_assignments(bare), next_deadline=None)
+    bare = [structs.replace(one, assigned_at=0.0, deadline_at=0.0) for one in crew.assignments.values()]
+    return structs.replace(crew.with_assignments(bare), next_deadline=None)
 
 
 class Driver:

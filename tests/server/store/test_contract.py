@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 
 import pytest
+from msgspec import structs
 
 from fedplat.rounds import AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
@@ -226,9 +226,9 @@ async def test_digests_and_who_may_read_them(store: Store) -> None:
     assert await store.jobs.find_populations(latest.delta_digest) == {"demo"}
     assert await store.jobs.find_populations(latest.state_digest) == frozenset()
     await store.jobs.create_job(
-        dataclasses.replace(
+        structs.replace(
             draft("three", JOB_FILE.replace('"demo"', '"third"')),
-            latest=dataclasses.replace(latest, version=0, round=0, delta_digest=""),
+            latest=structs.replace(latest, version=0, round=0, delta_digest=""),
         ),
         JOB_FILE.replace('"demo"', '"third"'),
         "three",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-import msgspec
 import pytest
+from msgspec import structs
 
-from fedplat.job import parse_job
+from fedplat.job import parse_job, plan_charge
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
@@ -108,8 +108,8 @@ async def test_a_version_without_its_row_is_refused(store: Store) -> None:
     driver = Driver(store)
     await start(driver)
     change = await until_closed(driver)
-    forgetful = msgspec.structs.replace(change.job.spec, privacy=None)
-    changed = dataclasses.replace(change, job=dataclasses.replace(change.job, spec=forgetful))
+    forgetful = structs.replace(change.job.spec, privacy=None)
+    changed = dataclasses.replace(change, job=structs.replace(change.job, spec=forgetful))
     with pytest.raises(StoreError, match="version 1 and the ledger do not agree; nothing was stored"):
         await store.jobs.save([changed], NOW)
     assert len(await store.jobs.list_versions("one")) == 1
@@ -124,13 +124,13 @@ async def test_a_row_of_a_job_that_is_not_private_is_refused(store: Store) -> No
     change = await until_closed(driver)
     spec = parse_job(PRIVATE)
     with pytest.raises(StoreError, match="do not agree"):
-        await store.jobs.save([dataclasses.replace(change, job=dataclasses.replace(change.job, spec=spec))], NOW)
+        await store.jobs.save([dataclasses.replace(change, job=structs.replace(change.job, spec=spec))], NOW)
     assert len(await store.jobs.list_versions("one")) == 1
 
 
 async def test_what_was_settled_stays(store: Store) -> None:
     settled = draft("one", CALIBRATED)
-    state = dataclasses.replace(settled, spec=parse_job(CALIBRATED))
+    state = structs.replace(settled, spec=parse_job(CALIBRATED))
     with pytest.raises(StoreError, match="before its noise and its releases are settled"):
         await store.jobs.create_job(state, CALIBRATED, "key")
     assert await store.jobs.find_job("key") is None
@@ -144,7 +144,7 @@ async def test_what_was_settled_stays(store: Store) -> None:
 
 
 def account(state: JobState, status: JobStatus = JobStatus.DRAFT, *released: Charge) -> Account:
-    return Account(state.job_id, status, state.spec.planned, released)
+    return Account(state.job_id, status, plan_charge(state.spec), released)
 
 
 async def test_a_population_has_the_accounts_of_its_jobs(store: Store) -> None:

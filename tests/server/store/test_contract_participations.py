@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 import pytest
+from msgspec import structs
 
 from fedplat.rounds import Memory, Participation
 from fedplat.rounds.events import UpdateReported
@@ -81,5 +81,5 @@ async def test_many_rounds_are_read_piece_by_piece(num_rounds: int) -> None:
             return [Participation("c", rounds[0], 1, 0.0, None, {})]
 
     asked, job = Asked(), draft("one", REMEMBERS)
-    await recall_participations(cast(JobStore, asked), dataclasses.replace(job, round=num_rounds))
+    await recall_participations(cast(JobStore, asked), structs.replace(job, round=num_rounds))
     assert asked.rounds == list(range(1, num_rounds + 2))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import RollbackOrdered
@@ -90,7 +89,7 @@ async def test_a_rollback_to_files_that_were_given_up_is_refused(store: Store) -
         await store.jobs.save(proposal.changes, driver.now)
     driver.coordinator.reject(proposal)
     await driver.check()
-    await driver.send(RollbackOrdered("one", dataclasses.replace(record.version, state_digest="")))
+    await driver.send(RollbackOrdered("one", structs.replace(record.version, state_digest="")))
     await driver.restart()
     assert driver.coordinator.jobs["one"].latest.restored_from == 1
 
@@ -99,8 +98,8 @@ async def test_shared_bytes_stay_as_long_as_a_version_names_them(store: Store) -
     """A job that begins with a version of another one."""
     await ended(store)
     state = draft("two", JOB_FILE)
-    same = dataclasses.replace(state.latest, digest=digest_of("one", 1))
-    await store.jobs.create_job(dataclasses.replace(state, latest=same), JOB_FILE, "the second job")
+    same = structs.replace(state.latest, digest=digest_of("one", 1))
+    await store.jobs.create_job(structs.replace(state, latest=same), JOB_FILE, "the second job")
     found = await store.retention.list_removable("one", Keep(models_from=2))
     gone = await store.retention.mark_removed("one", [*found, *found])  # said twice, it is the same
     assert gone == {digest_of("one", "delta", 1)}

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from msgspec import structs
 
 from fedplat.rounds import Change, sync
 from fedplat.rounds.events import Action, AttemptAggregated, OperatorCommand, UpdateReported
@@ -162,7 +163,7 @@ async def _refused(store: Store, *changes: Change, error: type[StoreError] = Sto
     for change in changes:
         for assignment in change.assignments:
             found = await store.jobs.find_assignment(assignment.token_hash)
-            assert found is None or found[1] != dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
+            assert found is None or found[1] != structs.replace(assignment, assigned_at=0.0, deadline_at=0.0)
 
 
 async def test_a_save_is_all_or_nothing(store: Store) -> None:
@@ -183,7 +184,7 @@ async def test_a_save_is_all_or_nothing(store: Store) -> None:
     assert driver.coordinator.jobs["two"].attempt is not None
     taken = driver.coordinator.jobs["one"].attempt
     assert taken is not None
-    thief = dataclasses.replace(second.assignments[0], token_hash=taken.assignments[cohort[1]].token_hash)
+    thief = structs.replace(second.assignments[0], token_hash=taken.assignments[cohort[1]].token_hash)
     await _refused(store, first, dataclasses.replace(second, assignments=(thief,)))
 
     double = dataclasses.replace(second, version=driver.coordinator.jobs["two"].latest)
@@ -198,5 +199,5 @@ async def test_a_round_has_one_version(store: Store) -> None:
     await driver.create("two")
     await driver.finish_attempt("one", "a")
     change = driver.propose(OperatorCommand("one", Action.PAUSE)).changes[0]
-    again = dataclasses.replace(driver.coordinator.jobs["one"].latest, version=3)
+    again = structs.replace(driver.coordinator.jobs["one"].latest, version=3)
     await _refused(store, dataclasses.replace(change, version=again))

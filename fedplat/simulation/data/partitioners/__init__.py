@@ -1,14 +1,11 @@
 """Partitioners: which examples each client has, as records of a simulation file's `[simulation.partition]`.
 
 To add one: write one new file (the paper in its docstring, a frozen record with `split()`), add its record to
-`Partition` and one row to `PARTITIONERS` below, and one row to the table of
-`tests/core/simulation/test_partitioners.py`.
+`Partition` below, and one row to the table of `tests/core/simulation/test_partitioners.py`.
 Each gives every example to at most one client, and the same parts for the same generator.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from fedplat.simulation.data.partitioners.classes import Classes
 from fedplat.simulation.data.partitioners.dirichlet import Dirichlet
@@ -22,20 +19,7 @@ from fedplat.simulation.data.partitioners.shards import Shards
 Partition = Iid | Shards | Dirichlet | Hsu | Quantity | Classes | FedProx | Natural
 """The `[simulation.partition]` table: a union that its key `scheme` tells apart."""
 
-PARTITIONERS: Mapping[str, type[Partition]] = {
-    "iid": Iid,
-    "shards": Shards,
-    "dirichlet": Dirichlet,
-    "hsu": Hsu,
-    "quantity": Quantity,
-    "classes": Classes,
-    "fedprox": FedProx,
-    "natural": Natural,
-}
-"""The options record of each partitioner, by its name in a simulation file."""
-
 __all__ = [
-    "PARTITIONERS",
     "Classes",
     "Dirichlet",
     "FedProx",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
-from fedplat import functions
+from fedplat import user_code
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Federation
 from fedplat.simulation.data.sources.place import Place
@@ -20,12 +20,12 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     `(inputs, targets)` or `(inputs, targets, test_inputs, test_targets)`.
     """
 
-    call: Annotated[str, msgspec.Meta(pattern=r"^[\w.]+:[\w.]+$")]
+    call: user_code.Reference
     arguments: dict[str, bool | int | float | str] = {}
 
     def load(self, place: Place) -> Dataset | Federation:
-        """The data. Raises `DataError`, and `JobFileError` where the function is not found or fails."""
-        made = functions.call(self.call, place.folder, self.arguments)
+        """The data. Raises `DataError`, and `UserCodeError` where the function is not found or fails."""
+        made = user_code.call(self.call, place.folder, self.arguments)
         if isinstance(made, Dataset | Federation):
             return made
         arrays = cast(tuple[Any, ...], made)

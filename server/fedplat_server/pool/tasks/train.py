@@ -12,13 +12,14 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from fedplat import durable, user_code
 from fedplat.aggregate import Counterpart
 from fedplat.backends import parallel
 from fedplat.backends.parallel.trainer import agreed
 from fedplat.backends.ranks import Ranks
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
-from fedplat_server import files, intake, references
+from fedplat_server import intake
 from fedplat_server.pool.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -124,8 +125,8 @@ def _train(ranks: Ranks, wanted: TrainRequest, note: Note) -> TrainReply:
 
 
 def _load(trainer: TrainerReference) -> parallel.ServerTrainer:
-    """Import a trainer. Raises `ConfigError`, `ValueError`, and everything that its module raises."""
-    found = references.load(trainer.reference, trainer.folder)
+    """Import a trainer. Raises `UserCodeError` and `ValueError`."""
+    found = user_code.load(trainer.reference, Path(trainer.folder))
     if not isinstance(found, parallel.ServerTrainer):
         raise ValueError(
             f"{trainer.reference} is a {type(found).__name__}; expected fedplat.backends.parallel.ServerTrainer(...)"
@@ -155,10 +156,10 @@ def _merge(whole: Parameters, model: Parameters) -> Parameters:
 
 def _write(path: Path, model: Parameters) -> None:
     path.unlink(missing_ok=True)  # left by ranks that died just after
-    descriptor = files.create(path)
+    descriptor = durable.create(path)
     try:
-        files.write_all(descriptor, model.schema.header)
-        files.write_all(descriptor, model.buffer.data)
+        durable.write_all(descriptor, model.schema.header)
+        durable.write_all(descriptor, model.buffer.data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ from core.simulation.engines.conftest import ENGINES, MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
+from fedplat.backends import torch as backend
 from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, evaluate, train
 from fedplat.errors import ModelError
 from fedplat.memory import Memory
@@ -240,7 +241,7 @@ def test_engine_scores_models_on_held_out_examples(make_engine: MakeEngine) -> N
     model = given.learner.initial()
     scores = make_engine(given).evaluate(model)
     module = given.learner.model()
-    module.load_state_dict(model.to_torch())
+    backend.load_into(module, model)
     with torch.no_grad():
         outputs = module(torch.from_numpy(given.federation.test_inputs)).numpy()
     assert scores["accuracy"] == pytest.approx((outputs.argmax(1) == given.federation.test_targets).mean())

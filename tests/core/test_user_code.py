@@ -1,4 +1,4 @@
-"""Finding evaluators and trainers without running them, and loading them."""
+"""User code: found without running it, and loaded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server import references
-from fedplat_server.errors import ConfigError
+from fedplat import user_code
+from fedplat.errors import UserCodeError
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +27,14 @@ def write(name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("", "names nothing"),
-        ("rubbish", "names nothing"),
-        ("module:", "names nothing"),
-        (":function", "names nothing"),
-        ("module:not a name", "names nothing"),
+        ("", "cannot be read"),
+        ("rubbish", "cannot be read"),
+        ("module:", "cannot be read"),
+        (":function", "cannot be read"),
+        ("module:not a name", "cannot be read"),
         ("no_such_module_anywhere:score", "there is no module"),
         ("json.no_such_part.deep:score", None),
-        ("..:score", "there is no module"),
+        ("..:score", "cannot be read"),
         ("nothing.py:score", "there is no file"),
         ("here.py:scor", "has no 'scor'"),
         ("here:scor", "has no 'scor'"),
@@ -48,10 +48,10 @@ def test_mistakes_are_found_without_running_anything(reference: str, said: str |
     write("package/inner.py", "def score(parameters): ...\n")
     write("broken.py", "def score(:\n")
     if said is None:
-        references.check(reference)  # only importing it would tell
+        user_code.check(reference)  # only importing it would tell
     else:
-        with pytest.raises(ConfigError, match=said):
-            references.check(reference)
+        with pytest.raises(UserCodeError, match=said):
+            user_code.check(reference)
 
 
 @pytest.mark.parametrize(
@@ -69,36 +69,36 @@ def test_functions_are_found_however_they_are_bound(text: str) -> None:
     write("here.py", text)
     write("folder/inner.py", text)
     for reference in ("here.py:score", "here:score", "folder.inner:score"):
-        references.check(reference)
+        user_code.check(reference)
 
 
 def test_modules_that_are_not_python_files_are_left_to_the_import() -> None:
-    references.check("math:sqrt")
-    assert references.load("math:sqrt") is __import__("math").sqrt
+    user_code.check("math:sqrt")
+    assert user_code.load("math:sqrt") is __import__("math").sqrt
 
 
 def test_two_files_of_the_same_name_are_two_evaluators() -> None:
     one = write("one/evaluate.py", "def score(parameters): return {'one': 1.0}")
     two = write("two/evaluate.py", "def score(parameters): return {'two': 2.0}")
     stdlib = write("json.py", "def score(parameters): return {'mine': 3.0}")
-    results = [references.load(f"{path}:score")(None) for path in (one, two, stdlib, one)]
+    results = [user_code.load(f"{path}:score")(None) for path in (one, two, stdlib, one)]
     assert results == [{"one": 1.0}, {"two": 2.0}, {"mine": 3.0}, {"one": 1.0}]
 
 
 def test_a_file_may_import_its_neighbours() -> None:
     write("folder/neighbour_of_evaluator.py", "WORTH = 4.0")
     path = write("folder/evaluate.py", "import neighbour_of_evaluator as n\ndef score(p): return {'x': n.WORTH}")
-    assert references.load(f"{path}:score")(None) == {"x": 4.0}
+    assert user_code.load(f"{path}:score")(None) == {"x": 4.0}
 
 
 def test_a_file_that_fails_is_tried_afresh() -> None:
     path = write("evaluate.py", "raise RuntimeError('not today')")
-    with pytest.raises(RuntimeError, match="not today"):
-        references.load(f"{path}:score")
+    with pytest.raises(UserCodeError, match=r"raised RuntimeError: not today \(/.*/evaluate.py, line 1\)"):
+        user_code.load(f"{path}:score")
     path.write_text("def score(p): return {}\n# longer, so that no cached code is taken")
-    assert references.load(f"{path}:score")(None) == {}
+    assert user_code.load(f"{path}:score")(None) == {}
     for reference, said in ((f"{path}:other", "has no 'other'"), ("nothing.py:score", "there is no file")):
-        with pytest.raises(ConfigError, match=said):
-            references.load(reference)
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        references.load("no_such_module_anywhere:score")
+        with pytest.raises(UserCodeError, match=said):
+            user_code.load(reference)
+    with pytest.raises(UserCodeError, match="there is no module 'no_such_module_anywhere' in"):
+        user_code.load("no_such_module_anywhere:score")

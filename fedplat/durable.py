@@ -1,0 +1,76 @@
+"""Durable files: whole or not there, even if the process is killed or the power fails.
+
+A file is written under a temporary name, synced and renamed, and its folder is synced, so that readers see the old file
+or the new one. A crash may leave a temporary file, `.fedplat-*.tmp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, mode: int = 0o600, *, overwrite: bool = True) -> Generator[BinaryIO]:
+    """Yield a file that becomes `path` when the block ends; after an error `path` is as it was.
+
+    `mode` is subject to the umask. Raises `OSError`, and `FileExistsError` for a path that exists if `overwrite` is
+    False.
+    """
+    temporary = path.with_name(f".fedplat-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(create(temporary, mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            temporary.replace(path)
+        else:
+            os.link(temporary, path)  # unlike a rename, it refuses to replace a file
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_bytes(path: Path, content: Bytes, mode: int = 0o600, *, overwrite: bool = True) -> None:
+    """Write a whole file; see `atomic_write`."""
+    with atomic_write(path, mode, overwrite=overwrite) as file:
+        file.write(content)
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Sync the files of a folder without subfolders, and rename it. Raises `OSError`."""
+    for path in (*source.iterdir(), source):
+        sync(path)
+    source.rename(target)
+    sync(target.parent)
+
+
+def create(path: Path, mode: int = 0o600) -> int:
+    """Make a new file, and open it for writing. Raises `FileExistsError` for a path that exists."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def write_all(descriptor: int, data: Bytes) -> None:
+    """Write all of the data: one call of the operating system may write less."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's entries, survive a power failure.
+
+    An error is final: the kernel may have dropped what it could not write, and a second call would succeed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

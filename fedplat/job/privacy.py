@@ -1,0 +1,100 @@
+"""The mechanism, the noise and the releases of a job with `[privacy]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import structs
+
+from fedplat import privacy
+from fedplat.errors import JobFileError
+from fedplat.job.spec import JobSpec
+from fedplat.privacy import accounting
+from fedplat.sampling import Poisson
+from fedplat.sampling.poisson import OVERFLOW
+
+
+def calibrate(spec: JobSpec) -> JobSpec:
+    """Return the job with its noise calibrated, and with the number of releases that its budget allows.
+
+    A job without `[privacy]` is returned as it is. Takes about a second. Raises `JobFileError` if no noise is enough,
+    and `MissingExtraError` without the extra `privacy`.
+    """
+    options = spec.privacy
+    if options is None:
+        return spec
+    most = spec.rounds if options.max_releases is None else min(spec.rounds, options.max_releases)
+    try:
+        if options.noise_multiplier is None:
+            assert options.epsilon is not None
+            whole = accounting.calibrate(
+                build_mechanism(spec, 1.0), most, options.epsilon, options.delta
+            ).noise_multiplier
+            spec = _with(spec, noise_multiplier=options.of_model(whole))
+        elif options.epsilon is not None:
+            found = build_mechanism(spec, options.whole(options.noise_multiplier))
+            most = accounting.max_releases(found, options.epsilon, options.delta, most)
+            if not most:
+                raise ValueError(
+                    f"not even one release with noise_multiplier = {options.noise_multiplier:g} is within epsilon = "
+                    f"{options.epsilon:g} at delta = {options.delta:g}; expected more of either"
+                )
+        return _with(spec, max_releases=most)
+    except ValueError as exc:
+        raise JobFileError(f"privacy: {exc}") from exc
+
+
+def _with(spec: JobSpec, **changes: Any) -> JobSpec:
+    assert spec.privacy is not None
+    return structs.replace(spec, privacy=structs.replace(spec.privacy, **changes))
+
+
+def find_mechanism(spec: JobSpec) -> privacy.Mechanism | None:
+    """Return the mechanism of a job's releases; None if it is not private, or not calibrated yet."""
+    options = spec.privacy
+    if options is None or options.noise_multiplier is None:
+        return None
+    return build_mechanism(spec, options.whole(options.noise_multiplier))
+
+
+def plan_charge(spec: JobSpec) -> privacy.Charge | None:
+    """Return what the job may release in all; None if it is not private, or not calibrated yet."""
+    mechanism = find_mechanism(spec)
+    if spec.privacy is None or spec.privacy.max_releases is None or mechanism is None:
+        return None
+    return privacy.Charge(mechanism, spec.privacy.max_releases)
+
+
+def build_mechanism(spec: JobSpec, total_multiplier: float) -> privacy.Mechanism:
+    """Return the mechanism that a private job would have with this noise multiplier of a whole round."""
+    assert spec.privacy is not None
+    sampling = spec.selection.sampling
+    if isinstance(sampling, Poisson):
+        # OVERFLOW is the probability that the cap is reached; given that one client is drawn it may be 1 / rate times
+        # as large.
+        overflow = min(1.0, OVERFLOW / sampling.rate)
+        return privacy.Mechanism(
+            kind="poisson", noise_multiplier=total_multiplier, sampling_probability=sampling.rate, overflow=overflow
+        )
+    return privacy.Mechanism(
+        kind="tree" if spec.privacy.participation == "min_separation" else "fixed",
+        noise_multiplier=total_multiplier,
+        separation=spec.selection.min_separation + 1,
+        max_participations=spec.privacy.max_participations,
+    )
+
+
+def build_release(spec: JobSpec) -> privacy.Release | None:
+    """Return what turns an attempt's sum into a release; None if the job is not private."""
+    options = spec.privacy
+    if options is None:
+        return None
+    return privacy.Release(
+        noise_multiplier=options.noise_multiplier,
+        clip=spec.updates.adaptive_clip or spec.updates.clip_norm,
+        expected_weight=spec.selection.goal * options.expected_weight,
+        expected_reports=spec.selection.goal,
+        count_deviation=options.count_deviation(spec.selection.goal),
+        metrics=options.metrics,
+        tree=privacy.Tree(spec.rounds) if options.participation == "min_separation" else None,
+    )

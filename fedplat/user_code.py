@@ -1,0 +1,203 @@
+"""User code: the functions and objects that a file or an option names.
+
+A reference is `module:name` or `path/to/file.py:name`, where `name` may have dots. Modules and relative paths are
+looked for in a given folder first, then among what is installed. The code runs on the machine of its owner (a job's
+author, a researcher, an operator, the owner of a client), never on a server because a job or a client names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from fedplat.errors import FedplatError, UserCodeError
+
+Reference = Annotated[str, Meta(pattern=r"^[^:\s][^:]*:[\w.]+$")]
+_EXPECTED = "expected module:name or /path/to/file.py:name"
+
+
+def call(reference: str, folder: Path, arguments: Mapping[str, object] | None = None) -> object:
+    """Call a function with keyword `arguments`; `folder` is first on `sys.path` meanwhile.
+
+    Raises `UserCodeError` if it is not found, or raises an exception; the message names the line.
+    """
+    name = split(reference)[1]
+    with importable(reference, folder), wrap_errors(f"{name}()"):
+        return load_function(reference, folder)(**(arguments or {}))
+
+
+def load_function(reference: str, folder: Path = Path()) -> Callable[..., Any]:
+    """Return the function that `reference` names, as `load` does. Raises `UserCodeError`."""
+    found = load(reference, folder)
+    if not callable(found):
+        raise UserCodeError(f"{split(reference)[1]!r} is a {type(found).__name__}; expected a function")
+    return found
+
+
+def load(reference: str, folder: Path = Path()) -> Any:
+    """Import what `reference` names. `folder`, or that of the file, stays on `sys.path`, except within `importable`.
+
+    Raises `UserCodeError` if it is not found, or if its module raises an exception.
+    """
+    module_name, name = split(reference)
+    folder, file = _locate(module_name, folder)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    with wrap_errors(f"import {module_name}"):
+        module = _import(module_name, folder) if file is None else _load_file(file)
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as exc:
+        origin = getattr(module, "__file__", None) or "a folder"
+        raise UserCodeError(f"the module {module_name!r} ({origin}) has no {name!r}") from exc
+
+
+def check(reference: str) -> None:
+    """Raise `UserCodeError` if `reference` names nothing; only the source text is read, and nothing runs."""
+    module_name, name = split(reference)
+    file = _find_source(module_name)
+    if file is None:
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError) as exc:
+        raise UserCodeError(f"{reference!r} cannot be read: {exc}") from exc
+    names = set(_bound_names(tree))
+    if name.partition(".")[0] not in names and "*" not in names:
+        raise UserCodeError(f"{file} has no {name!r}")
+
+
+def make_absolute(reference: str) -> str:
+    """Return the reference with an absolute path; that of a module is returned as it is."""
+    module_name, name = split(reference)
+    return f"{Path(module_name).resolve()}:{name}" if module_name.endswith(".py") else reference
+
+
+def split(reference: str) -> tuple[str, str]:
+    """Return the module, or the path of a file, and the name in it. Raises `UserCodeError`."""
+    module_name, _, name = reference.rpartition(":")
+    is_module = all(module_name.split("."))  # also with a hyphen, which only `import` statements refuse
+    if not (is_module or module_name.endswith(".py")) or not all(part.isidentifier() for part in name.split(".")):
+        raise UserCodeError(f"{reference!r} cannot be read; {_EXPECTED}")
+    return module_name, name
+
+
+@contextlib.contextmanager
+def importable(reference: str, folder: Path) -> Generator[None]:
+    """Make the module of `reference` importable from `folder`, even if another one of its name was imported before.
+
+    Afterwards `sys.path` and that other module are as they were.
+    """
+    module_name = split(reference)[0]
+    folder, file = _locate(module_name, folder)
+    top = module_name.partition(".")[0]
+    hidden: dict[str, ModuleType] = {}
+    is_here = file is None and ((folder / f"{top}.py").is_file() or (folder / top).is_dir())
+    loaded = sys.modules.get(top)
+    if is_here and loaded is not None and not _lies_in(loaded, folder):
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == top}
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # user code may have removed it
+            sys.path.remove(str(folder))
+        sys.modules.update(hidden)
+
+
+@contextlib.contextmanager
+def wrap_errors(action: str) -> Generator[None]:
+    """Turn any exception of user code into a `UserCodeError` that names the line."""
+    try:
+        yield
+    except FedplatError:
+        raise
+    except (Exception, SystemExit) as exc:  # foreign code may raise anything, and the operator needs one line
+        frames = traceback.extract_tb(exc.__traceback__)
+        # Neither this file nor Python's import machinery is where the mistake is.
+        places = [f"{f.filename}, line {f.lineno}" for f in frames if f.filename != __file__ and f.filename[:1] != "<"]
+        if isinstance(exc, SyntaxError) and exc.filename:
+            places.append(f"{exc.filename}, line {exc.lineno}")
+        where = f" ({places[-1]})" if places else ""
+        raise UserCodeError(f"{action} raised {type(exc).__name__}: {exc}{where}") from exc
+
+
+def _locate(module_name: str, folder: Path) -> tuple[Path, Path | None]:
+    """Return the folder to search first, and the file if that is what the reference names."""
+    if not module_name.endswith(".py"):
+        return folder.resolve(), None
+    file = (folder / module_name).resolve()
+    return file.parent, file
+
+
+def _import(module_name: str, folder: Path) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        # A module that the user's module imports in turn is another matter, for `wrap_errors`.
+        if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
+            raise
+        raise UserCodeError(f"there is no module {exc.name!r} in {folder} and none that is installed") from exc
+
+
+def _load_file(file: Path) -> ModuleType:
+    # Under a name of its own: two files may be called alike, or like a module that is imported already.
+    name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise UserCodeError(f"there is no file {file}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _lies_in(module: ModuleType, folder: Path) -> bool:
+    places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
+    return any(Path(place).resolve().is_relative_to(folder) for place in places)
+
+
+def _find_source(module_name: str) -> Path | None:
+    """Return the file of a module, found without importing it or its packages; None if only an import can find it."""
+    if module_name.endswith(".py"):
+        file = Path(module_name).resolve()
+        if not file.is_file():
+            raise UserCodeError(f"there is no file {file}")
+        return file
+    parts = module_name.split(".")
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for file in (folder.joinpath(*parts, "__init__.py"), folder.joinpath(*parts[:-1], f"{parts[-1]}.py")):
+            if file.is_file():
+                return file
+    if importlib.util.find_spec(parts[0]) is None:
+        raise UserCodeError(f"there is no module {module_name!r} in {Path.cwd()} or on the import path; {_EXPECTED}")
+    return None  # a zip file, or compiled code
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module binds anywhere: a function may be defined under a condition."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
