@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
@@ -93,18 +94,27 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """How the releases of a private job would be made with this noise multiplier of a whole round."""
         return private.mechanism_with(self, whole)
 
-    def rule(self, seed: int = 0, noise: privacy.Noise | None = None) -> aggregate.Rule:
-        """The aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
+    def rule(
+        self,
+        seed: int = 0,
+        noise: privacy.Noise | None = None,
+        keep_step: Callable[[bytes], None] | None = None,
+    ) -> aggregate.Rule:
+        """Build the aggregation rule that the job file describes; `seed` decides what it draws in an attempt.
 
-        `aggregate.seed_of(job_id, version)` is that of the version that the attempt shall lead to. `noise`, fresh for
-        each attempt, is what private jobs make their releases with; without it, their rule makes none.
+        `aggregate.seed_of(job_id, version)` is that of the version that the attempt leads to. `noise`, fresh for each
+        attempt, is what private jobs make their releases with; without it, their rule makes none. With `keep_step`, the
+        rule of a job with a downlink encodes its step, and calls `keep_step` with the result.
         """
         rule = self.aggregation.build()
         if self.robust is not None:
             rule = self.robust.build(seed)(rule)
         rule = self.updates.clip(rule)
-        release = private.release(self)
-        return rule if release is None else privacy.privatized(release, noise)(rule)
+        if (release := private.release(self)) is not None:
+            rule = privacy.privatized(release, noise)(rule)
+        if keep_step is not None and (codec := self.compression.downlink) is not None:
+            rule = aggregate.compress_step(codec.build(), seed, keep_step)(rule)
+        return rule
 
     @property
     def num_ranks(self) -> int:

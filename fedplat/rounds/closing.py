@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from fedplat.rounds import assignments, buffered, influence, pacing
+from fedplat.rounds import assignments, buffered, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
 from fedplat.rounds.copies import changed
 from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
@@ -40,9 +40,9 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     attempt = job.open_attempt
     assert attempt is not None
     reported, busy = attempt.num_reported, attempt.num_busy
-    if buffered.fills(job, attempt):
+    if reporting.fills_buffer(job, attempt):
         if reported < attempt.goal:
-            return Transition(job if busy else buffered.await_clients(job, context), commands)
+            return Transition(job if busy else reporting.await_clients(job, context), commands)
     elif attempt.closes_at is not None:
         if context.now < attempt.closes_at:
             return Transition(job, commands)
@@ -73,14 +73,14 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
         weighed = []  # so near to their bounds that the median has moved since, and not they
     if attempt.kind is AttemptKind.TRAIN and (weighed or influence.was_folded(attempt)):
         attempt = attempt.with_assignments(weighed)
-        commands += (Restart(attempt.key), *buffered.folds(attempt, attempt.reported))
+        commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
     return _closed(job, attempt.with_assignments(weighed), commands)
 
 
 def _closed(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
     job = changed(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
-    if buffered.fills(job, attempt) and attempt.key.round < job.spec.rounds:
+    if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
         job, attempt = buffered.carry(job, attempt)
     else:
         job, more = dismiss(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())

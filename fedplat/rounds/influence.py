@@ -31,18 +31,9 @@ REMEMBERED_CLAIMS = 100
 """Of how many clients a job remembers what they claimed last."""
 LARGEST_SUM = 1e30
 """Norm times weight of all updates of an attempt together: their float32 sums stay in range, with room for a rule."""
-LEAST_EXAMPLES, MOST_EXAMPLES = 1e-6, 1e15
-"""What a client may claim: sums and quotients of such weights are numbers in float32."""
 _TOLERANCE = 2.0
 """How far a weight may be above its bound where it cannot be changed any more: the median moved since it was set."""
 _NAMED = 3
-
-
-def why_examples_are_bad(num_examples: float) -> str:
-    """What is wrong with a claimed number of examples, in words; empty when nothing is."""
-    if LEAST_EXAMPLES <= num_examples <= MOST_EXAMPLES:
-        return ""
-    return f"the number of examples is {num_examples:g}; expected one from {LEAST_EXAMPLES:g} to {MOST_EXAMPLES:g}"
 
 
 def can_refold(spec: JobSpec) -> bool:
@@ -141,7 +132,7 @@ def too_heavy(attempt: Attempt, weights: Iterable[Assignment]) -> list[str]:
 def was_folded(attempt: Attempt) -> bool:
     """Whether the attempt's sum has updates in it that do not count any more."""
     dropped = (Reason.REJECTED_OUTLIER, Reason.REVOKED)  # what a crash has lost is in no sum
-    return any(each.buffer == attempt.key and each.reason in dropped for each in attempt.assignments.values())
+    return any(each.folded_into == attempt.key and each.reason in dropped for each in attempt.assignments.values())
 
 
 def named(attempt: Attempt) -> str:

@@ -42,19 +42,30 @@ class AttemptKey(NamedTuple):
         return f"{self.job_id} round {self.round} attempt {self.number}"
 
 
+class AssignmentId(NamedTuple):
+    """Names an assignment, and its update: the attempt that it was made in, and the client."""
+
+    attempt: AttemptKey
+    client_id: str
+
+    def __str__(self) -> str:
+        return f"{self.client_id} in {self.attempt}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assignment:
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `took_s` is the time from the assignment to the report; `report_number` grows from report to report, which is the
-    order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
-    attempt that the update is folded in, `staleness` the number of versions that were committed meanwhile, and `weight`
-    what it counts for there; a report that waits for the next attempt has no buffer yet. `norm` is the update's L2
-    norm, which private jobs do not keep.
+    `kind` is that of the attempt: what the client is asked to do. `took_s` is the time from the assignment to the
+    report; `report_number` grows from report to report, which is the order in which updates are folded; `update_bytes`
+    the size of the update as it was received. `folded_into` is the attempt whose sum the update is part of, `staleness`
+    the number of versions that were committed meanwhile, and `weight` what it counts for there; a report that waits for
+    the next attempt is folded into none yet. `norm` is the update's L2 norm, which private jobs do not keep.
     """
 
     key: AttemptKey
     client_id: str
+    kind: AttemptKind
     token_hash: bytes
     state: AssignmentState
     base_version: int
@@ -69,9 +80,14 @@ class Assignment:
     took_s: float | None = None
     report_number: int | None = None
     update_bytes: int = 0
-    buffer: AttemptKey | None = None
+    folded_into: AttemptKey | None = None
     staleness: int = 0
     norm: float | None = None
+
+    @property
+    def id(self) -> AssignmentId:
+        """The name of the assignment and of its update."""
+        return AssignmentId(self.key, self.client_id)
 
     @property
     def is_busy(self) -> bool:
@@ -149,6 +165,12 @@ class Crew:
 
 NOBODY = Crew()
 """A crew without anybody."""
+
+
+def make_crew(assignments: Iterable[Assignment]) -> Crew:
+    """Return a crew of these assignments."""
+    members = list(assignments)
+    return NOBODY.with_assignments(members) if members else NOBODY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,9 +287,9 @@ class JobState:
         return sum(crew.num_busy for crew in self.crews)
 
     @property
-    def origins(self) -> frozenset[AttemptKey]:
-        """The attempts that assignments were made in which have not ended: what was received for them is needed."""
-        return frozenset(each.key for crew in self.crews for each in crew.assignments.values() if each.is_open)
+    def open_assignments(self) -> list[Assignment]:
+        """The assignments that have not ended."""
+        return [each for crew in self.crews for each in crew.assignments.values() if each.is_open]
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """The client's assignment that was made in an attempt; None if it belongs to the past."""
@@ -275,11 +297,6 @@ class JobState:
             if (found := crew.find(key, client_id)) is not None:
                 return found
         return None
-
-    def kind_of(self, assignment: Assignment) -> AttemptKind:
-        """What one of the job's clients is asked to do."""
-        attempt = self.attempt
-        return attempt.kind if attempt is not None and attempt.key == assignment.key else AttemptKind.TRAIN
 
     def next_wakeup(self) -> float | None:
         """The moment at which time alone changes this job, if there is one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fedplat.rounds import buffered, closing, private, warm_start
+from fedplat.rounds import buffered, closing, private, reporting, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -34,7 +34,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
     fresh = _in_bounds(fresh, context.now)
     if job.spec.durability == "memory":
         return _without_updates(fresh, attempt, context)
-    commands = buffered.folds(attempt, attempt.reported)
+    commands = reporting.fold_commands(attempt, attempt.reported)
     if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return _go_on(fresh, commands, context)
@@ -43,7 +43,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
 def _without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Clients at work for a buffer, or carried, go on; all else that the attempt has is lost."""
     left = buffered.forget_updates(job) if job.spec.buffered is not None else job
-    if buffered.fills(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
+    if reporting.fills_buffer(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
         return _go_on(left, (), context)
     return Transition(*closing.abandon(left, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
 
@@ -58,7 +58,7 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
         # clients.
         attempt = dataclasses.replace(attempt, closes_at=closes_at)
         job = dataclasses.replace(job, attempt=attempt)
-    late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)
+    late = closing.drop_late(reporting.await_clients(job, context) if attempt.awaits_clients else job, context)
     return dataclasses.replace(late, commands=commands + late.commands)
 
 
@@ -77,7 +77,7 @@ def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
     evaluation = job.spec.evaluation.clients
     if assignment.state is AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s
-    elif job.kind_of(assignment) is AttemptKind.EVALUATE and evaluation is not None:
+    elif assignment.kind is AttemptKind.EVALUATE and evaluation is not None:
         longest = evaluation.timeout_s
     else:  # an adaptive deadline gave less
         longest = min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)

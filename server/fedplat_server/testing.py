@@ -18,7 +18,7 @@ from fedplat.rounds import (
     ModelVersion,
     Participation,
     participations_of,
-    restored,
+    rebuild_attempt,
 )
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 from fedplat_server.audit import AuditEntry
@@ -41,7 +41,7 @@ def as_stored(job: JobState, shift_s: float = 0.0) -> JobState:
     attempt, carried = job.attempt, job.carried
     if attempt is not None:
         moved = [_moved(assignment, shift_s) for crew in job.crews for assignment in crew.assignments.values()]
-        attempt, carried = restored(_bare(attempt), moved)
+        attempt, carried = rebuild_attempt(_bare(attempt), moved)
     return dataclasses.replace(job, attempt=attempt, carried=carried, resume_at=None)
 
 
@@ -71,7 +71,7 @@ class _Attempt:
 
     def record(self, counted: Sequence[Assignment]) -> AttemptRecord:
         now = self.attempt
-        stale = [each.staleness for each in counted if each.buffer is not None]
+        stale = [each.staleness for each in counted if each.folded_into is not None]
         return AttemptRecord(
             key=now.key,
             kind=now.kind,
@@ -110,16 +110,16 @@ class _Job:
             mine = [
                 _moved(each, -epoch_unix_s)
                 for each in self.assignments.values()
-                if each.is_open or attempt.key in (each.key, each.buffer)
+                if each.is_open or attempt.key in (each.key, each.folded_into)
             ]
-            attempt, carried = restored(_bare(attempt), mine)
+            attempt, carried = rebuild_attempt(_bare(attempt), mine)
         state = dataclasses.replace(self.state, attempt=attempt, carried=carried, resume_at=None)
         return JobRecord(state, self.job_file, self.created_unix_s)
 
     def attempt_records(self) -> list[AttemptRecord]:
         counted: dict[AttemptKey, list[Assignment]] = {}
         for each in self.assignments.values():
-            counted.setdefault(each.buffer or each.key, []).append(each)
+            counted.setdefault(each.folded_into or each.key, []).append(each)
         return [kept.record(counted.get(key, [])) for key, kept in self.attempts.items()]
 
 
@@ -192,13 +192,13 @@ class MemoryStore(MemoryLedger):
         """The id of the save that changed a job last; see the port."""
         return self._jobs[job_id].save_id
 
-    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+    async def find_assignment(self, token_hash: bytes) -> Assignment | None:
         """The assignment with this token, however old."""
         if token_hash not in self._tokens:
             return None
         key, client_id = self._tokens[token_hash]
         found = self._jobs[key.job_id].assignments[key, client_id]
-        return key, dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
+        return dataclasses.replace(found, assigned_at=0.0, deadline_at=0.0)
 
     async def participations(self, job_id: str, rounds: range) -> list[Participation]:
         """The assignments of a job's attempts to train in these rounds; see the port."""

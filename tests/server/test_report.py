@@ -13,7 +13,7 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from fedplat_server import intake
+from fedplat import report_validation
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 
@@ -254,14 +254,14 @@ async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site:
 async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that appends to its update while its report is checked could stop every round."""
     checking, go_on = threading.Event(), threading.Event()
-    check = intake.check_update
+    check = report_validation.validate_file
 
     def slow(update: Path, base: Path, codec: None) -> object:
         checking.set()
         assert go_on.wait(harness.PATIENCE_S)
         return check(update, base, codec)
 
-    monkeypatch.setattr(intake, "check_update", slow)
+    monkeypatch.setattr(report_validation, "validate_file", slow)
     job = await site.operator.start(job_file(goal=1))
     client = await site.enrol()
     token = (await client.assignment()).token

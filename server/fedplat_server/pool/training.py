@@ -12,13 +12,14 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from fedplat import updates
 from fedplat.aggregate import Counterpart
 from fedplat.backends import parallel
 from fedplat.backends.parallel.trainer import agreed
 from fedplat.backends.ranks import Ranks
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
-from fedplat_server import files, intake, references
+from fedplat_server import files, references
 from fedplat_server.pool.learning import Learned, Progress, Scored, Scoring, Teachers, Trainer, Training
 
 TURN_S = 0.25
@@ -131,7 +132,7 @@ def _models(teachers: Teachers, counterpart: Counterpart) -> Iterator[Parameters
     step: Vector = np.empty(base.schema.num_floating, np.float32)
     for path in teachers.updates:
         start = 0
-        for block in intake.open_update(Path(path), base, teachers.uplink).to_blocks():
+        for block in updates.open_update(path, base, teachers.uplink).to_blocks():
             step[start : start + block.size] = block
             start += block.size
         yield counterpart.reduce(base.plus(step))

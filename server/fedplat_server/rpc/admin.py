@@ -21,7 +21,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import __version__, audit, files, upload_files
+from fedplat_server import __version__, audit, files, spool_file
 from fedplat_server.audit import AuditEntry
 from fedplat_server.bounded_audit import Recent
 from fedplat_server.cluster import hop
@@ -203,7 +203,7 @@ class AdminService(VersionMethods, MembersMethods, OperatorMethods, PrivacyMetho
             raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
 
     def _check_durability(self, spec: JobSpec) -> None:
-        if spec.durability == "memory" and not upload_files.CAN_KEEP_IN_MEMORY:
+        if spec.durability == "memory" and not spool_file.CAN_KEEP_IN_MEMORY:
             raise RefusedError(
                 Code.INVALID_JOB_FILE,
                 'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.states import AssignmentState, AttemptKind
-from fedplat_server import files, uploads
-from fedplat_server.uploads import UploadKey
+from fedplat_server import files
+from fedplat_server.spool import path_of
 from fedplat_server.verify import invariants
 from fedplat_server.verify.records import Attempt, Job, Unit
 
@@ -17,15 +18,15 @@ _UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")
 
 
 @dataclasses.dataclass
-class Spool:
+class ExpectedUpdates:
     """What the rows say about the spool; takes every unit, a job before its attempts.
 
     `reported` are the digests of updates that must be there: accepted, for an attempt that has not ended or for the
     next one, and to be kept. `expected` are all whose uploads may be there, complete or not.
     """
 
-    reported: dict[UploadKey, str] = dataclasses.field(default_factory=dict[UploadKey, str])
-    expected: set[UploadKey] = dataclasses.field(default_factory=set[UploadKey])
+    reported: dict[AssignmentId, str] = dataclasses.field(default_factory=dict[AssignmentId, str])
+    expected: set[AssignmentId] = dataclasses.field(default_factory=set[AssignmentId])
     _kept: bool = False
 
     def take(self, unit: Unit) -> None:
@@ -34,7 +35,7 @@ class Spool:
             self._kept = unit.spec is not None and unit.spec.durability == "spool"
         if isinstance(unit, Attempt) and self._kept and unit.row.kind == AttemptKind.TRAIN:
             for one in unit.made if invariants.is_open(unit.row) else invariants.still_open(unit):
-                key = UploadKey(unit.row.job_id, unit.row.round, unit.row.number, one.client_id)
+                key = AssignmentId(AttemptKey(unit.row.job_id, unit.row.round, unit.row.number), one.client_id)
                 self.expected.add(key)
                 if one.state == AssignmentState.REPORTED:
                     self.reported[key] = one.digest
@@ -43,7 +44,7 @@ class Spool:
         """What is worth knowing of files that were in the folder before the rows were read."""
         still = [path for path in found if (folder / path).exists()]
         unknown = [path for path in still if not _UPLOAD.fullmatch(path.as_posix())]
-        expected = {uploads.path_of(folder, key, "").relative_to(folder).as_posix() for key in self.expected}
+        expected = {path_of(folder, key, "").relative_to(folder).as_posix() for key in self.expected}
         left = sum(path.as_posix().partition("-")[0] + "-" not in expected for path in still if path not in unknown)
         if left:
             yield (

@@ -162,7 +162,7 @@ async def _refused(store: Store, *changes: Change, error: type[StoreError] = Sto
     for change in changes:
         for assignment in change.assignments:
             found = await store.find_assignment(assignment.token_hash)
-            assert found is None or found[1] != dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
+            assert found is None or found != dataclasses.replace(assignment, assigned_at=0.0, deadline_at=0.0)
 
 
 async def test_a_save_is_all_or_nothing(store: Store) -> None:

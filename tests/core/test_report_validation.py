@@ -12,7 +12,8 @@ import pytest
 
 from fedplat.model import Parameters
 from fedplat.rounds.states import Reason
-from fedplat_server import intake
+from fedplat.rounds.transition import Verdict
+from fedplat import report_validation
 
 MIB = 2**20
 MODEL = Parameters.from_arrays({"weight": np.zeros(4 * MIB, np.float32)})
@@ -47,12 +48,12 @@ def test_memory_does_not_grow_with_a_misfit(base: Path, tmp_path: Path, header_b
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(NUM_REPORTS) as pool:
-            checks = [pool.submit(intake.check_update, odd, base, None) for _ in range(NUM_REPORTS)]
+            checks = [pool.submit(report_validation.validate_file, odd, base, None) for _ in range(NUM_REPORTS)]
             answers = {check.result() for check in checks}
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert answers == {(Reason.REJECTED_SCHEMA, "tensor 'weight' is missing (1 in all)")}
+    assert answers == {Verdict(Reason.REJECTED_SCHEMA, "tensor 'weight' is missing (1 in all)")}
     assert peak < 4 * MIB
 
 
@@ -61,10 +62,10 @@ def test_a_header_that_is_far_too_long_is_not_read(base: Path, tmp_path: Path) -
     long = upload(tmp_path / "long", {"weight": 4 * MIB}, 16 * MIB)
     tracemalloc.start()
     try:
-        answer = intake.check_update(long, base, None)
+        answer = report_validation.validate_file(long, base, None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert isinstance(answer, tuple)
-    assert answer[1].startswith(f"the header has {16 * MIB} bytes; the base version's file has ")
+    assert isinstance(answer, Verdict)
+    assert answer.text.startswith(f"the header has {16 * MIB} bytes; the base version's file has ")
     assert peak < MIB
