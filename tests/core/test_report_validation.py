@@ -1,7 +1,8 @@
-"""Why an update does not fit is found in its header alone."""
+"""What a report may claim, and why an update does not fit: that is found in its header alone."""
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from fedplat import claims, report_validation
+from fedplat.aggregate import QFedAvg
 from fedplat.model import Parameters
-from fedplat.rounds.states import Reason
+from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import Verdict
-from fedplat import report_validation
 
 MIB = 2**20
 MODEL = Parameters.from_arrays({"weight": np.zeros(4 * MIB, np.float32)})
@@ -69,3 +71,49 @@ def test_a_header_that_is_far_too_long_is_not_read(base: Path, tmp_path: Path) -
     assert isinstance(answer, Verdict)
     assert answer.text.startswith(f"the header has {16 * MIB} bytes; the base version's file has ")
     assert peak < MIB
+
+
+QFEDAVG = QFedAvg().build()
+"""A rule that needs the metric `loss_before`."""
+FIT = {"loss_before": 1.0}
+
+
+@pytest.mark.parametrize("kind", [AttemptKind.TRAIN, AttemptKind.EVALUATE])
+def test_a_report_within_the_bounds_is_accepted(kind: AttemptKind) -> None:
+    metrics = FIT | {"x" * 100: -1e300}
+    for num_examples in (claims.MIN_EXAMPLES, 1.0, claims.MAX_EXAMPLES):
+        assert report_validation.validate_claims(QFEDAVG, kind, num_examples, metrics).accepted
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "metrics", "reason", "text"),
+    [
+        (0.0, FIT, Reason.REJECTED_WEIGHT, "num_examples is 0; expected a number from 1e-06 to 1e+15"),
+        (math.nan, FIT, Reason.REJECTED_WEIGHT, "num_examples is nan"),
+        (1.0, FIT | {"loss": math.nan}, Reason.REJECTED_METRICS, "'loss' is nan; expected a finite number"),
+        (1.0, {f"m{i}": 0.0 for i in range(65)}, Reason.REJECTED_METRICS, "65 metrics; at most 64"),
+        (1.0, FIT | {"x" * 101: 0.0}, Reason.REJECTED_METRICS, "has 101 bytes"),
+        (1.0, FIT | {"a\nb": 0.0}, Reason.REJECTED_METRICS, "printable"),
+        (1.0, {f"{i:0100}": 0.0 for i in range(41)}, Reason.REJECTED_METRICS, "4100 bytes in all; at most 4096"),
+        (1.0, {"loss_before": -1.0}, Reason.REJECTED_METRICS, "loss_before is -1.0"),
+        (1.0, {}, Reason.REJECTED_METRICS, "lacks the metric loss_before"),
+    ],
+)
+def test_what_a_report_may_not_claim(
+    num_examples: float, metrics: dict[str, float], reason: Reason, text: str
+) -> None:
+    verdict = report_validation.validate_claims(QFEDAVG, AttemptKind.TRAIN, num_examples, metrics)
+    assert verdict.reason is reason
+    assert text in verdict.text
+
+
+def test_an_evaluation_needs_no_metric_of_the_rule_and_has_no_update() -> None:
+    kind = AttemptKind.EVALUATE
+    assert report_validation.validate_claims(QFEDAVG, kind, 1.0, {}).accepted
+    assert report_validation.validate_claims(QFEDAVG, kind, 1.0, {}, "0" * 64).reason is Reason.REJECTED_DIGEST
+
+
+def test_a_server_may_have_other_bounds_on_metrics() -> None:
+    limits = claims.MetricLimits(num_metrics=1)
+    verdict = report_validation.validate_claims(QFEDAVG, AttemptKind.TRAIN, 1.0, FIT | {"loss": 1.0}, limits=limits)
+    assert verdict.reason is Reason.REJECTED_METRICS
