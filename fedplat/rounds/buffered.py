@@ -30,7 +30,7 @@ def carries(job: JobState) -> bool:
     return job.carried.num_busy > 0 or job.carried.num_reported > 0
 
 
-def wait(job: JobState, reported: Assignment) -> JobState:
+def hold_report(job: JobState, reported: Assignment) -> JobState:
     """Let the report of a carried assignment wait for the next attempt."""
     waiting = dataclasses.replace(reported, report_number=job.carried.next_report)
     return dataclasses.replace(job, carried=job.carried.with_assignments([waiting]))
@@ -59,7 +59,7 @@ def take_over(job: JobState, context: Context) -> Transition:
     ]
     # More may wait than a buffer holds: the rule divides by its size.
     left = [dataclasses.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
-    ended = [assignments.ended(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
+    ended = [assignments.end(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
     attempt = dataclasses.replace(attempt, phase=phase).with_assignments([*ended, *accepted, *job.carried.busy])
     after = dataclasses.replace(job, attempt=attempt, carried=make_crew(left))
@@ -73,20 +73,20 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
     if mode is None or mode.max_staleness is None:
         return job, ()
     late = [
-        assignments.ended(each, AssignmentState.LATE, Reason.TOO_STALE)
+        assignments.end(each, AssignmentState.LATE, Reason.TOO_STALE)
         for each in job.carried.busy
         if mode.is_too_stale(job.latest.version - each.base_version)
     ]
     if not late:
         return job, ()
-    return dataclasses.replace(job, carried=job.carried.with_assignments(late)), assignments.aborts(late)
+    return dataclasses.replace(job, carried=job.carried.with_assignments(late)), assignments.abort_commands(late)
 
 
 def forget_updates(job: JobState) -> JobState:
     """Drop the accepted updates, which a job in memory loses when the server dies. Busy clients go on."""
 
     def lost(crew: Crew) -> list[Assignment]:
-        return [assignments.ended(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in crew.reported]
+        return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in crew.reported]
 
     attempt = job.attempt
     if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:

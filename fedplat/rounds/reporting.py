@@ -40,7 +40,7 @@ def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
 def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
     """Return a report as the attempt accepts it: with its staleness, and the weight that it has by what is known now.
 
-    Reports that come later may lower the weight (`influence.weighed`).
+    Reports that come later may lower the weight (`influence.reweigh`).
     """
     staleness = attempt.base_version - reported.base_version
     most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf

@@ -74,7 +74,7 @@ def advance(job: JobState, context: Context) -> Transition | None:
     attempt = job.open_attempt
     if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
         # Nothing to aggregate. It is a step of its own, because each change of a state has its row in the history.
-        return Transition(closing.committed(job, attempt, context))
+        return Transition(closing.commit(job, attempt, context))
     if attempt is not None and reporting.fills_buffer(job, attempt):
         return _advance_buffer(job, attempt, context)
     if job.status is not JobStatus.RUNNING or attempt is not None:
@@ -180,7 +180,7 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         found, needed = private.there_and_needed(job, event)
     if reporting.fills_buffer(job, attempt):
         if not found:
-            return closing.nobody_came(job, context)
+            return closing.close_without_clients(job, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were there to be selected"
         failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
@@ -296,13 +296,13 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     attempt = job.attempt
     assert attempt is not None
     if assignment.kind is AttemptKind.TRAIN:
-        job = influence.noted(job, reported)
-        if (refusal := influence.refusal(job, attempt, reported)) is not None:
-            return _refused(job, dataclasses.replace(assignment, norm=reported.norm), *refusal, context)
+        job = influence.remember_claim(job, reported)
+        if not (verdict := influence.judge_norm(job, attempt, reported)).accepted:
+            return _reject(job, dataclasses.replace(assignment, norm=reported.norm), verdict, context)
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
         job = changed(job, durations=durations)
     if not reporting.is_in_attempt(job, assignment):
-        return Transition(buffered.wait(job, reported))
+        return Transition(buffered.hold_report(job, reported))
     accepted = reporting.accept_report(job, attempt, reported, attempt.next_report)
     after = closing.close_if_due(assignments.put(job, accepted), reporting.fold_commands(attempt, [accepted]), context)
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
@@ -310,12 +310,13 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     return after
 
 
-def _refused(job: JobState, assignment: Assignment, reason: Reason, text: str, context: Context) -> Transition:
-    rejected = assignments.ended(assignment, AssignmentState.REJECTED, reason, text)
+def _reject(job: JobState, assignment: Assignment, verdict: Verdict, context: Context) -> Transition:
+    assert verdict.reason is not None
+    rejected = assignments.end(assignment, AssignmentState.REJECTED, verdict.reason, verdict.text)
     after = assignments.put(job, rejected)
     is_in_attempt = reporting.is_in_attempt(job, assignment)
     then = closing.close_if_due(after, (), context) if is_in_attempt else Transition(after)
-    return dataclasses.replace(then, verdict=Verdict(reason, text))
+    return dataclasses.replace(then, verdict=verdict)
 
 
 def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -342,7 +343,7 @@ def _end_one(
     if assignment is None or not assignment.is_busy:
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
         return Transition(job, verdict=ACCEPTED if same else _verdict_on_ended(assignment))
-    after = assignments.put(job, assignments.ended(assignment, state, event.reason, event.text))
+    after = assignments.put(job, assignments.end(assignment, state, event.reason, event.text))
     return closing.close_if_due(after, (), context) if reporting.is_in_attempt(job, assignment) else Transition(after)
 
 
@@ -376,7 +377,7 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     if event.version.num_updates != attempt.num_reported:
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)
-    after = closing.committed(job, attempt, context, event.metrics)
+    after = closing.commit(job, attempt, context, event.metrics)
     # A job that was paused meanwhile keeps the reason for its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = dataclasses.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
