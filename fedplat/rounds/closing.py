@@ -126,7 +126,7 @@ def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transitio
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """End the assignments whose deadline has passed, and the attempt if it waited for these alone, or is over itself."""
+    """End the assignments whose deadline has passed, and the attempt if it waited for these alone or is over."""
     carried, commands = _end_late(job.carried, context.now)
     job = dataclasses.replace(job, carried=carried) if carried is not job.carried else job
     attempt = job.open_attempt

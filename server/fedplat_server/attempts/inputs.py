@@ -29,7 +29,7 @@ from fedplat_server.blobs import BlobStore
 
 
 class SpooledUpdate(msgspec.Struct, frozen=True):
-    """An accepted update: its file, and that of the version its client began with (`origin_path`) if the rule needs it."""
+    """An accepted update: its file, and if the rule needs it that of the version its client began with."""
 
     path: str
     contribution: Contribution
@@ -39,8 +39,8 @@ class SpooledUpdate(msgspec.Struct, frozen=True):
 class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything but the updates. `version` is the one that the attempt leads to.
 
-    `base_path` is the file of the version before it, `state_path` that of the rule's state, if there is one. `noise_key`
-    is the key of a private job's noise: a backend that computes the aggregate anew draws the same.
+    `base_path` is the file of the version before it, `state_path` that of the rule's state, if there is one.
+    `noise_key` is the key of a private job's noise: a backend that computes the aggregate anew draws the same.
     """
 
     spec: JobSpec
