@@ -26,10 +26,10 @@ import numpy as np
 import typer
 
 import report
+from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Contribution, FedAvg
 from fedplat.model import ModelFile, Parameters
 from fedplat.updates import open_update
-from fedplat import report_validation
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"

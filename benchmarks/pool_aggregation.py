@@ -153,7 +153,9 @@ def on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[fl
 
     async def measure(processes: list[int]) -> tuple[float, list[int], str]:
         begin = time.perf_counter()
-        folding = PoolAggregation(inputs_of(folder, split, ranks), BlobStore(folder / "blobs"), PoolLink.of_folder(folder))
+        folding = PoolAggregation(
+            inputs_of(folder, split, ranks), BlobStore(folder / "blobs"), PoolLink.of_folder(folder)
+        )
         await folding.begin()
         digest = await aggregated(folding, folder, num_updates)
         return time.perf_counter() - begin, [peak_bytes(process) for process in processes], digest

@@ -19,6 +19,9 @@ class MetricLimits:
     name_bytes: int = 4096
 
 
+DEFAULT_LIMITS = MetricLimits()
+
+
 def check_examples(num_examples: float) -> str:
     """Return what is wrong with a claimed number of examples; empty if nothing is.
 
@@ -30,7 +33,7 @@ def check_examples(num_examples: float) -> str:
     return f"num_examples is {num_examples:g}; expected a number from {MIN_EXAMPLES:g} to {MAX_EXAMPLES:g}"
 
 
-def check_metrics(metrics: Mapping[str, float], limits: MetricLimits = MetricLimits()) -> str:
+def check_metrics(metrics: Mapping[str, float], limits: MetricLimits = DEFAULT_LIMITS) -> str:
     """Return what is wrong with reported metrics; empty if nothing is."""
     if len(metrics) > limits.num_metrics:
         return f"{len(metrics)} metrics; at most {limits.num_metrics} are accepted"

@@ -37,7 +37,7 @@ def validate_claims(
     num_examples: float,
     metrics: Mapping[str, float],
     digest: str = "",
-    limits: MetricLimits = MetricLimits(),
+    limits: MetricLimits = claims.DEFAULT_LIMITS,
 ) -> Verdict:
     """Return whether a report's numbers are acceptable for an assignment of this kind; `rule` is the job's."""
     if problem := claims.check_examples(num_examples):

@@ -97,4 +97,3 @@ def forget_updates(job: JobState) -> JobState:
 
 def _open(crew: Crew) -> list[Assignment]:
     return [each for each in crew.assignments.values() if each.is_open]
-

@@ -154,9 +154,7 @@ def _end_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
     return dataclasses.replace(crew.with_assignments(late), wakeup_at=wakeup_at), assignments.abort_commands(late)
 
 
-def commit(
-    job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None
-) -> JobState:
+def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None) -> JobState:
     """Commit the attempt: every accepted report is merged. `metrics` are shown instead of the means of the reports."""
     merged = [
         dataclasses.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))

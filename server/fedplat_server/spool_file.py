@@ -156,5 +156,3 @@ class Upload:
         if self._writers.get(self._file) is self:
             del self._writers[self._file]
             os.close(self._descriptor)
-
-

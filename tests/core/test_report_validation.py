@@ -99,9 +99,7 @@ def test_a_report_within_the_bounds_is_accepted(kind: AttemptKind) -> None:
         (1.0, {}, Reason.REJECTED_METRICS, "lacks the metric loss_before"),
     ],
 )
-def test_what_a_report_may_not_claim(
-    num_examples: float, metrics: dict[str, float], reason: Reason, text: str
-) -> None:
+def test_what_a_report_may_not_claim(num_examples: float, metrics: dict[str, float], reason: Reason, text: str) -> None:
     verdict = report_validation.validate_claims(QFEDAVG, AttemptKind.TRAIN, num_examples, metrics)
     assert verdict.reason is reason
     assert text in verdict.text

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from fedplat import claims, codecs
+from fedplat import claims, codecs, report_validation
 from fedplat.aggregate import state_from_bytes, state_to_bytes
 from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
 from fedplat.errors import FedplatError
@@ -23,7 +23,6 @@ from fedplat.model import Parameters, VectorBlocks
 from fedplat.updates import Format, open_update
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.options import draw_s
-from fedplat import report_validation
 from fedplat_server.config import Limits
 from fedplat_server.rpc import convert, requests
 from hostile import attacks

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat import privacy
+from fedplat import privacy, report_validation
 from fedplat.aggregate import Partial, Rule, State, Wrapper
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters, Vector
@@ -27,7 +27,6 @@ from fedplat.privacy import Noise, Release
 from fedplat.rounds import JobState, Verdict
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.rounds.states import Reason
-from fedplat import report_validation
 from server.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
 
 MULTIPLIER = 0.01

@@ -256,7 +256,9 @@ async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, 
 async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> None:
     spool = Spool(tmp_path, FEDADAM + f'[pool]\nranks = 2\nsplit = "{split}"\n')
     inputs, nobody = spool.inputs(), PoolLink.of_folder(tmp_path)
-    assert await spool.done(WithFallback(inputs, spool.blobs, nobody)) == await spool.done(LocalAggregation(inputs, spool.blobs))
+    assert await spool.done(WithFallback(inputs, spool.blobs, nobody)) == await spool.done(
+        LocalAggregation(inputs, spool.blobs)
+    )
 
 
 @pytest.mark.fault("F35")

@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 import pytest
 
+from fedplat import report_validation
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from fedplat import report_validation
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 

@@ -17,8 +17,8 @@ from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import Action, ClientRevoked, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.spool_file import MemoryFile, SpoolFile
 from fedplat_server.spool import Spool, path_of
+from fedplat_server.spool_file import MemoryFile, SpoolFile
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -86,9 +86,7 @@ def test_what_is_not_there_cannot_be_made_durable(uploads: Spool) -> None:
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize(("code", "error"), [(errno.EIO, BlobError), (errno.ENOSPC, BlobFullError)])
-def test_a_sync_that_failed_means_not_written(
-    uploads: Spool, disk: Disk, code: int, error: type[BlobError]
-) -> None:
+def test_a_sync_that_failed_means_not_written(uploads: Spool, disk: Disk, code: int, error: type[BlobError]) -> None:
     fill(uploads)
     disk.fails["file"] = code
     with pytest.raises(error):
@@ -210,7 +208,6 @@ def test_updates_in_memory_never_touch_the_disk(tmp_path: Path, disk: Disk) -> N
     uploads.discard(KEY)
     assert uploads.complete(KEY, DIGEST) is None
     assert open_files() == before
-
 
 
 def test_a_file_in_memory_is_closed_once() -> None:

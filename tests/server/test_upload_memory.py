@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat import wire
+from fedplat import report_validation, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from fedplat import report_validation
 from fedplat_server.config import Limits
 from fedplat_server.rpc.errors import RefusedError
 from fedplat_server.rpc.memory import MemoryBudget

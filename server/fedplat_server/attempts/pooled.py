@@ -137,7 +137,9 @@ class WithFallback:
 
     keeps_updates = True
 
-    def __init__(self, inputs: AttemptInputs, blobs: BlobStore, link: PoolLink, patience_s: float | None = None) -> None:
+    def __init__(
+        self, inputs: AttemptInputs, blobs: BlobStore, link: PoolLink, patience_s: float | None = None
+    ) -> None:
         self._inputs = inputs
         self._blobs = blobs
         self._link = link

@@ -120,9 +120,7 @@ class ReportIntake:
 
     def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
-        return report_validation.size_limit(
-            self._services.blobs.path(job.latest.digest), job.spec.compression.uplink
-        )
+        return report_validation.size_limit(self._services.blobs.path(job.latest.digest), job.spec.compression.uplink)
 
     async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
         limit = self._size_limit(assignment)

@@ -134,10 +134,10 @@ class Store(FleetStore, OperatorStore, AuditStore, ParticipationStore, LedgerSto
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Every job in the order of creation, as the coordinator left it.
 
-        That is: with its last attempt, that attempt's assignments and those that are carried (`rounds.rebuild_attempt`),
-        its latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
-        assignments that were reported in attempts of kind TRAIN. The moments of assignments (`…_at`) are on the clock that says `now`, as
-        far as the wall clock can be trusted; all others are zero or None: they mean nothing any more.
+        That is: with its last attempt, the assignments that are its own or carried (`rounds.rebuild_attempt`), its
+        latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
+        assignments that were reported in attempts of kind TRAIN. The moments of assignments (`…_at`) are on the clock
+        that reads `now`, as far as the wall clock can be trusted; all others are zero or None.
         """
         ...
 

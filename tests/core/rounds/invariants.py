@@ -316,7 +316,7 @@ class Ledger:
         spec = self.jobs[command.key.job_id].spec
         assert found.digest == command.digest
         assert found.state not in (AssignmentState.TRAINING, AssignmentState.UPLOADING)
-        assert found.buffer == command.key, "it is folded into two versions"
+        assert found.folded_into == command.key, "it is folded into two versions"
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0

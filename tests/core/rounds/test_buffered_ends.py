@@ -154,7 +154,9 @@ def test_a_buffer_goes_on_after_a_crash() -> None:
     driver.report("c2")
     driver.wait(10.0)
     proposal = driver.crash(down_s=7.0)
-    fold = Fold(SECOND, AssignmentId(FIRST, "c2"), "of-c2", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c2"), 0)
+    fold = Fold(
+        SECOND, AssignmentId(FIRST, "c2"), "of-c2", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c2"), 0
+    )
     assert commands_of(proposal, Fold) == [fold]
     assert driver.states() == {"c0": "TRAINING", "c1": "TRAINING", "c2": "REPORTED", "c3": "TRAINING"}
     assert driver.timers["j"] == pytest.approx(driver.now + 83.0)

@@ -82,7 +82,13 @@ def test_a_collection_goes_on_with_the_time_that_is_left() -> None:
     assert driver.timers["j"] == pytest.approx(driver.now + 23.0)
     folds = [
         Fold(driver.key, AssignmentId(driver.key, "c3"), "of-c3", Contribution(10.0, 10.0, client_id="c3"), 0),
-        Fold(driver.key, AssignmentId(driver.key, "c1"), "of-c1", Contribution(20.0, 20.0, {"local_steps": 3.0}, client_id="c1"), 0),
+        Fold(
+            driver.key,
+            AssignmentId(driver.key, "c1"),
+            "of-c1",
+            Contribution(20.0, 20.0, {"local_steps": 3.0}, client_id="c1"),
+            0,
+        ),
     ]
     assert commands_of(proposal, Fold) == folds
     assert [driver.attempt.assignments[name].report_number for name in ("c3", "c1")] == [1, 2]
