@@ -3,7 +3,7 @@
 An assignment is named by the attempt that it was made in, for good: so are its row and its upload. In a job with a
 buffer it may outlive that attempt; then the job carries it, and the next attempt takes it over.
 
-Moments (`…_at`) are seconds on the clock of whoever drives the coordinator: monotonic in the daemon, virtual in
+Moments (`…_at`) are seconds on the clock of the coordinator's driver: monotonic in the daemon, virtual in
 a simulation. After a restart that clock is another one: a store gives back those of assignments, translated to the
 new clock, and no others.
 """
@@ -177,7 +177,7 @@ def make_crew(assignments: Iterable[Assignment]) -> Crew:
 class Attempt(Crew):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
+    `goal` reports close it, `minimum` are enough when no client is left to wait for, `target` clients work for it.
     While it waits for clients to come, it does so until `selection_ends_at`. If it hides its sample, it collects until
     `closes_at`, whatever comes.
     """
@@ -203,7 +203,7 @@ class Attempt(Crew):
 
     @property
     def awaits_clients(self) -> bool:
-        """Whether nobody works for it, and only clients that come can change that."""
+        """Whether no client works for it, and only clients that come can change that."""
         if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
         return self.phase is AttemptPhase.SELECTING

@@ -4,7 +4,7 @@ The store has given the attempt back as it was when it was last saved, with its 
 updates that were accepted lie in the spool (`durability = "spool"`): they are folded again from the first one on, in
 the order in which they were accepted, so that the result is the same bit for bit. With `durability = "memory"` they
 are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it. A
-warm start has no updates: whoever does it has checkpoints of its own.
+warm start has no updates: it goes on from its own checkpoints.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
 
 
 def _in_bounds(job: JobState, now: float) -> JobState:
-    """The job with deadlines that can be true: a wall clock that was set back meanwhile gives nobody more time."""
+    """Bound the deadlines: a wall clock that was set back meanwhile gives no client more time."""
     crews: dict[str, Any] = {}
     for name, crew in (("attempt", job.attempt), ("carried", job.carried)):
         busy = crew.busy if crew is not None else []

@@ -348,7 +348,7 @@ def _end_one(
 
 
 def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
-    """The answer to a report on an assignment that is no longer open; the first report gets its receipt again."""
+    """Return the answer to a report on an assignment that has ended; the first report gets its receipt again."""
     if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
         same = assignment.digest == digest
         return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)

@@ -60,7 +60,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             version=latest.version + 1,
             base_path=os.path.abspath(blobs.path(latest.digest)),
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
-            # Noise that nobody can make again: a release that was thrown away tells nothing of the next one.
+            # Never drawn again: a release that was thrown away reveals nothing of the next one.
             noise_key=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
         )
 

@@ -48,7 +48,7 @@ class AddUpdate(msgspec.Struct, tag="fold", frozen=True):
 
 
 class Aggregated(msgspec.Struct, frozen=True):
-    """The files are written and synced; or `problem` says why not.
+    """The files are written and synced; or `problem` is the reason against it.
 
     "refused": the updates have no result, wherever it is computed; "full": there is no room; "failed": anything else.
     """
