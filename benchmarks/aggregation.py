@@ -26,9 +26,10 @@ import numpy as np
 import typer
 
 import report
+from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Contribution, FedAvg
 from fedplat.model import ModelFile, Parameters
-from fedplat_server import intake
+from fedplat.updates import open_update
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"
@@ -178,12 +179,12 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
 
 def check_file(base: Path, update: Path) -> None:
     """What the server does before it accepts an update."""
-    assert isinstance(intake.check_update(update, base, None), float)
+    assert isinstance(report_validation.validate_file(update, base, None), float)
 
 
 def fold_file(accumulator: Accumulator, base: ModelFile, update: Path) -> None:
     """What it does afterwards."""
-    accumulator.fold(intake.open_update(update, base, None), Contribution(WEIGHT))
+    accumulator.fold(open_update(update, base, None), Contribution(WEIGHT))
 
 
 def status_bytes(key: str) -> int:

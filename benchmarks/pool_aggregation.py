@@ -31,10 +31,10 @@ import report
 from fedplat.aggregate import Contribution
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat_server.attempts.folding import Folding
-from fedplat_server.attempts.here import Here
-from fedplat_server.attempts.pooled import OnPool
-from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.attempts.backend import AggregationBackend
+from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.attempts.local import LocalAggregation
+from fedplat_server.attempts.pooled import PoolAggregation
 from fedplat_server.blobs import BlobStore
 from fedplat_server.pool.client import WorkerPool
 
@@ -124,16 +124,16 @@ def make_files(folder: Path, num_updates: int, num_parameters: int, num_files: i
             path.hardlink_to(folder / f"{number % num_files}.update")
 
 
-def recipe_of(folder: Path, split: str, ranks: int) -> Recipe:
+def inputs_of(folder: Path, split: str, ranks: int) -> AttemptInputs:
     """One attempt's."""
     table = f'[pool]\nranks = {ranks}\nsplit = "{split}"\n' if split else ""
-    return Recipe(spec=parse_job(JOB + table), job_id="bench", version=1, base=str(folder / "base"))
+    return AttemptInputs(spec=parse_job(JOB + table), job_id="bench", version=1, base_path=str(folder / "base"))
 
 
-async def aggregated(folding: Folding, folder: Path, num_updates: int) -> str:
+async def aggregated(folding: AggregationBackend, folder: Path, num_updates: int) -> str:
     """The digest of the version."""
     for number in range(num_updates):
-        await folding.fold(Update(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000)))
+        await folding.fold(SpooledUpdate(str(folder / f"{number}.update"), Contribution(1.0 - number / 1000)))
     digest = (await folding.commit()).model.digest
     await folding.close()
     return digest
@@ -144,7 +144,7 @@ def alone(name: str, num_updates: int) -> tuple[float, int, str]:
     folder = Path(name)
     blobs = BlobStore(folder / "blobs")
     begin = time.perf_counter()
-    digest = asyncio.run(aggregated(Here(recipe_of(folder, "", 1), blobs), folder, num_updates))
+    digest = asyncio.run(aggregated(LocalAggregation(inputs_of(folder, "", 1), blobs), folder, num_updates))
     return time.perf_counter() - begin, peak_bytes(os.getpid()), digest
 
 
@@ -153,7 +153,7 @@ def on_ranks(folder: Path, num_updates: int, ranks: int, split: str) -> tuple[fl
 
     async def measure(processes: list[int]) -> tuple[float, list[int], str]:
         begin = time.perf_counter()
-        folding = OnPool(recipe_of(folder, split, ranks), BlobStore(folder / "blobs"), WorkerPool.at(folder))
+        folding = PoolAggregation(inputs_of(folder, split, ranks), BlobStore(folder / "blobs"), WorkerPool.at(folder))
         await folding.begin()
         digest = await aggregated(folding, folder, num_updates)
         return time.perf_counter() - begin, [peak_bytes(process) for process in processes], digest

@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat import codecs
+from fedplat.codecs import with_error_feedback
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import DTYPES, FLOATING, Blocks, Schema, Segment, Values, Vector, blocks, part_of
+from fedplat.model import DTYPES, FLOATING, Blocks, ModelFile, Schema, Segment, Values, Vector, blocks, part_of
 
 MAGIC = b"fedplat encoded update 1\n"
 _LONGEST_LINE = 1000
@@ -102,6 +103,19 @@ class Format:
         """The file of an update of this schema, in pieces. Raises `CodecError` for entries that are not finite."""
         return self.framed(self.codec.encode(update.to_blocks(), rng), update)
 
+    def encode_with_feedback(
+        self, update: Values, residual: Vector | None, rng: np.random.Generator
+    ) -> tuple[Iterator[bytes], Vector]:
+        """Encode an update and what the codec left out of earlier ones, the residual (None: nothing).
+
+        Return the file, in pieces, and what the codec leaves out now, float32 [num_floating]. Raises as `encode` does.
+        """
+        feedback = with_error_feedback(self.codec)
+        if residual is None:
+            residual = feedback.init(self.schema.num_floating)
+        payload, left_out = feedback.encode(residual, update.to_blocks(), rng)
+        return self.framed([payload], update), left_out
+
     def framed(self, payload: Iterable[bytes], update: Values) -> Iterator[bytes]:
         """The file of an update, in pieces, around its payload."""
         assert update.schema == self.schema
@@ -152,6 +166,11 @@ class Format:
         if len(rest) < 65:
             return "the encoded update ends within its first lines"
         return "the encoded update belongs to other tensors; expected the names, shapes and dtypes of the base version"
+
+
+def open_update(path: str | os.PathLike[str], base: Values, codec: codecs.Options | None) -> Values:
+    """Open the file of an update that was validated: encoded, or the safetensors file of the update itself."""
+    return ModelFile.open(path) if codec is None else Format(codec, base.schema).open(path)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ class ClientOptions:
     """How long a check-in waits for work at the server."""
     call_timeout_s: float = 30.0
     """How long the server may take to answer."""
-    first_backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    first_backoff_s: float = wire.FIRST_BACKOFF_S
+    max_backoff_s: float = wire.MAX_BACKOFF_S
     transfer_attempts: int = 8
     """How often in a row a transfer may break without a single new byte."""
     inline_limit_bytes: int = wire.INLINE_BYTES

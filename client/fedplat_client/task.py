@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
+from fedplat import claims
 from fedplat.memory import Memory
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
@@ -176,16 +177,15 @@ def _fitted(given: Parameters | Arrays, schema: Schema) -> Parameters:
 
 def _checked_count(count: float) -> float:
     value = _number("num_examples", count)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"num_examples is {count}; expected a positive finite number")
+    if problem := claims.check_examples(value):
+        raise ValueError(problem)
     return value
 
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     checked = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
-    for name, value in checked.items():
-        if not math.isfinite(value):
-            raise ValueError(f"metric {name!r} is {value}; expected a finite number (has the training diverged?)")
+    if problem := claims.check_metrics(checked):
+        raise ValueError(problem)
     return checked
 
 

@@ -14,11 +14,10 @@ from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client import transfer
+from fedplat_client import encoding, transfer
 from fedplat_client.backoff import retry
 from fedplat_client.cache import ModelCache
 from fedplat_client.connection import Connection
-from fedplat_client.encoding import Encoder
 from fedplat_client.errors import (
     CallRefusedError,
     Cancelled,
@@ -173,9 +172,9 @@ class Worker:
         update, codec = _update(result, base), _codec(assignment)
         if codec is None:
             return Content.of(update)
-        encoder = Encoder(self.residuals, self.options.rng)
+        seed = self.options.rng.getrandbits(128)
         try:
-            return encoder.encode(assignment, update, Format(codec, base.schema), merged)
+            return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
         except CodecError as exc:
             raise _AssignmentFailedError(
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"

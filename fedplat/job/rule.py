@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fedplat import aggregate, privacy
 from fedplat.job.privacy import build_release
 from fedplat.job.spec import JobSpec
 
 
-def build_rule(spec: JobSpec, seed: int = 0, noise: privacy.Noise | None = None) -> aggregate.Rule:
+def build_rule(
+    spec: JobSpec,
+    seed: int = 0,
+    noise: privacy.Noise | None = None,
+    keep_step: Callable[[bytes], None] | None = None,
+) -> aggregate.Rule:
     """Return the aggregation rule of a job; `seed` seeds its draws in an attempt.
 
     `aggregate.seed_of(job_id, version)` is the seed of the attempt that leads to that version. `noise`, fresh for each
-    attempt, is what a private job makes its releases with; without it, the rule makes none.
+    attempt, is what a private job makes its releases with; without it, the rule makes none. With `keep_step`, the rule
+    of a job with a downlink encodes its step, and calls `keep_step` with the result.
     """
     rule = spec.aggregation.build()
     if spec.robust is not None:
         rule = spec.robust.build(seed)(rule)
     rule = spec.updates.clip(rule)
-    release = build_release(spec)
-    return rule if release is None else privacy.privatized(release, noise)(rule)
+    if (release := build_release(spec)) is not None:
+        rule = privacy.privatized(release, noise)(rule)
+    if keep_step is not None and (codec := spec.compression.downlink) is not None:
+        rule = aggregate.compress_step(codec.build(), seed, keep_step)(rule)
+    return rule

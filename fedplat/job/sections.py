@@ -198,6 +198,10 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
     server: Name | None = None
     clients: ClientEvaluation | None = None
 
+    def is_due(self, round_number: int, num_rounds: int) -> bool:
+        """Return whether the version that a round has made is scored, in a job of `num_rounds` rounds."""
+        return round_number % self.every == 0 or round_number >= num_rounds
+
 
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     """What the server keeps of a job's past; it removes the rest, behind the rounds.

@@ -1,22 +1,23 @@
 """The pure coordinator: the rules of federated learning, without clock, socket, database or global randomness.
 
 Read in this order: `states` (what may follow what), `records` (what is known), `events` and `commands` (what
-comes in and goes out), `sync` (the rules of a round), `closing` (how its attempts end), `buffered` (what is different
-when versions are made of a buffer), `warm_start` (what the server does before round 1), `restart` (how attempts go on
-after a crash), `rollback` (how a job goes on from an older version), `selection`, `pool` and `memory` (who is drawn),
-`coordinator` (several jobs, one fleet).
+comes in and goes out), `sync` (the rules of a round), `reporting` (how its attempts take reports in), `closing` (how
+they end), `buffered` (what is different when versions are made of a buffer), `warm_start` (what the server does before
+round 1), `restart` (how attempts go on after a crash), `rollback` (how a job goes on from an older version),
+`selection`, `pool` and `memory` (who is drawn), `coordinator` (several jobs, one fleet).
 """
 
-from fedplat.rounds.buffered import restored
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
 from fedplat.rounds.memory import Memory, Participation, participations_of, rounds_to_recall
-from fedplat.rounds.records import Assignment, Attempt, AttemptKey, Crew, JobState, ModelVersion
+from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, Crew, JobState, ModelVersion
+from fedplat.rounds.reporting import rebuild_attempt
 from fedplat.rounds.sync import verdict_on_report
 from fedplat.rounds.transition import Context, Verdict
 
 __all__ = [
     "Assignment",
+    "AssignmentId",
     "Attempt",
     "AttemptKey",
     "Change",
@@ -32,7 +33,7 @@ __all__ = [
     "Verdict",
     "difference",
     "participations_of",
-    "restored",
+    "rebuild_attempt",
     "rounds_to_recall",
     "verdict_on_report",
 ]

@@ -13,19 +13,19 @@ from fedplat.texts import shortened
 
 
 def put(job: JobState, assignment: Assignment) -> JobState:
-    """The job with one assignment replaced, wherever it is."""
+    """Replace one assignment of the job, wherever it is."""
     if job.carried.find(assignment.key, assignment.client_id) is not None:
         return structs.replace(job, carried=job.carried.with_assignments([assignment]))
     assert job.attempt is not None
     return structs.replace(job, attempt=job.attempt.with_assignments([assignment]))
 
 
-def ended(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
-    """Return the assignment, ended for a reason. `text`, in which a client may be quoted, is kept shortened."""
+def end(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
+    """End an assignment for a reason. `text`, in which a client may be quoted, is kept shortened."""
     wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
     return structs.replace(assignment, state=wanted, reason=reason, text=shortened(text))
 
 
-def aborts(ended: Iterable[Assignment]) -> tuple[Command, ...]:
-    """Tells the clients of assignments that have ended why they shall stop."""
+def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:
+    """Return the commands that stop the clients of assignments that have ended."""
     return tuple(Abort(each.key, each.client_id, each.reason) for each in ended if each.reason is not None)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from fedplat.rounds import assignments, buffered, influence, pacing
+from fedplat.rounds import assignments, buffered, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
 from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
 from fedplat.rounds.states import (
@@ -32,7 +32,7 @@ _Crew = TypeVar("_Crew", bound=Crew)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Closes the attempt when its goal is reached, when nobody is left to wait for, or when it cannot succeed.
+    """Close the attempt when its goal is reached, when no client is left to wait for, or when it cannot succeed.
 
     With `selection.close = "deadline"` the goal does not close it. An attempt that hides its sample closes at its own
     moment only.
@@ -40,52 +40,52 @@ def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context)
     attempt = job.open_attempt
     assert attempt is not None
     reported, busy = attempt.num_reported, attempt.num_busy
-    if buffered.fills(job, attempt):
+    if reporting.fills_buffer(job, attempt):
         if reported < attempt.goal:
-            return Transition(job if busy else buffered.await_clients(job, context), commands)
+            return Transition(job if busy else reporting.await_clients(job, context), commands)
     elif attempt.closes_at is not None:
         if context.now < attempt.closes_at:
             return Transition(job, commands)
     elif reported + busy < attempt.minimum:
-        return _failed_for_few(job, commands, context)
+        return _fail_for_few(job, commands, context)
     elif busy and (reported < attempt.goal or _waits_for_all(job, attempt)):
         return Transition(job, commands)
     return close(job, commands, context)
 
 
 def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
-    """Closes the attempt with what was reported. Who still works is surplus, or is carried into the next attempt.
+    """Close the attempt with its reports. Busy clients are surplus, or are carried into the next attempt.
 
-    First it is looked at how much each report may change (`influence`). An outlier is dropped, and then all is as if
-    its client had failed: the attempt may have to wait for others.
+    First the influence of each report is bounded (`influence`). An outlier is dropped, and then all is as if its client
+    had failed: the attempt may have to wait for others.
     """
     attempt = job.open_attempt
     assert attempt is not None
     can_refold = attempt.kind is not AttemptKind.TRAIN or influence.can_refold(job.spec)
-    if dropped := influence.outliers(job, attempt):
+    if dropped := influence.find_outliers(job, attempt):
         job = structs.replace(job, attempt=attempt.with_assignments(dropped))
-        return close_if_due(job, commands, context) if can_refold else _failed_for_outliers(job, commands, context)
-    weighed = influence.weighed(job, attempt)
+        return close_if_due(job, commands, context) if can_refold else _fail_for_outliers(job, commands, context)
+    weighed = influence.reweigh(job, attempt)
     if not can_refold:
-        if heavy := influence.too_heavy(attempt, weighed):
-            text = f"an update in memory cannot be weighed anew: {influence.listed(heavy)}"
-            return _after(commands, fail_attempt(job, text, context))
+        if heavy := influence.describe_too_heavy(attempt, weighed):
+            text = f"an update in memory cannot be weighed anew: {influence.join_texts(heavy)}"
+            return _prepend(commands, fail_attempt(job, text, context))
         weighed = []  # so near to their bounds that the median has moved since, and not they
-    if attempt.kind is AttemptKind.TRAIN and (weighed or influence.was_folded(attempt)):
+    if attempt.kind is AttemptKind.TRAIN and (weighed or influence.has_dropped_folds(attempt)):
         attempt = attempt.with_assignments(weighed)
-        commands += (Restart(attempt.key), *buffered.folds(attempt, attempt.reported))
-    return _closed(job, attempt.with_assignments(weighed), commands)
+        commands += (Restart(attempt.key), *reporting.fold_commands(attempt, attempt.reported))
+    return _begin_commit(job, attempt.with_assignments(weighed), commands)
 
 
-def _closed(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
+def _begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]) -> Transition:
     job = structs.replace(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
-    if buffered.fills(job, attempt) and attempt.key.round < job.spec.rounds:
+    if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
         job, attempt = buffered.carry(job, attempt)
     else:
         job, more = dismiss(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
-        surplus = [assignments.ended(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
-        commands += more + assignments.aborts(surplus)
+        surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
+        commands += more + assignments.abort_commands(surplus)
         attempt = attempt.with_assignments(surplus)
     if attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
@@ -96,68 +96,66 @@ def _waits_for_all(job: JobState, attempt: Attempt) -> bool:
     return attempt.kind is AttemptKind.TRAIN and job.spec.selection.close == "deadline"
 
 
-def nobody_came(job: JobState, context: Context) -> Transition:
-    """Closes or fails the attempt: nobody works for it, and nobody came to do so in time."""
+def close_without_clients(job: JobState, context: Context) -> Transition:
+    """Close or fail the attempt: no client works for it, and none came to do so in time."""
     attempt = job.open_attempt
     assert attempt is not None
     enough = attempt.num_reported >= attempt.minimum
-    return close(job, (), context) if enough else _failed_for_few(job, (), context)
+    return close(job, (), context) if enough else _fail_for_few(job, (), context)
 
 
-def _failed_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+def _fail_for_few(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
-    found, needed, outcome = attempt.num_reported, attempt.minimum, _outcome(attempt) or "nobody came"
+    found, needed, outcome = attempt.num_reported, attempt.minimum, _describe_counts(attempt) or "nobody came"
     text = f"{found} of at least {needed} needed clients reported ({outcome})"
-    if culprits := influence.named(attempt):
+    if culprits := influence.describe_outliers(attempt):
         text += f"; dropped as outliers: {culprits}"
-    return _after(commands, fail_attempt(job, text, context))
+    return _prepend(commands, fail_attempt(job, text, context))
 
 
-def _failed_for_outliers(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
+def _fail_for_outliers(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
     attempt = job.open_attempt
     assert attempt is not None
-    text = f"an update in memory cannot be taken out of the sum again: {influence.named(attempt)}"
-    return _after(commands, fail_attempt(job, text, context))
+    text = f"an update in memory cannot be taken out of the sum again: {influence.describe_outliers(attempt)}"
+    return _prepend(commands, fail_attempt(job, text, context))
 
 
-def _after(commands: tuple[Command, ...], transition: Transition) -> Transition:
+def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transition:
     return structs.replace(transition, commands=commands + transition.commands)
 
 
 def drop_late(job: JobState, context: Context) -> Transition:
-    """Ends the assignments whose deadline has passed, and the attempt if that was what it waited for, or its time."""
-    carried, commands = _without_late(job.carried, context.now)
+    """End the assignments whose deadline has passed, and the attempt if it waited for these alone or is over."""
+    carried, commands = _end_late(job.carried, context.now)
     job = structs.replace(job, carried=carried) if carried is not job.carried else job
     attempt = job.open_attempt
     if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job, commands)
     is_time = attempt.closes_at is not None and attempt.closes_at <= context.now
-    after, more = _without_late(attempt, context.now) if attempt.num_busy else (attempt, ())
+    after, more = _end_late(attempt, context.now) if attempt.num_busy else (attempt, ())
     if after is attempt and not is_time:
         return Transition(job, commands)
     return close_if_due(structs.replace(job, attempt=after), commands + more, context)
 
 
-def _without_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
+def _end_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
     if crew.next_deadline is None or crew.next_deadline > now:
-        return crew, ()  # nobody's deadline can have passed
+        return crew, ()  # no deadline can have passed
     late: list[Assignment] = []
     next_deadline: float | None = None
     for assignment in crew.busy:
         if assignment.deadline_at <= now:
             training = assignment.state is AssignmentState.TRAINING
             reason = Reason.TRAIN_TIMEOUT if training else Reason.UPLOAD_TIMEOUT
-            late.append(assignments.ended(assignment, AssignmentState.LATE, reason))
+            late.append(assignments.end(assignment, AssignmentState.LATE, reason))
         elif next_deadline is None or assignment.deadline_at < next_deadline:
             next_deadline = assignment.deadline_at
-    return structs.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.aborts(late)
+    return structs.replace(crew.with_assignments(late), next_deadline=next_deadline), assignments.abort_commands(late)
 
 
-def committed(
-    job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None
-) -> JobState:
-    """The job after its attempt: every accepted report is merged. `metrics` instead of the means of the reports."""
+def commit(job: JobState, attempt: Attempt, context: Context, metrics: Mapping[str, float] | None = None) -> JobState:
+    """Commit the attempt: every accepted report is merged. `metrics` are shown instead of the means of the reports."""
     merged = [
         structs.replace(assignment, state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.MERGED))
         for assignment in attempt.assignments.values()
@@ -167,13 +165,13 @@ def committed(
     closed = structs.replace(
         attempt.with_assignments(merged),
         phase=phase,
-        metrics=mean_metrics(merged) if metrics is None else dict(metrics),
+        metrics=average_metrics(merged) if metrics is None else dict(metrics),
         ended_at=context.now,
     )
     return structs.replace(job, attempt=closed)
 
 
-def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
+def average_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
     """Return the means of what clients reported, each metric weighted over the clients that have it.
 
     Only of the metrics that more than half of the reports have, and of the `MAX_METRICS` most frequent ones at most:
@@ -200,8 +198,8 @@ def mean_metrics(merged: Iterable[Assignment]) -> dict[str, float]:
 
 
 def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition:
-    """Drops a report of a client that was revoked. One that a version is made of already stays in that version."""
-    attempt, dropped = job.open_attempt, assignments.ended(revoked, AssignmentState.DROPPED, Reason.REVOKED)
+    """Drop a report of a client that was revoked. One that a version is made of already stays in that version."""
+    attempt, dropped = job.open_attempt, assignments.end(revoked, AssignmentState.DROPPED, Reason.REVOKED)
     if attempt is None or attempt.find(revoked.key, revoked.client_id) is None:
         return Transition(assignments.put(job, dropped))
     if attempt.phase is not AttemptPhase.COLLECTING:
@@ -214,7 +212,7 @@ def withdraw(job: JobState, revoked: Assignment, context: Context) -> Transition
 
 
 def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
-    """Abandons the attempt and backs off; a federated evaluation is not tried again."""
+    """Abandon the attempt and back off; a federated evaluation is not tried again."""
     attempt = job.open_attempt
     assert attempt is not None
     if attempt.kind is AttemptKind.EVALUATE:
@@ -225,52 +223,52 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
     if job.status is not JobStatus.RUNNING:  # it was paused while the version was made durable
         return Transition(after, commands)
     if retry.max_attempts and failures >= retry.max_attempts:
-        reason = f"{_named(attempt)} failed {failures} times; at last: {text}"
+        reason = f"{_describe(attempt)} failed {failures} times; at last: {text}"
         return Transition(set_status(after, JobStatus.FAILED, reason), commands)
     wait = pacing.backoff_s(retry, failures, context.rng)
-    reason = f"{_named(attempt)} attempt {attempt.key.number} was abandoned: {text}; trying again"
+    reason = f"{_describe(attempt)} attempt {attempt.key.number} was abandoned: {text}; trying again"
     return Transition(structs.replace(after, reason=reason, resume_at=context.now + wait), commands)
 
 
 def abandon_all(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
-    """Abandons the attempt with everybody: also those whom the job carries."""
+    """Abandon the attempt, and the assignments that the job carries."""
     after, commands = dismiss(job, reason)
     after, more = abandon(after, reason, text, context)
     return after, commands + more
 
 
 def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
-    """Ends the attempt without a result: who works is told to stop, what was received is thrown away."""
+    """End the attempt without a result: busy clients are stopped, and its updates are thrown away."""
     attempt = job.open_attempt
     assert attempt is not None
-    dropped, commands = _dropped(attempt, reason)
+    dropped, commands = _drop_open(attempt, reason)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.ABANDONED)
     closed = structs.replace(attempt.with_assignments(dropped), phase=phase, reason=text, ended_at=context.now)
     return structs.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 
 
 def dismiss(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
-    """Ends the assignments that the job carries."""
-    dropped, commands = _dropped(job.carried, reason)
+    """End the assignments that the job carries."""
+    dropped, commands = _drop_open(job.carried, reason)
     after = structs.replace(job, carried=job.carried.with_assignments(dropped)) if dropped else job
     return after, commands
 
 
-def _dropped(crew: Crew, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
+def _drop_open(crew: Crew, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
     still = [each for each in crew.assignments.values() if each.is_open]
-    dropped = [assignments.ended(each, AssignmentState.DROPPED, reason) for each in still]
+    dropped = [assignments.end(each, AssignmentState.DROPPED, reason) for each in still]
     return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still if each.is_busy)
 
 
 def set_status(job: JobState, status: JobStatus, reason: str) -> JobState:
-    """The job in another status."""
+    """Put the job into another status."""
     assert job.status not in ENDED_JOBS
     return structs.replace(job, status=require(JOB_TRANSITIONS, job.status, status), reason=reason)
 
 
-def _named(attempt: Attempt) -> str:
+def _describe(attempt: Attempt) -> str:
     return "the warm start" if attempt.kind is AttemptKind.WARM_START else f"round {attempt.key.round}"
 
 
-def _outcome(attempt: Attempt) -> str:
+def _describe_counts(attempt: Attempt) -> str:
     return ", ".join(f"{count} {state.lower()}" for state, count in sorted(attempt.counts.items()) if count)

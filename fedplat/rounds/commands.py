@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedplat.aggregate import Contribution
-from fedplat.rounds.records import AttemptKey
+from fedplat.rounds.records import AssignmentId, AttemptKey
 from fedplat.rounds.states import AttemptKind, Reason
 
 
@@ -50,16 +50,16 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """Add an accepted update to the attempt's partial result, as what it contributes.
+    """Add an accepted update to the sum of the attempt `key`, with the weight that it has there.
 
-    `origin` is the attempt that the client's assignment was made in, `base_version` the version that it began with.
+    `assignment` names the update; it may have been assigned in an earlier attempt. `base_version` is the version that
+    the client began with.
     """
 
     key: AttemptKey
-    client_id: str
+    assignment: AssignmentId
     digest: str
     contribution: Contribution
-    origin: AttemptKey
     base_version: int
 
 

@@ -108,14 +108,13 @@ class Coordinator:
         """The attempt that a client works for now."""
         return self._busy.get(client_id)
 
-    def find(self, key: AttemptKey, client_id: str) -> tuple[AttemptKind, Assignment] | None:
-        """A client's assignment that was made in an attempt, with what it is asked to do.
+    def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
+        """Return a client's assignment that was made in an attempt.
 
-        None for those that no attempt of today has to do with: only the store knows them.
+        None for those that no attempt of today depends on: only the store knows them.
         """
         job = self.jobs.get(key.job_id)
-        assignment = job.find(key, client_id) if job is not None else None
-        return (job.kind_of(assignment), assignment) if job is not None and assignment is not None else None
+        return job.find(key, client_id) if job is not None else None
 
     def propose(self, events: Sequence[Event], context: Context) -> Proposal:
         """Works out what the events do. The waiting room moves at once; jobs move on `accept`."""
@@ -327,14 +326,14 @@ class Coordinator:
 
     def _remember(self, change: Change) -> None:
         """Notes what a stored change tells of clients."""
-        job, job_id = change.job, change.job.job_id
+        job_id = change.job.job_id
         memory = self.memories.get(job_id)
         if memory is None:
             return
         if change.job.status in ENDED_JOBS:
             del self.memories[job_id]
             return
-        trained = [each for each in change.assignments if job.kind_of(each) is AttemptKind.TRAIN]
+        trained = [each for each in change.assignments if each.kind is AttemptKind.TRAIN]
         for participation in participations_of(trained):
             is_new, waiting = memory.note(participation), self.room.clients.get(participation.client_id)
             if is_new and waiting is not None:

@@ -21,9 +21,10 @@ from statistics import median_low
 from msgspec import structs
 
 from fedplat.job import JobSpec
-from fedplat.rounds.assignments import ended
+from fedplat.rounds.assignments import end
 from fedplat.rounds.records import Assignment, Attempt, Claim, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
+from fedplat.rounds.transition import ACCEPTED, Verdict
 
 FEWEST = 3
 """Of two norms none is an outlier."""
@@ -31,37 +32,28 @@ REMEMBERED_CLAIMS = 100
 """Of how many clients a job remembers what they claimed last."""
 LARGEST_SUM = 1e30
 """Norm times weight of all updates of an attempt together: their float32 sums stay in range, with room for a rule."""
-LEAST_EXAMPLES, MOST_EXAMPLES = 1e-6, 1e15
-"""What a client may claim: sums and quotients of such weights are numbers in float32."""
 _TOLERANCE = 2.0
 """How far a weight may be above its bound where it cannot be changed any more: the median moved since it was set."""
 _NAMED = 3
 
 
-def why_examples_are_bad(num_examples: float) -> str:
-    """What is wrong with a claimed number of examples, in words; empty when nothing is."""
-    if LEAST_EXAMPLES <= num_examples <= MOST_EXAMPLES:
-        return ""
-    return f"the number of examples is {num_examples:g}; expected one from {LEAST_EXAMPLES:g} to {MOST_EXAMPLES:g}"
-
-
 def can_refold(spec: JobSpec) -> bool:
-    """Whether the updates of an attempt are there until it ends, so that its sum can be made anew."""
+    """Return whether the updates of an attempt are there until it ends, so that its sum can be made anew."""
     return spec.durability == "spool" or spec.robust is not None
 
 
 def may_refold(spec: JobSpec) -> bool:
-    """Whether the sum of an attempt may be made anew for what its clients claim."""
+    """Return whether the sum of an attempt may be made anew because of the claims of its clients."""
     return can_refold(spec) and _is_on(spec)
 
 
 def looks_back(spec: JobSpec) -> bool:
-    """Whether a job remembers what its clients claimed: where an attempt alone cannot judge its reports."""
+    """Return whether a job remembers the claims of its clients: where an attempt alone cannot judge its reports."""
     return _is_on(spec) and (not can_refold(spec) or spec.selection.minimum < FEWEST)
 
 
-def noted(job: JobState, reported: Assignment) -> JobState:
-    """The job with a client's claim remembered, in place of its earlier one."""
+def remember_claim(job: JobState, reported: Assignment) -> JobState:
+    """Remember a client's claim, in place of its earlier one."""
     if not looks_back(job.spec):
         return job
     others = [claim for claim in job.claims if claim.client_id != reported.client_id]
@@ -69,35 +61,35 @@ def noted(job: JobState, reported: Assignment) -> JobState:
     return structs.replace(job, claims=claims[-REMEMBERED_CLAIMS:])
 
 
-def refusal(job: JobState, attempt: Attempt, reported: Assignment) -> tuple[Reason, str] | None:
-    """Why a report, which was `noted`, is not acceptable by its norm; None if it is."""
+def judge_norm(job: JobState, attempt: Attempt, reported: Assignment) -> Verdict:
+    """Return whether a report, whose claim is remembered already, is acceptable by its norm."""
     spec, norm = job.spec, reported.norm
     if norm is None:
-        return None
+        return ACCEPTED
     if spec.updates.max_norm and norm > spec.updates.max_norm:
         text = f"the update's norm is {norm:.6g}; the job accepts at most updates.max_norm = {spec.updates.max_norm:g}"
-        return Reason.REJECTED_NORM, text
+        return Verdict(Reason.REJECTED_NORM, text)
     weight = spec.weight(reported.num_examples, 0, most_by_claims(job))
     bound = LARGEST_SUM / max(attempt.target, attempt.goal)
     if not spec.updates.clips and spec.robust is None and norm * weight > bound:
         text = f"the update's norm is {norm:.6g} and its weight {weight:.6g}; their product may be {bound:.3g} at most"
-        return Reason.REJECTED_NORM, text
+        return Verdict(Reason.REJECTED_NORM, text)
     if spec.outlier_factor and _judges_reports(spec):
         median = _median(claim.norm for claim in job.claims)
         if median and norm > spec.outlier_factor * median:
-            return Reason.REJECTED_OUTLIER, _text(spec, norm, median, "of the job's latest updates")
-    return None
+            return Verdict(Reason.REJECTED_OUTLIER, _text(spec, norm, median, "of the job's latest updates"))
+    return ACCEPTED
 
 
 def most_by_claims(job: JobState) -> float:
-    """For how many examples a report may count by what the job remembers; infinitely many if that is too little."""
+    """Return for how many examples a report may count by the remembered claims; infinitely many if they are too few."""
     if not _judges_reports(job.spec) or len(job.claims) < FEWEST:
         return math.inf
     return most_examples(job.spec, [claim.num_examples for claim in job.claims])
 
 
-def outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
-    """The reports of an attempt that are dropped before it commits, as they are then."""
+def find_outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
+    """Return the reports of an attempt that are dropped before it commits, as they are then."""
     spec = job.spec
     if attempt.kind is not AttemptKind.TRAIN or not spec.outlier_factor:
         return []
@@ -109,14 +101,14 @@ def outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
     if not median:
         return []
     return [
-        ended(each, AssignmentState.REJECTED, Reason.REJECTED_OUTLIER, _text(spec, each.norm, median, whose))
+        end(each, AssignmentState.REJECTED, Reason.REJECTED_OUTLIER, _text(spec, each.norm, median, whose))
         for each in reported
         if each.norm is not None and each.norm > spec.outlier_factor * median
     ]
 
 
-def weighed(job: JobState, attempt: Attempt) -> list[Assignment]:
-    """The reports of an attempt that count for something else than was known when they came, as they count."""
+def reweigh(job: JobState, attempt: Attempt) -> list[Assignment]:
+    """Return the reports of an attempt whose weight differs from what was known when they came, with that weight."""
     spec = job.spec
     if not spec.max_weight_factor or not attempt.num_reported:
         return []
@@ -129,8 +121,8 @@ def weighed(job: JobState, attempt: Attempt) -> list[Assignment]:
     return [structs.replace(each, weight=weight) for each, weight in moved if weight != each.weight]
 
 
-def too_heavy(attempt: Attempt, weights: Iterable[Assignment]) -> list[str]:
-    """Whose update weighs far more than it should, in words; `weights` are the reports as they should count."""
+def describe_too_heavy(attempt: Attempt, weights: Iterable[Assignment]) -> list[str]:
+    """Describe the updates that weigh far more than they should; `weights` are the reports as they should count."""
     return [
         f"{each.client_id} (weight {was.weight:.6g}, of at most {each.weight:.6g})"
         for each in weights
@@ -138,33 +130,33 @@ def too_heavy(attempt: Attempt, weights: Iterable[Assignment]) -> list[str]:
     ]
 
 
-def was_folded(attempt: Attempt) -> bool:
-    """Whether the attempt's sum has updates in it that do not count any more."""
+def has_dropped_folds(attempt: Attempt) -> bool:
+    """Return whether the attempt's sum has updates in it that do not count any more."""
     dropped = (Reason.REJECTED_OUTLIER, Reason.REVOKED)  # what a crash has lost is in no sum
-    return any(each.buffer == attempt.key and each.reason in dropped for each in attempt.assignments.values())
+    return any(each.folded_into == attempt.key and each.reason in dropped for each in attempt.assignments.values())
 
 
-def named(attempt: Attempt) -> str:
-    """Which updates of an attempt were dropped as outliers, in words; empty if none was."""
+def describe_outliers(attempt: Attempt) -> str:
+    """Describe the updates of an attempt that were dropped as outliers; empty if there are none."""
     found = [each for each in attempt.assignments.values() if each.reason is Reason.REJECTED_OUTLIER]
-    return listed([f"{each.client_id}: {each.text}" for each in found])
+    return join_texts([f"{each.client_id}: {each.text}" for each in found])
 
 
-def listed(texts: Sequence[str]) -> str:
-    """The first of several texts, and how many more there are."""
+def join_texts(texts: Sequence[str]) -> str:
+    """Join the first of several texts, and the number of the others."""
     more = len(texts) - _NAMED
     return "; ".join(texts[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def most_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
-    """For how many examples a report may count beside these, itself among them."""
+    """Return for how many examples a report may count beside these, itself among them."""
     if not spec.max_weight_factor or not num_examples:
         return math.inf
     return spec.max_weight_factor * median_low(min(each, spec.updates.max_examples) for each in num_examples)
 
 
 def is_judged_alone(spec: JobSpec, num_reports: int) -> bool:
-    """Whether the reports of an attempt of so many are all that decides what they weigh."""
+    """Return whether the reports of an attempt of so many are all that decides their weights."""
     return can_refold(spec) and (num_reports >= FEWEST or not looks_back(spec))
 
 
@@ -173,7 +165,7 @@ def _is_on(spec: JobSpec) -> bool:
 
 
 def _judges_reports(spec: JobSpec) -> bool:
-    """Whether reports are judged as they come: at the close it is too late, or there are too few."""
+    """Return whether reports are judged as they come: at the close it is too late, or there are too few."""
     return looks_back(spec) and (not can_refold(spec) or spec.selection.goal < FEWEST)
 
 
@@ -182,7 +174,7 @@ def _judges_alone(spec: JobSpec, reports: Sequence[float | None]) -> bool:
 
 
 def _median(norms: Iterable[float | None]) -> float:
-    """The median of the norms that are known; 0 if they are too few."""
+    """Return the median of the norms that are known; 0 if they are too few."""
     known = [norm for norm in norms if norm is not None]
     return median_low(known) if len(known) >= FEWEST else 0.0
 

@@ -3,7 +3,7 @@
 An assignment is named by the attempt that it was made in, for good: so are its row and its upload. In a job with a
 buffer it may outlive that attempt; then the job carries it, and the next attempt takes it over.
 
-Moments (`…_at`) are seconds on the clock of whoever drives the coordinator: monotonic in the daemon, virtual in
+Moments (`…_at`) are seconds on the clock of the coordinator's driver: monotonic in the daemon, virtual in
 a simulation. After a restart that clock is another one: a store gives back those of assignments, translated to the
 new clock, and no others.
 """
@@ -42,18 +42,29 @@ class AttemptKey(NamedTuple):
         return f"{self.job_id} round {self.round} attempt {self.number}"
 
 
+class AssignmentId(NamedTuple):
+    """Names an assignment, and its update: the attempt that it was made in, and the client."""
+
+    attempt: AttemptKey
+    client_id: str
+
+    def __str__(self) -> str:
+        return f"{self.client_id} in {self.attempt}"
+
+
 class Assignment(Struct, frozen=True):
     """One client's participation in a job: the attempt that it was made in, and the version that it began with.
 
-    `took_s` is the time from the assignment to the report; `report_number` grows from report to report, which is the
-    order in which updates are folded; `update_bytes` the size of the update as it was received. `buffer` is the
-    attempt that the update is folded in, `staleness` the number of versions that were committed meanwhile, and `weight`
-    what it counts for there; a report that waits for the next attempt has no buffer yet. `norm` is the update's L2
-    norm, which private jobs do not keep.
+    `kind` is that of the attempt: what the client is asked to do. `took_s` is the time from the assignment to the
+    report; `report_number` grows from report to report, which is the order in which updates are folded; `update_bytes`
+    the size of the update as it was received. `folded_into` is the attempt whose sum the update is part of, `staleness`
+    the number of versions that were committed meanwhile, and `weight` what it counts for there; a report that waits for
+    the next attempt is folded into none yet. `norm` is the update's L2 norm, which private jobs do not keep.
     """
 
     key: AttemptKey
     client_id: str
+    kind: AttemptKind
     token_hash: bytes
     state: AssignmentState
     base_version: int
@@ -68,9 +79,14 @@ class Assignment(Struct, frozen=True):
     took_s: float | None = None
     report_number: int | None = None
     update_bytes: int = 0
-    buffer: AttemptKey | None = None
+    folded_into: AttemptKey | None = None
     staleness: int = 0
     norm: float | None = None
+
+    @property
+    def id(self) -> AssignmentId:
+        """The name of the assignment and of its update."""
+        return AssignmentId(self.key, self.client_id)
 
     @property
     def is_busy(self) -> bool:
@@ -150,10 +166,16 @@ NOBODY = Crew()
 """A crew without anybody."""
 
 
+def make_crew(assignments: Iterable[Assignment]) -> Crew:
+    """Return a crew of these assignments."""
+    members = list(assignments)
+    return NOBODY.with_assignments(members) if members else NOBODY
+
+
 class Attempt(Crew, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
-    `goal` reports close it, `minimum` are enough when nobody is left to wait for, `target` clients are at work for it.
+    `goal` reports close it, `minimum` are enough when no client is left to wait for, `target` clients work for it.
     While it waits for clients to come, it does so until `selection_ends_at`. If it hides its sample, it collects until
     `closes_at`, whatever comes.
     """
@@ -179,7 +201,7 @@ class Attempt(Crew, frozen=True, kw_only=True):
 
     @property
     def awaits_clients(self) -> bool:
-        """Whether nobody works for it, and only clients that come can change that."""
+        """Whether no client works for it, and only clients that come can change that."""
         if self.phase is AttemptPhase.COLLECTING and self.closes_at is None:
             return not self.num_busy
         return self.phase is AttemptPhase.SELECTING
@@ -261,9 +283,9 @@ class JobState(Struct, frozen=True):
         return sum(crew.num_busy for crew in self.crews)
 
     @property
-    def origins(self) -> frozenset[AttemptKey]:
-        """The attempts that assignments were made in which have not ended: what was received for them is needed."""
-        return frozenset(each.key for crew in self.crews for each in crew.assignments.values() if each.is_open)
+    def open_assignments(self) -> list[Assignment]:
+        """The assignments that have not ended."""
+        return [each for crew in self.crews for each in crew.assignments.values() if each.is_open]
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """The client's assignment that was made in an attempt; None if it belongs to the past."""
@@ -272,12 +294,6 @@ class JobState(Struct, frozen=True):
                 return found
         return None
 
-    def kind_of(self, assignment: Assignment) -> AttemptKind:
-        """What one of the job's clients is asked to do."""
-        attempt = self.attempt
-        return attempt.kind if attempt is not None and attempt.key == assignment.key else AttemptKind.TRAIN
-
-    @property
     def next_deadline(self) -> float | None:
         """The moment at which time alone changes this job, if there is one."""
         attempt, moments = self.open_attempt, list[float | None]()

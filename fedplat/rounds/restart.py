@@ -4,7 +4,7 @@ The store has given the attempt back as it was when it was last saved, with its 
 updates that were accepted lie in the spool (`durability = "spool"`): they are folded again from the first one on, in
 the order in which they were accepted, so that the result is the same bit for bit. With `durability = "memory"` they
 are gone, and the attempt with them; but an attempt that fills a buffer goes on with the clients that work for it. A
-warm start has no updates: whoever does it has checkpoints of its own.
+warm start has no updates: it goes on from its own checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fedplat.rounds import buffered, closing, private, warm_start
+from fedplat.rounds import buffered, closing, private, reporting, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -35,7 +35,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
     fresh = _in_bounds(fresh, context.now)
     if job.spec.durability == "memory":
         return _without_updates(fresh, attempt, context)
-    commands = buffered.folds(attempt, attempt.reported)
+    commands = reporting.fold_commands(attempt, attempt.reported)
     if attempt.phase is AttemptPhase.COMMITTING and attempt.kind is AttemptKind.TRAIN:
         commands += (Commit(attempt.key, attempt.base_version, attempt.num_reported),)
     return _go_on(fresh, commands, context)
@@ -44,7 +44,7 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
 def _without_updates(job: JobState, attempt: Attempt, context: Context) -> Transition:
     """Clients at work for a buffer, or carried, go on; all else that the attempt has is lost."""
     left = buffered.forget_updates(job) if job.spec.buffered is not None else job
-    if buffered.fills(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
+    if reporting.fills_buffer(job, attempt) and attempt.phase is not AttemptPhase.COMMITTING:
         return _go_on(left, (), context)
     return Transition(*closing.abandon(left, Reason.ATTEMPT_ABANDONED, "the server was restarted", context))
 
@@ -59,12 +59,12 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
         # clients.
         attempt = structs.replace(attempt, closes_at=closes_at)
         job = structs.replace(job, attempt=attempt)
-    late = closing.drop_late(buffered.await_clients(job, context) if attempt.awaits_clients else job, context)
+    late = closing.drop_late(reporting.await_clients(job, context) if attempt.awaits_clients else job, context)
     return structs.replace(late, commands=commands + late.commands)
 
 
 def _in_bounds(job: JobState, now: float) -> JobState:
-    """The job with deadlines that can be true: a wall clock that was set back meanwhile gives nobody more time."""
+    """Bound the deadlines: a wall clock that was set back meanwhile gives no client more time."""
     crews: dict[str, Any] = {}
     for name, crew in (("attempt", job.attempt), ("carried", job.carried)):
         busy = crew.busy if crew is not None else []
@@ -78,7 +78,7 @@ def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
     evaluation = job.spec.evaluation.clients
     if assignment.state is AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s
-    elif job.kind_of(assignment) is AttemptKind.EVALUATE and evaluation is not None:
+    elif assignment.kind is AttemptKind.EVALUATE and evaluation is not None:
         longest = evaluation.timeout_s
     else:  # an adaptive deadline gave less
         longest = min(job.spec.deadlines.training_s, assignment.deadline_at - assignment.assigned_at)

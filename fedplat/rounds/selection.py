@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedplat import labels
-from fedplat.rounds import buffered
+from fedplat.rounds import reporting
 from fedplat.rounds.events import ClientCheckedIn
 from fedplat.rounds.memory import Memory
 from fedplat.rounds.pool import Pool
@@ -56,9 +56,9 @@ def demand_of(job: JobState) -> Demand | None:
     attempt = job.open_attempt
     if attempt is None:
         return None
-    if buffered.fills(job, attempt):
+    if reporting.fills_buffer(job, attempt):
         free = attempt.target - attempt.num_busy
-        if not buffered.wants_clients(job, attempt) or free <= 0:
+        if not reporting.wants_clients(job, attempt) or free <= 0:
             return None
         return _training_demand(job, attempt, free, 1)
     if attempt.phase is not AttemptPhase.SELECTING:

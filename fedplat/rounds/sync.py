@@ -1,9 +1,9 @@
 """Rounds, as a pure function: (state, event, context) to (state', commands, verdict).
 
-Read `HANDLERS` first: one function for each kind of event but `TimerFired`, for which the coordinator needs to know who
-waits. `advance` is what a job does when nothing happens to it: it opens the next attempt, commits an evaluation, or
-ends. How attempts end is in `closing`, how they go on after a crash in `restart`, what a job with a buffer does
-otherwise in `buffered`, and what may follow what in `states`.
+Read `HANDLERS` first: one function for each kind of event but `TimerFired`, which the coordinator handles itself.
+`advance` is what a job does when nothing happens to it: it opens the next attempt, commits an evaluation, or ends. How
+attempts take reports in is in `reporting`, how they end in `closing`, how they go on after a crash in `restart`, what a
+job with a buffer does otherwise in `buffered`, and what may follow what in `states`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fedplat.rounds import assignments, buffered, closing, influence, pacing, private, restart, rollback, warm_start
+from fedplat.rounds import (
+    assignments,
+    buffered,
+    closing,
+    influence,
+    pacing,
+    private,
+    reporting,
+    restart,
+    rollback,
+    warm_start,
+)
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.events import (
     Action,
@@ -61,8 +72,8 @@ def advance(job: JobState, context: Context) -> Transition | None:
     attempt = job.open_attempt
     if attempt is not None and attempt.kind is AttemptKind.EVALUATE and attempt.phase is AttemptPhase.COMMITTING:
         # Nothing to aggregate. It is a step of its own, because each change of a state has its row in the history.
-        return Transition(closing.committed(job, attempt, context))
-    if attempt is not None and buffered.fills(job, attempt):
+        return Transition(closing.commit(job, attempt, context))
+    if attempt is not None and reporting.fills_buffer(job, attempt):
         return _advance_buffer(job, attempt, context)
     if job.status is not JobStatus.RUNNING or attempt is not None:
         return None
@@ -93,7 +104,7 @@ def _evaluation_is_due(job: JobState) -> bool:
         return False
     if last.phase is not AttemptPhase.COMMITTED:
         return False
-    return job.round % evaluation.every == 0 or job.round >= job.spec.rounds
+    return evaluation.is_due(job.round, job.spec.rounds)
 
 
 def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
@@ -160,14 +171,14 @@ _WRONG_WORD = frozenset({(Action.START, JobStatus.PAUSED), (Action.RESUME, JobSt
 
 def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> Transition:
     attempt = job.open_attempt
-    if attempt is None or not buffered.wants_clients(job, attempt):
+    if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
     if private.trains(job, attempt):
         found, needed = private.there_and_needed(job, event)
-    if buffered.fills(job, attempt):
+    if reporting.fills_buffer(job, attempt):
         if not found:
-            return closing.nobody_came(job, context)
+            return closing.close_without_clients(job, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were there to be selected"
         failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
@@ -203,6 +214,7 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
             Assignment(
                 key=attempt.key,
                 client_id=client_id,
+                kind=attempt.kind,
                 token_hash=token_hash,
                 state=AssignmentState.TRAINING,
                 base_version=attempt.base_version,
@@ -240,10 +252,9 @@ def _on_reclaimed(job: JobState, event: AssignmentReclaimed, context: Context) -
         late = closing.drop_late(job, context)
         return structs.replace(late, verdict=Verdict(Reason.STALE))
     secret, token_hash = context.new_token()
-    kind = job.kind_of(assignment)
-    _, upload_s = _timeouts(job, kind)
+    _, upload_s = _timeouts(job, assignment.kind)
     left = assignment.deadline_at - context.now
-    again = Assign(assignment.key, event.client_id, kind, assignment.base_version, secret, left, upload_s)
+    again = Assign(assignment.key, event.client_id, assignment.kind, assignment.base_version, secret, left, upload_s)
     return Transition(assignments.put(job, structs.replace(assignment, token_hash=token_hash)), (again,))
 
 
@@ -254,7 +265,7 @@ def _on_upload_started(job: JobState, event: UploadStarted, context: Context) ->
     assignment = job.find(event.key, event.client_id)
     if assignment is None or not assignment.is_busy:
         return Transition(job, verdict=_verdict_on_ended(assignment))
-    if job.kind_of(assignment) is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
+    if assignment.kind is AttemptKind.EVALUATE:  # else it could put its deadline off by upload_s
         return Transition(job, verdict=Verdict(Reason.REJECTED_DIGEST, "an evaluation has no update"))
     if assignment.state is AssignmentState.UPLOADING:
         return Transition(job)
@@ -282,26 +293,28 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
     )
     attempt = job.attempt
     assert attempt is not None
-    if job.kind_of(assignment) is AttemptKind.TRAIN:
-        job = influence.noted(job, reported)
-        if (refusal := influence.refusal(job, attempt, reported)) is not None:
-            return _refused(job, structs.replace(assignment, norm=reported.norm), *refusal, context)
+    if assignment.kind is AttemptKind.TRAIN:
+        job = influence.remember_claim(job, reported)
+        if not (verdict := influence.judge_norm(job, attempt, reported)).accepted:
+            return _reject(job, structs.replace(assignment, norm=reported.norm), verdict, context)
         durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
         job = structs.replace(job, durations=durations)
-    if not _is_in_attempt(job, assignment):
-        return Transition(buffered.wait(job, reported))
-    taken = buffered.taken_in(job, attempt, reported, attempt.next_report)
-    after = closing.close_if_due(assignments.put(job, taken), buffered.folds(attempt, [taken]), context)
+    if not reporting.is_in_attempt(job, assignment):
+        return Transition(buffered.hold_report(job, reported))
+    accepted = reporting.accept_report(job, attempt, reported, attempt.next_report)
+    after = closing.close_if_due(assignments.put(job, accepted), reporting.fold_commands(attempt, [accepted]), context)
     if (now := after.job.find(assignment.key, assignment.client_id)) is not None and now.reason is not None:
         return structs.replace(after, verdict=_verdict_on_ended(now))  # it closed the attempt, as an outlier
     return after
 
 
-def _refused(job: JobState, assignment: Assignment, reason: Reason, text: str, context: Context) -> Transition:
-    rejected = assignments.ended(assignment, AssignmentState.REJECTED, reason, text)
-    after, is_in_attempt = assignments.put(job, rejected), _is_in_attempt(job, assignment)
+def _reject(job: JobState, assignment: Assignment, verdict: Verdict, context: Context) -> Transition:
+    assert verdict.reason is not None
+    rejected = assignments.end(assignment, AssignmentState.REJECTED, verdict.reason, verdict.text)
+    after = assignments.put(job, rejected)
+    is_in_attempt = reporting.is_in_attempt(job, assignment)
     then = closing.close_if_due(after, (), context) if is_in_attempt else Transition(after)
-    return structs.replace(then, verdict=Verdict(reason, text))
+    return structs.replace(then, verdict=verdict)
 
 
 def _on_rejected(job: JobState, event: UpdateRejected, context: Context) -> Transition:
@@ -328,12 +341,12 @@ def _end_one(
     if assignment is None or not assignment.is_busy:
         same = assignment is not None and (assignment.state, assignment.reason) == (state, event.reason)
         return Transition(job, verdict=ACCEPTED if same else _verdict_on_ended(assignment))
-    after = assignments.put(job, assignments.ended(assignment, state, event.reason, event.text))
-    return closing.close_if_due(after, (), context) if _is_in_attempt(job, assignment) else Transition(after)
+    after = assignments.put(job, assignments.end(assignment, state, event.reason, event.text))
+    return closing.close_if_due(after, (), context) if reporting.is_in_attempt(job, assignment) else Transition(after)
 
 
 def verdict_on_report(assignment: Assignment | None, digest: str) -> Verdict:
-    """The answer to a report on an assignment that is no longer open; the first report gets its receipt again."""
+    """Return the answer to a report on an assignment that has ended; the first report gets its receipt again."""
     if assignment is not None and assignment.state in (AssignmentState.REPORTED, AssignmentState.MERGED):
         same = assignment.digest == digest
         return ACCEPTED if same else Verdict(Reason.REJECTED_CONFLICT)
@@ -357,11 +370,11 @@ def _on_aggregated(job: JobState, event: AttemptAggregated, context: Context) ->
     if event.version.num_updates != attempt.num_reported:
         text = f"{event.version.num_updates} of {attempt.num_reported} accepted updates were aggregated"
         return closing.fail_attempt(job, text, context)
-    after = closing.committed(job, attempt, context, event.metrics)
+    after = closing.commit(job, attempt, context, event.metrics)
     # A job that was paused meanwhile keeps the reason for its pause.
     reason = "" if job.status is JobStatus.RUNNING else job.reason
     after = structs.replace(after, latest=event.version, round=attempt.key.round, failures=0, reason=reason)
-    return Transition(*buffered.stop_stale(after))
+    return Transition(after) if job.spec.buffered is None else Transition(*buffered.stop_stale(after))
 
 
 def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Context) -> Transition:
@@ -370,14 +383,6 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
         return Transition(job, verdict=Verdict(Reason.STALE))
     text = event.text if warm_start.is_one(attempt) else f"aggregation failed: {event.text}"
     return closing.fail_attempt(job, text, context)
-
-
-# --- small pieces ------------------------------------------------------------------------------------------
-
-
-def _is_in_attempt(job: JobState, assignment: Assignment) -> bool:
-    """Whether it belongs to the last attempt, and not to those that the job carries."""
-    return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
 
 
 HANDLERS: Mapping[type[Any], Callable[[JobState, Any, Context], Transition]] = {

@@ -14,10 +14,8 @@ from fedplat.simulation.agenda import Alarms
 from fedplat.simulation.fleet import Fleet
 from fedplat.simulation.fleet.availability import Clients
 from fedplat.simulation.fleet.distributions import Floats
+from fedplat.wire import FIRST_BACKOFF_S, MAX_BACKOFF_S
 
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
-"""As the SDK has them: the n-th delay after failures is uniform in [0, min(max, first * 2^n)]."""
 _SPAN_S = 60.0
 
 

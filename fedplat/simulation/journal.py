@@ -113,7 +113,7 @@ class Journal:
 
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
-        subject = [*command.key[1:], command.client_id]
+        subject = [*command.key[1:], command.assignment.client_id]
         if not self.is_replaying:
             failed = self._learning.fold(command)
             if failed is not None:  # there is no line for all the others

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, State, compress_step, l2_norm, rebased, seed_of, unusable
-from fedplat.codecs import with_error_feedback
+from fedplat import report_validation
+from fedplat.aggregate import Accumulator, Rule, State, rebased, seed_of
 from fedplat.errors import CodecError, FedplatError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values, Vector
 from fedplat.privacy import KEY_BYTES, Noise
-from fedplat.rounds import AttemptKey, JobState, ModelVersion, influence
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Verdict, influence
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
-from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.kept import Keeper
 from fedplat.simulation.ports import Engine, Trained, Work
 from fedplat.simulation.tasks import Sizes, Task
@@ -26,7 +25,6 @@ from fedplat.simulation.training import Report
 from fedplat.updates import Format
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
-_Name = tuple[AttemptKey, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +40,13 @@ class _Update:
 class _Sum:
     """What is held for an attempt that has not ended. `made` is its version, once it is computed.
 
-    `folded` are its updates, by the attempt of the assignment and the client, in their order.
+    `folded` are its updates, in their order.
     """
 
     accumulator: Accumulator
     rule: Rule
     payloads: list[bytes]
-    folded: dict[_Name, _Update] = dataclasses.field(default_factory=dict["_Name", "_Update"])
+    folded: dict[AssignmentId, _Update] = dataclasses.field(default_factory=dict[AssignmentId, _Update])
     made: tuple[Parameters, State] | None = None
 
 
@@ -82,7 +80,7 @@ class Learning:
         self._format = Format(uplink, initial.schema) if uplink is not None else None
         self._residuals: dict[int, Vector] = {}
         self._sums: dict[AttemptKey, _Sum] = {}
-        self._received: dict[_Name, _Update] = {}
+        self._received: dict[AssignmentId, _Update] = {}
         self._keeper = Keeper() if influence.may_refold(spec) else None
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
@@ -117,31 +115,34 @@ class Learning:
         self.expect([task])
         assert task.work is not None
         trained = self._engine.result(task.work)
+        verdict = report_validation.validate_claims(self._plain, task.kind, trained.num_examples, trained.metrics)
         if task.kind is AttemptKind.EVALUATE:
-            return self._scored(task, trained)
-        if (refusal := self._refusal(task, trained)) is not None:
-            return refusal
-        values, left_out, size = self._sent(task, trained.update)
-        with np.errstate(invalid="ignore"):
-            norm = l2_norm(values.to_blocks())
-        if not math.isfinite(norm):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_NONFINITE)
-        self._received[task.key, task.client_id] = _Update(values, task.work, left_out)
+            return self._report_scores(task, trained, verdict)
+        if verdict.accepted:
+            verdict = report_validation.validate_schema(trained.update.schema, self.model.schema)
+        if not verdict.accepted:
+            return _reject(task, verdict)
+        values, left_out, size = self._send(task, trained.update)
+        norm = report_validation.measure_norm(values.to_blocks())
+        if isinstance(norm, Verdict):
+            return _reject(task, norm)
+        self._received[task.id] = _Update(values, task.work, left_out)
         digest = f"update {task.client} {task.number}"
         return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
 
     def drop(self, task: Task) -> None:
         """See `Training`."""
         if task.work is not None:
-            self._received.pop((task.key, task.client_id), None)
+            self._received.pop(task.id, None)
             self._drop(task.work)
             task.work = None
 
     def forget(self, key: AttemptKey, client_id: str) -> None:
         """See `Training`."""
-        update = self._received.pop((key, client_id), None)
+        name = AssignmentId(key, client_id)
+        update = self._received.pop(name, None)
         for found in self._sums.values():
-            if update is None and (update := found.folded.pop((key, client_id), None)) is not None:
+            if update is None and (update := found.folded.pop(name, None)) is not None:
                 self._free(update)
         if update is not None:
             self._drop(update.work)
@@ -154,15 +155,14 @@ class Learning:
     def fold(self, command: Fold) -> AggregationFailed | None:
         """See `Training`."""
         found = self._sum(command.key)
-        name = (command.origin, command.client_id)
-        update = self._received.pop(name, None)
+        update = self._received.pop(command.assignment, None)
         if update is None:  # dropped at the close of the attempt, in this very batch
             return None
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
             values = rebased(values, self._models[began_with], self.model)
         kept = _NOTHING if self._keeper is None else self._keeper.keep(update.values)
-        found.folded[name] = dataclasses.replace(update, values=kept)
+        found.folded[command.assignment] = dataclasses.replace(update, values=kept)
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
                 found.accumulator.fold(values, command.contribution)
@@ -213,8 +213,7 @@ class Learning:
             self._retire(before)
         if found.payloads:
             self.sizes = self.sizes._replace(step=float(len(found.payloads[-1])))
-        evaluation = self._spec.evaluation
-        if key.round % evaluation.every == 0 or key.round >= self._spec.rounds:
+        if self._spec.evaluation.is_due(key.round, self._spec.rounds):
             return self._engine.evaluate(self.model)
         return {}
 
@@ -250,12 +249,12 @@ class Learning:
         entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
-    def _scored(self, task: Task, trained: Trained) -> Report:
-        """What the server's intake makes of an evaluation's report, with which the client's work is over."""
+    def _report_scores(self, task: Task, trained: Trained, verdict: Verdict) -> Report:
+        """Return the report of an evaluation, with which the client's work is over."""
         self._release(task.version)
         task.work = None
-        if not all(map(math.isfinite, trained.metrics.values())):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
+        if not verdict.accepted:
+            return _reject(task, verdict)
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
 
     def _free(self, update: _Update) -> None:
@@ -293,24 +292,11 @@ class Learning:
         seed, payloads = seed_of(self._spec.name, self._version + 1), list[bytes]()
         # Of the run's seed, so that it can be repeated: noise of a simulation keeps nothing secret.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
-        rule = build_rule(self._spec, seed, Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes()))
-        codec = self._spec.compression.downlink
-        return (rule if codec is None else compress_step(codec.build(), seed, payloads.append)(rule)), payloads
+        noise = Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes())
+        return build_rule(self._spec, seed, noise, payloads.append), payloads
 
-    def _refusal(self, task: Task, trained: Trained) -> UpdateRejected | None:
-        """What the server's intake says of a report's numbers."""
-        if lacking := unusable(self._plain, trained.metrics):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS, lacking)
-        if not all(map(math.isfinite, trained.metrics.values())):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_METRICS)
-        if bad := influence.why_examples_are_bad(trained.num_examples):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_WEIGHT, bad)
-        if difference := trained.update.schema.difference_from(self.model.schema):
-            return UpdateRejected(task.key, task.client_id, Reason.REJECTED_SCHEMA, difference)
-        return None
-
-    def _sent(self, task: Task, update: Parameters) -> tuple[Values, Vector | None, int]:
-        """The update as the server has it, what the codec has left out of it, and how many bytes were sent."""
+    def _send(self, task: Task, update: Parameters) -> tuple[Values, Vector | None, int]:
+        """Return the update as the server has it, what the codec has left out of it, and how many bytes were sent."""
         format = self._format
         if format is None:
             return update, None, update.schema.file_size_bytes
@@ -318,17 +304,18 @@ class Learning:
         left_out: Vector | None = None
         try:
             if format.needs_feedback:
-                feedback = with_error_feedback(format.codec)
-                before = self._residuals.get(task.client)
-                if before is None:
-                    before = feedback.init(update.schema.num_floating)
-                payload, left_out = feedback.encode(before, update.to_blocks(), rng)
-                content = b"".join(format.framed([payload], update))
+                pieces, left_out = format.encode_with_feedback(update, self._residuals.get(task.client), rng)
             else:
-                content = b"".join(format.encode(update, rng))
+                pieces = format.encode(update, rng)
+            content = b"".join(pieces)
         except CodecError:  # it is not finite, and that is what the server would say
             return update, None, 0
         return format.decode(content), left_out, len(content)
+
+
+def _reject(task: Task, verdict: Verdict) -> UpdateRejected:
+    assert verdict.reason is not None
+    return UpdateRejected(task.key, task.client_id, verdict.reason, verdict.text)
 
 
 _NOTHING = Parameters.from_arrays({})

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.fleet import Fleet
@@ -57,6 +57,11 @@ class Task:
     fraction: float
     work: Work | None = None
     is_over: bool = False
+
+    @property
+    def id(self) -> AssignmentId:
+        """The name of the assignment, and of its update."""
+        return AssignmentId(self.key, self.client_id)
 
 
 class Sizes(NamedTuple):

@@ -20,6 +20,10 @@ UPLOAD_CHUNK_BYTES: Final = 2**18
 INLINE_BYTES: Final = 256 * 2**10
 """Largest update that may travel with its report, in bytes: for small ones an upload costs more than it saves."""
 
+FIRST_BACKOFF_S: Final = 0.5
+MAX_BACKOFF_S: Final = 30.0
+"""How a client backs off by default: the n-th delay is uniform in [0, min(max, first * 2^n)] seconds."""
+
 INLINE_MODEL_BYTES: Final = 64 * 2**10
 """Largest model that travels with an assignment, in bytes: a cohort of a thousand gets its assignments at once."""
 

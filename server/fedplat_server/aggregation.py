@@ -1,10 +1,10 @@
-"""Folds the updates of open attempts as they arrive (`attempts/` says where), and makes new versions durable.
+"""Folds the updates of open attempts as they arrive (`attempts/` has the backends), and makes new versions durable.
 
 One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
 bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
 stay there until the version is stored; those of jobs in memory are freed as soon as they are folded, unless the job's
-rule needs all of them at the end. A version's bytes are on the disk before anybody hears of it. Whatever goes wrong,
-the coordinator hears how the attempt ended: an attempt that nobody ends would stop its job for ever.
+rule needs all of them at the end. A version's bytes are on the disk before it is announced. Whatever goes wrong, the
+end of an attempt is posted to the coordinator: one that never ends would stop its job for ever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -25,15 +25,15 @@ from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.updates import Format
 from fedplat_server import crash, logs
-from fedplat_server.attempts.folding import Aggregate, Folding
-from fedplat_server.attempts.here import Here
-from fedplat_server.attempts.pooled import PoolFirst
-from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.attempts.backend import Aggregate, AggregationBackend
+from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.attempts.local import LocalAggregation
+from fedplat_server.attempts.pooled import WithFallback
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobError, StoreUnavailableError
 from fedplat_server.pool.client import WorkerPool
+from fedplat_server.spool import Spool
 from fedplat_server.training import ServerTraining, is_due
-from fedplat_server.uploads import UploadKey, UploadStore
 
 STORE_RETRY_S = 0.5
 FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
@@ -41,7 +41,7 @@ Post = Callable[[AttemptAggregated | AggregationFailed], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _OpenAttempt:
     """An attempt that is being aggregated, and the task that does it."""
 
     queue: asyncio.Queue[Fold | Restart | Commit]
@@ -50,19 +50,19 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerators:
-    """What the server has beside its own process."""
+    """The server's means beside its own process."""
 
     pool: WorkerPool
     training: ServerTraining
 
 
 class Aggregation:
-    """All open attempts. `post` hears how each of them ended."""
+    """All open attempts. `post` is called with the end of each."""
 
     def __init__(
         self,
         blobs: BlobStore,
-        uploads: UploadStore,
+        spool: Spool,
         find_version: FindVersion,
         post: Post,
         accelerators: Accelerators | None = None,
@@ -70,62 +70,42 @@ class Aggregation:
     ) -> None:
         """Without `accelerators` this process aggregates for all jobs, and none may have server steps.
 
-        `on_leftovers` is told of the files of attempts that came to nothing.
+        `on_leftovers` is called with the files that attempts made, once it is stored whether a version names them.
         """
         self._on_leftovers = on_leftovers
         self._accelerators = accelerators
         self._blobs = blobs
-        self._uploads = uploads
+        self._spool = spool
         self._find_version = find_version
         self._post = post
-        self._open: dict[AttemptKey, _Work] = {}
+        self._open: dict[AttemptKey, _OpenAttempt] = {}
         self._made: dict[AttemptKey, list[str]] = {}
-        self._kept: dict[str, set[AttemptKey]] = {}
-        self._discarding: set[asyncio.Task[None]] = set()
 
-    def take(self, job: JobState, command: Fold | Restart | Commit) -> None:
-        """Queues an update to be folded, the sum to be begun anew, or the end of the attempt."""
-        work = self._open.get(command.key)
-        if work is None:
+    def submit(self, job: JobState, command: Fold | Restart | Commit) -> None:
+        """Queue an update to be folded, the sum to be begun anew, or the end of the attempt."""
+        attempt = self._open.get(command.key)
+        if attempt is None:
             queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
             task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
-            work = self._open[command.key] = _Work(queue, task)
+            attempt = self._open[command.key] = _OpenAttempt(queue, task)
         if isinstance(command, Restart):
-            while not work.queue.empty():  # it would be folded in vain
-                work.queue.get_nowait()
-        work.queue.put_nowait(command)
+            while not attempt.queue.empty():  # it would be folded in vain
+                attempt.queue.get_nowait()
+        attempt.queue.put_nowait(command)
 
-    def keep(self, attempts: Iterable[AttemptKey]) -> None:
-        """Says what an earlier process received; what is not needed any more goes with the job's next attempt."""
-        for key in attempts:
-            self._kept.setdefault(key.job_id, set()).add(key)
-
-    def end(self, key: AttemptKey, needed: Collection[AttemptKey] = ()) -> None:
-        """Forgets an attempt that has ended, and what was received for it; but not for the attempts that are needed.
-
-        Those are forgotten when a later attempt of their job ends.
-        """
-        work = self._open.pop(key, None)
-        if work is not None:
-            work.task.cancel()
+    def end(self, key: AttemptKey) -> None:
+        """Forget an attempt that has ended: whether a version names its files is stored."""
+        attempt = self._open.pop(key, None)
+        if attempt is not None:
+            attempt.task.cancel()
         self._settle(self._made.pop(key, []))
-        ended = {key} | self._kept.pop(key.job_id, set())
-        if still := ended.intersection(needed):
-            self._kept[key.job_id] = still
-        for each in sorted(ended - still):
-            self._in_background(self._uploads.discard_attempt, *each, name=f"discard {each}")
-
-    def release(self, uploads: Sequence[UploadKey]) -> None:
-        """Forgets updates of assignments that have ended, while others of their attempts go on."""
-        if uploads:
-            self._in_background(self._release, *uploads, name="release uploads")
 
     async def close(self) -> None:
-        """Cancels all that is under way."""
-        works, self._open = list(self._open.values()), {}
-        for work in works:
-            work.task.cancel()
-        await asyncio.gather(*(work.task for work in works), *self._discarding, return_exceptions=True)
+        """Cancel all that is under way."""
+        tasks, self._open = [attempt.task for attempt in self._open.values()], {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
         outcome: AttemptAggregated | AggregationFailed
@@ -146,7 +126,7 @@ class Aggregation:
         self._post(outcome)
 
     def _settle(self, made: Sequence[str]) -> None:
-        """The fate of what an attempt has made is stored: a version names it, or none ever will."""
+        """Settle the files that an attempt has made: a version names them, or none ever will."""
         if made:
             self._blobs.settle(made)
             self._on_leftovers(made)
@@ -154,53 +134,52 @@ class Aggregation:
     async def _aggregate(
         self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
     ) -> AttemptAggregated:
-        recipe = Recipe.of(job, blobs)
-        from_latest = recipe.rule().from_latest
-        folding, paths = self._begun(job, recipe, blobs), list[Path]()
+        inputs = AttemptInputs.of(job, blobs)
+        from_latest = inputs.build_rule().from_latest
+        backend, paths = self._choose_backend(job, inputs, blobs), list[Path]()
         try:
             while not isinstance(command := await queue.get(), Commit):
                 if isinstance(command, Restart):
-                    await folding.close()
-                    folding, paths = self._begun(job, recipe, blobs), []
+                    await backend.close()
+                    backend, paths = self._choose_backend(job, inputs, blobs), []
                     continue
-                origin = await self._origin(job, command) if from_latest else ""
-                paths.append(await asyncio.to_thread(self._received, command))
-                await folding.fold(Update(str(paths[-1]), command.contribution, origin))
-                if job.spec.durability == "memory" and not folding.keeps_updates:
-                    await asyncio.to_thread(self._release, UploadKey(*command.origin, command.client_id))
-            aggregate, version = await self._committed(job, key, folding, paths)
+                origin_path = await self._find_origin(job, command) if from_latest else ""
+                paths.append(await asyncio.to_thread(self._find_update, command))
+                await backend.fold(SpooledUpdate(str(paths[-1]), command.contribution, origin_path))
+                if job.spec.durability == "memory" and not backend.keeps_updates:
+                    await asyncio.to_thread(self._spool.discard, command.assignment)
+            aggregate, version = await self._commit(job, key, backend, paths)
         finally:
-            await folding.close()
+            await backend.close()
         if aggregate.model.digest != version.digest:
             blobs.made.append(version.digest)  # the server's own training has stored it
         if codec := job.spec.compression.downlink:
-            delta = await asyncio.to_thread(self._keep_delta, blobs, codec, aggregate)
+            delta = await asyncio.to_thread(self._store_delta, blobs, codec, aggregate)
             version = structs.replace(
                 version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
             )
         return AttemptAggregated(key, version, aggregate.published)
 
-    async def _committed(
-        self, job: JobState, key: AttemptKey, folding: Folding, updates: Sequence[Path]
+    async def _commit(
+        self, job: JobState, key: AttemptKey, backend: AggregationBackend, updates: Sequence[Path]
     ) -> tuple[Aggregate, ModelVersion]:
-        """What came of the updates, and the version that it is; or becomes, if the server trains it further."""
+        """Aggregate the attempt; return the version too, after the server step if one is due."""
         if not is_due(job, key.round):
-            aggregate = await folding.commit()
-            return aggregate, _version(job, key, aggregate)
+            aggregate = await backend.commit()
+            return aggregate, _make_version(job, key, aggregate)
         assert self._accelerators is not None
         with self._blobs.temporary() as draft:
-            aggregate = await folding.commit(draft)
-            version = _version(job, key, aggregate)
+            aggregate = await backend.commit(draft)
+            version = _make_version(job, key, aggregate)
             return aggregate, await self._accelerators.training.step(job, version, draft, updates)
 
-    def _begun(self, job: JobState, recipe: Recipe, blobs: BlobStore) -> Folding:
-        """Where the job's attempts are aggregated."""
+    def _choose_backend(self, job: JobState, inputs: AttemptInputs, blobs: BlobStore) -> AggregationBackend:
         if job.spec.pool is None or self._accelerators is None:
-            return Here(recipe, blobs)
-        return PoolFirst(recipe, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
+            return LocalAggregation(inputs, blobs)
+        return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
 
-    async def _origin(self, job: JobState, command: Fold) -> str:
-        """The file of the version that a client began with, if that is not the latest."""
+    async def _find_origin(self, job: JobState, command: Fold) -> str:
+        """Return the file of the version that a client began with, if that is not the latest."""
         if command.base_version == job.latest.version:
             return ""
         while True:
@@ -212,37 +191,20 @@ class Aggregation:
                 assert found is not None
                 return os.path.abspath(self._blobs.path(found.digest))
 
-    def _received(self, command: Fold) -> Path:
-        """The file of an update."""
-        path = self._uploads.complete(UploadKey(*command.origin, command.client_id), command.digest)
+    def _find_update(self, command: Fold) -> Path:
+        path = self._spool.complete(command.assignment, command.digest)
         if path is None:
-            raise BlobError(f"the update of {command.client_id} is gone or damaged")
+            raise BlobError(f"the update of {command.assignment.client_id} is gone or damaged")
         return path.absolute()
 
-    def _keep_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
-        """Stores the step to a version as a file of its own; without a version that names it, it is an orphan."""
+    def _store_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
+        """Store the step to a version as a file of its own; without a version that names it, it is an orphan."""
         model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash.step("commit.delta"):
             return blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
 
-    def _release(self, *uploads: UploadKey) -> None:
-        for key in uploads:
-            self._uploads.discard(key)
 
-    def _in_background(self, discard: Callable[..., None], *arguments: object, name: str) -> None:
-        async def work() -> None:
-            try:
-                # In a thread: unlinking gigabytes must not hold up the event loop.
-                await asyncio.to_thread(discard, *arguments)
-            except BlobError as exc:  # no harm to the round; the next start clears the folder
-                logs.get().error("updates could not be thrown away", what=name, error=str(exc))
-
-        task = asyncio.create_task(work(), name=name)
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
-
-
-def _version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersion:
+def _make_version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersion:
     return ModelVersion(
         version=job.latest.version + 1,
         round=key.round,

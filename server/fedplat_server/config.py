@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from fedplat.claims import MetricLimits
 from fedplat_server.tls import TlsFiles
 
 
@@ -37,8 +38,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_model_bytes: int = 64 * 2**30
     max_labels: int = 64
     max_label_bytes: int = 8192
-    max_metrics: int = 64
-    max_metric_bytes: int = 4096
+    max_metrics: int = MetricLimits.num_metrics
+    max_metric_bytes: int = MetricLimits.name_bytes
     max_text: int = 1000
     max_names: int = 256
     max_job_file_bytes: int = 2**20
@@ -63,6 +64,11 @@ class Limits(msgspec.Struct, frozen=True):
     upload_memory_bytes: int = 160 * 2**20
     max_waiting_uploads: int = 512
     upload_wait_s: float = 10.0
+
+    @property
+    def metrics(self) -> MetricLimits:
+        """The bounds on the metrics of a report."""
+        return MetricLimits(self.max_metrics, self.max_metric_bytes)
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):

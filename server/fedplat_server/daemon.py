@@ -48,11 +48,11 @@ from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import STORE_RETRY_S, Runner
 from fedplat_server.services import JobBook, Services, is_to_begin
+from fedplat_server.spool import Spool
 from fedplat_server.store.engine import async_url, sqlite_path
 from fedplat_server.store.ports import Store, recall_participations
 from fedplat_server.store.sql import open_store
 from fedplat_server.training import ServerTraining
-from fedplat_server.uploads import UploadKey, UploadStore
 
 FAREWELL_S = 0.5
 OpenStore = Callable[[str], Awaitable[Store]]
@@ -260,9 +260,8 @@ class _Parts:
         jobs = JobBook(runner)
         for record in await store.jobs.load_jobs(runner.now):
             jobs.add(record, await recall_participations(store.jobs, record.state))
-        uploads = await asyncio.to_thread(UploadStore, config.upload_dir, jobs.is_in_memory)
-        spooled = jobs.spooled_attempts()
-        await asyncio.to_thread(uploads.keep, spooled)
+        spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory)
+        await asyncio.to_thread(spool.keep, jobs.needed_updates())
         clients = ClientBook(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
@@ -292,7 +291,7 @@ class _Parts:
             blobs=blobs,
             chunks=Chunks(),
             inline_models=InlineModels(blobs),
-            uploads=uploads,
+            spool=spool,
             evaluation=evaluation,
             quotas=Quotas(config.limits, loop.time),
             origins=Origins(config.trusted_proxies, lease.secret),
@@ -309,9 +308,8 @@ class _Parts:
         retention = Retention(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
-            blobs, uploads, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.look_for
+            blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.look_for
         )
-        aggregation.keep(spooled)
         return cls(services, aggregation, training, retention)
 
     async def restore(self) -> None:
@@ -334,15 +332,16 @@ class _Parts:
             case Abort():
                 services.desk.stop(command)
             case Fold() | Restart() | Commit():
-                self._aggregation.take(services.jobs.state(command.key.job_id), command)
+                self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case WarmStart():
                 self._training.begin(services.jobs.state(command.key.job_id), command)
             case Abandon():
                 self._training.end(command.key)
-                self._aggregation.end(command.key, services.jobs.state(command.key.job_id).origins)
+                self._aggregation.end(command.key)
 
     def stored(self, changes: Sequence[Change]) -> None:
-        """Tells the log and the watchers what has happened, and has new versions scored."""
+        """Delete what stored changes make needless, note them in the log, wake watchers, and score new versions."""
+        self.services.spool.follow(changes)
         self.services.progress.drop_ended(changes)
         for change in changes:
             job_id = change.job.job_id
@@ -354,16 +353,10 @@ class _Parts:
                 )
             if change.version is not None:
                 if change.attempt is not None and change.version.restored_from is None:
-                    self._aggregation.end(change.attempt.key, change.job.origins)
+                    self._aggregation.end(change.attempt.key)
                 self._score(change.job, change.version)
             if change.version is not None or change.job.status in ENDED_JOBS:
                 self._retention.look_at(job_id)
-            if change.job.spec.buffered is not None:
-                # What an open attempt has dropped may be being folded this very moment: it goes with the attempt.
-                folded_in = change.job.open_attempt.key if change.job.open_attempt is not None else None
-                over = [each for each in change.assignments if each.took_s is not None and not each.is_open]
-                over = [each for each in over if each.buffer is None or each.buffer != folded_in]
-                self._aggregation.release([UploadKey(*each.key, each.client_id) for each in over])
             if change.job.spec.warm_start is not None and not is_to_begin(change.job):
                 self._training.forget(job_id)
             self.services.jobs.changed(job_id)
@@ -378,6 +371,7 @@ class _Parts:
         self.services.runner.stop_timers()
         await self._retention.close()
         await self._aggregation.close()
+        await self.services.spool.close()
         await self.services.evaluation.close()
         await self._training.close()
         self.services.budgets.accountant.close()

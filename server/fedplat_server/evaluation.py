@@ -164,11 +164,9 @@ class Evaluation:
         return sorted({*self._references, *(self._trainers.names if self._trainers is not None else ())})
 
     def is_due(self, job: JobState, version: ModelVersion) -> bool:
-        """Whether a version shall be scored."""
+        """Return whether a version is to be scored by the server."""
         evaluation = job.spec.evaluation
-        if evaluation.server not in self.names:
-            return False
-        return version.round % evaluation.every == 0 or version.round >= job.spec.rounds
+        return evaluation.server in self.names and evaluation.is_due(version.round, job.spec.rounds)
 
     def schedule(self, job: JobState, version: ModelVersion) -> None:
         """Scores a version when its turn comes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedplat.errors import JobFileError, ModelError
 from fedplat.job import JobSpec, build_rule, parse_job
 from fedplat.model import Parameters
-from fedplat_server import upload_files
+from fedplat_server import spool_file
 from fedplat_server.errors import Code, RefusedError
 
 
@@ -41,7 +41,7 @@ def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequen
                 f"{table}.trainer = {learning.trainer!r}; {_list(trainers)}. Start it with --trainer "
                 f"{learning.trainer}=module:object, or leave [{table}] out of the job file",
             )
-    if spec.durability == "memory" and not upload_files.CAN_KEEP_IN_MEMORY:
+    if spec.durability == "memory" and not spool_file.CAN_KEEP_IN_MEMORY:
         raise RefusedError(
             Code.INVALID_JOB_FILE,
             'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',

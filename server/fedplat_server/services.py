@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fedplat.rounds import AttemptKey, JobState, Participation, warm_start
-from fedplat.rounds.states import ENDED_JOBS, Reason
+from fedplat.rounds import AssignmentId, JobState, Participation, warm_start
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
 from fedplat_server.blobs import BlobStore
 from fedplat_server.bounded_audit import BoundedAudit
 from fedplat_server.budgets import Budgets
@@ -29,10 +29,10 @@ from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.quotas import Quotas
 from fedplat_server.runner import Runner
+from fedplat_server.spool import Spool
 from fedplat_server.store.jobs import JobRecord
 from fedplat_server.store.ports import Store
 from fedplat_server.tls import Certificates
-from fedplat_server.uploads import UploadStore
 
 
 def is_to_begin(job: JobState) -> bool:
@@ -82,12 +82,10 @@ class JobBook:
         """Whether the updates of a job must not touch the disk."""
         return self.state(job_id).spec.durability == "memory"
 
-    def spooled_attempts(self) -> list[AttemptKey]:
-        """The attempts that go on after a restart, with what was received for them."""
-        states = [self.state(job_id) for job_id in self._records if not self.is_in_memory(job_id)]
-        attempts = [state.open_attempt for state in states]
-        needed = {key for state in states for key in state.origins}
-        return sorted(needed | {attempt.key for attempt in attempts if attempt is not None})
+    def needed_updates(self) -> list[AssignmentId]:
+        """Return the updates that are needed after a restart: those of open assignments."""
+        states = [self.state(job_id) for job_id in self._records]
+        return [each.id for state in states for each in state.open_assignments if each.kind is AttemptKind.TRAIN]
 
     def to_begin(self) -> frozenset[str]:
         """The jobs that have a warm start before them."""
@@ -132,7 +130,7 @@ class Services:
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels
-    uploads: UploadStore
+    spool: Spool
     evaluation: Evaluation
     quotas: Quotas
     origins: Origins

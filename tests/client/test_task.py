@@ -37,7 +37,7 @@ def test_progress_is_a_fraction(fraction: float) -> None:
     [
         ({"num_examples": 1}, "either parameters or delta; none"),
         ({"parameters": {}, "delta": {}, "num_examples": 1}, "either parameters or delta; both"),
-        ({"parameters": {}, "num_examples": -1}, "num_examples is -1; expected a positive"),
+        ({"parameters": {}, "num_examples": -1}, "num_examples is -1; expected a number from"),
         ({"parameters": {}, "num_examples": math.inf}, "num_examples is inf"),
         ({"parameters": {}, "num_examples": None}, "num_examples is None; expected a number"),
         ({"parameters": {}, "num_examples": 1, "metrics": {"a": math.inf}}, "metric 'a' is inf"),

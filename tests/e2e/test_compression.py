@@ -21,8 +21,7 @@ from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt
 from fedplat.updates import Format
 from fedplat.wire.v1 import admin_pb2
-from fedplat_client import Client, Task, TrainResult
-from fedplat_client.encoding import Encoder
+from fedplat_client import Client, Task, TrainResult, encoding
 from fedplat_client.transfer import Content
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
@@ -92,14 +91,14 @@ class Fleet:
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The files that the clients of this process have sent, by digest: the server keeps none."""
     files: dict[str, bytes] = {}
-    encode = Encoder.encode
+    encode = encoding.encode
 
-    def noted(encoder: Encoder, *arguments: Any) -> Content:
-        content = encode(encoder, *arguments)
+    def noted(*arguments: Any) -> Content:
+        content = encode(*arguments)
         files[content.digest] = content.to_bytes()
         return content
 
-    monkeypatch.setattr(Encoder, "encode", noted)
+    monkeypatch.setattr(encoding, "encode", noted)
     return files
 
 

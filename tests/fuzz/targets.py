@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from fedplat import codecs
+from fedplat import claims, codecs, report_validation
 from fedplat.aggregate import state_from_bytes, state_to_bytes
 from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
 from fedplat.errors import FedplatError
@@ -20,10 +20,9 @@ from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.labels import compile_expression
 from fedplat.model import Parameters, VectorBlocks
-from fedplat.updates import Format
+from fedplat.updates import Format, open_update
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.backoff import draw_s
-from fedplat_server import intake
 from fedplat_server.config import Limits
 from fedplat_server.rpc import convert, requests
 from hostile import attacks
@@ -65,7 +64,7 @@ def update(data: bytes) -> None:
     if not base.exists():
         base.write_bytes(BASE.to_bytes())
     path.write_bytes(data)
-    if isinstance(intake.check_update(path, base, None), float):
+    if isinstance(report_validation.validate_file(path, base, None), float):
         taken = Parameters.from_bytes(data)
         assert taken.schema == BASE.schema
         assert np.isfinite(taken.to_vector()).all()
@@ -78,9 +77,9 @@ def encoded_update(data: bytes) -> None:
         base.write_bytes(CARRYING.to_bytes())
     path.write_bytes(data)
     for options in OPTIONS:
-        if isinstance(intake.check_update(path, base, options), float):
-            taken = intake.open_update(path, CARRYING, options)
-            assert len(data) <= intake.size_limit(base, options)
+        if isinstance(report_validation.validate_file(path, base, options), float):
+            taken = open_update(path, CARRYING, options)
+            assert len(data) <= report_validation.size_limit(base, options)
             assert sum(block.size for block in taken.to_blocks()) == CARRYING.schema.num_floating
             for run in CARRYING.schema.segments:
                 if run.dtype == "I64":
@@ -132,7 +131,7 @@ def fields(data: bytes) -> None:
         lambda: requests.key(text),
         lambda: requests.labels({text: text}, _LIMITS),
         lambda: requests.names([text], "trainer", _LIMITS),
-        lambda: requests.why_metrics_are_bad({text: 1.0}, _LIMITS),
+        lambda: claims.check_metrics({text: 1.0}, _LIMITS.metrics),
     ):
         with contextlib.suppress(FedplatError):
             check()

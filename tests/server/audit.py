@@ -25,12 +25,12 @@ from fedplat.aggregate.adaptive_clip import CLIP_NORM
 from fedplat.job import JobSpec, build_rule, find_mechanism
 from fedplat.model import Parameters
 from fedplat.privacy import tree_sensitivity
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
-from fedplat_server.uploads import UploadKey, UploadStore
+from fedplat_server.spool import Spool
 from server.raw_client import digest_of
 
 CLIP = 0.5
@@ -83,8 +83,8 @@ class Daemon:
     def __init__(self, folder: Path, spec: JobSpec) -> None:
         self.spec = spec
         self.blobs = BlobStore(folder / "blobs")
-        self.uploads = UploadStore(folder / "uploads")
-        self.aggregation = Aggregation(self.blobs, self.uploads, self._find_version, self._hear)
+        self.spool = Spool(folder / "uploads")
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self._hear)
         content = base_model().to_bytes()
         self.first = ModelVersion(0, 0, 0, self.blobs.put_chunks([content]).digest, len(content))
         self._jobs = (f"job-{number}" for number in itertools.count())
@@ -98,12 +98,13 @@ class Daemon:
     def receive(self, name: str, update: Parameters, examples: float) -> Path:
         """Puts an update into the spool; returns its file."""
         content = update.to_bytes()
-        key, digest = UploadKey(*_SPOOL, name), digest_of(content)
-        upload = self.uploads.open(key, digest, len(content), 0)
+        key, digest = AssignmentId(_SPOOL, name), digest_of(content)
+        self.spool.expect([key])
+        upload = self.spool.open(key, digest, len(content), 0)
         upload.write(content)
         upload.close()
         self._received[name] = digest, Contribution(self.spec.weight(examples), examples)
-        path = self.uploads.complete(key, digest)
+        path = self.spool.complete(key, digest)
         assert path is not None
         return path
 
@@ -113,8 +114,8 @@ class Daemon:
         self._ended[key] = asyncio.get_running_loop().create_future()
         for name in reports:
             digest, contribution = self._received[name]
-            self.aggregation.take(job, Fold(key, name, digest, contribution, _SPOOL, 0))
-        self.aggregation.take(job, Commit(key, 0, len(reports)))
+            self.aggregation.submit(job, Fold(key, AssignmentId(_SPOOL, name), digest, contribution, 0))
+        self.aggregation.submit(job, Commit(key, 0, len(reports)))
         return await asyncio.wait_for(self._ended[key], 60.0)
 
     async def releases(self, rounds: Sequence[Reports]) -> list[Values]:

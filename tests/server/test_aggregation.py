@@ -13,13 +13,13 @@ from msgspec import structs
 
 from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import parse_job
-from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server.aggregation import Aggregation
 from fedplat_server.blobs import BlobStore
-from fedplat_server.errors import BlobError, BlobFullError
-from fedplat_server.uploads import UploadKey, UploadStore
+from fedplat_server.errors import BlobFullError
+from fedplat_server.spool import Spool
 from server.harness import digest_of, initial_model, job_file, update_of
 
 KEY = AttemptKey("j", 1, 1)
@@ -31,9 +31,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.blobs = BlobStore(folder / "blobs")
-        self.uploads = UploadStore(folder / "uploads")
+        self.spool = Spool(folder / "uploads")
         self.outcomes: asyncio.Queue[AttemptAggregated | AggregationFailed] = asyncio.Queue()
-        self.aggregation = Aggregation(self.blobs, self.uploads, self._find_version, self.outcomes.put_nowait)
+        self.aggregation = Aggregation(self.blobs, self.spool, self._find_version, self.outcomes.put_nowait)
         blob = self.blobs.put_chunks([initial_model().to_bytes()])
         version = ModelVersion(version=0, round=0, attempt=0, digest=blob.digest, size_bytes=blob.size_bytes)
         self.job = JobState("j", parse_job(job_file(goal=1)), version)
@@ -41,14 +41,16 @@ class Bench:
     async def _find_version(self, job_id: str, version: int) -> ModelVersion | None:
         raise AssertionError("nobody asks for older versions")
 
-    def receive(self, client_id: str, content: bytes = UPDATE) -> Fold:
-        upload = self.uploads.open(UploadKey(*KEY, client_id), digest_of(content), len(content), 0)
+    def receive(self, client_id: str, content: bytes = UPDATE, key: AttemptKey = KEY) -> Fold:
+        assignment = AssignmentId(key, client_id)
+        self.spool.expect([assignment])
+        upload = self.spool.open(assignment, digest_of(content), len(content), 0)
         upload.write(content)
         upload.close()
-        return Fold(KEY, client_id, digest_of(content), Contribution(1.0), KEY, 0)
+        return Fold(key, assignment, digest_of(content), Contribution(1.0), 0)
 
-    def take(self, command: Fold | Restart | Commit) -> None:
-        self.aggregation.take(self.job, command)
+    def submit(self, command: Fold | Restart | Commit) -> None:
+        self.aggregation.submit(self.job, command)
 
     async def outcome(self) -> AttemptAggregated | AggregationFailed:
         return await asyncio.wait_for(self.outcomes.get(), 60.0)
@@ -60,17 +62,15 @@ async def bench(tmp_path: Path) -> Bench:
 
 
 async def test_folds_and_commits(bench: Bench) -> None:
-    bench.take(bench.receive("a"))
-    bench.take(bench.receive("b"))
-    bench.take(Commit(KEY, 0, 2))
+    bench.submit(bench.receive("a"))
+    bench.submit(bench.receive("b"))
+    bench.submit(Commit(KEY, 0, 2))
     outcome = await bench.outcome()
     assert isinstance(outcome, AttemptAggregated)
     assert (outcome.version.version, outcome.version.num_updates) == (1, 2)
     assert bench.blobs.exists(outcome.version.digest)
-    assert len(list(bench.uploads.folder.glob("*/*"))) == 2  # until the version is stored
     bench.aggregation.end(KEY)
     await bench.aggregation.close()
-    assert not list(bench.uploads.folder.iterdir())
     assert not vars(bench.aggregation)["_open"]
 
 
@@ -85,8 +85,8 @@ async def test_whatever_it_dies_of_the_attempt_ends(
         raise error
 
     monkeypatch.setattr(Accumulator, method, fail)
-    bench.take(bench.receive("a"))
-    bench.take(Commit(KEY, 0, 1))
+    bench.submit(bench.receive("a"))
+    bench.submit(Commit(KEY, 0, 1))
     outcome = await bench.outcome()
     assert isinstance(outcome, AggregationFailed)
     assert outcome.text
@@ -95,25 +95,11 @@ async def test_whatever_it_dies_of_the_attempt_ends(
 
 async def test_an_update_that_is_gone_fails_the_attempt(bench: Bench) -> None:
     fold = bench.receive("a")
-    bench.uploads.discard(UploadKey(*KEY, "a"))
-    bench.take(fold)
+    bench.spool.discard(AssignmentId(KEY, "a"))
+    bench.submit(fold)
     outcome = await bench.outcome()
     assert isinstance(outcome, AggregationFailed)
     assert "the update of a is gone" in outcome.text
-    await bench.aggregation.close()
-
-
-async def test_uploads_that_cannot_be_thrown_away_do_not_lose_the_version(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise BlobError("the disk is gone")
-
-    monkeypatch.setattr(bench.uploads, "discard_attempt", fail)
-    bench.take(bench.receive("a"))
-    bench.take(Commit(KEY, 0, 1))
-    assert isinstance(await bench.outcome(), AttemptAggregated)
-    bench.aggregation.end(KEY)
     await bench.aggregation.close()
 
 
@@ -127,27 +113,23 @@ async def test_abandoned_while_an_update_is_folded(bench: Bench, monkeypatch: py
         fold(*arguments, **keywords)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(Accumulator, "fold", slow)
-    bench.take(bench.receive("a"))
+    bench.submit(bench.receive("a"))
     assert await asyncio.to_thread(folding.wait, 60.0)
     bench.aggregation.end(KEY)
     monkeypatch.undo()
     again = AttemptKey("j", 1, 2)
-    upload = bench.uploads.open(UploadKey(*again, "a"), digest_of(UPDATE), len(UPDATE), 0)
-    upload.write(UPDATE)
-    upload.close()
-    bench.take(Fold(again, "a", digest_of(UPDATE), Contribution(1.0), again, 0))
-    bench.take(Commit(again, 0, 1))
+    bench.submit(bench.receive("a", key=again))
+    bench.submit(Commit(again, 0, 1))
     go_on.set()
     outcome = await bench.outcome()
     assert (type(outcome), outcome.key) == (AttemptAggregated, again)
     bench.aggregation.end(again)
     await bench.aggregation.close()
     assert bench.outcomes.empty()
-    assert not list(bench.uploads.folder.iterdir())
 
 
 async def test_closing_in_the_middle_posts_nothing(bench: Bench) -> None:
-    bench.take(bench.receive("a"))
+    bench.submit(bench.receive("a"))
     await bench.aggregation.close()
     assert bench.outcomes.empty()
 
@@ -156,17 +138,17 @@ async def test_nothing_grows_with_the_number_of_attempts(bench: Bench) -> None:
     for number in range(1, 20):
         key = AttemptKey("j", 1, number)
         if number % 2:
-            bench.take(Fold(key, "a", "0" * 64, Contribution(1.0), key, 0))
+            bench.submit(Fold(key, AssignmentId(key, "a"), "0" * 64, Contribution(1.0), 0))
             assert isinstance(await bench.outcome(), AggregationFailed)
         bench.aggregation.end(key)
     await bench.aggregation.close()
     assert not vars(bench.aggregation)["_open"]
-    assert not vars(bench.aggregation)["_discarding"]
+    assert not vars(bench.aggregation)["_made"]
 
 
 async def committed(bench: Bench, *commands: Fold | Restart | Commit) -> AttemptAggregated:
     for command in commands:
-        bench.take(command)
+        bench.submit(command)
     outcome = await bench.outcome()
     assert isinstance(outcome, AttemptAggregated)
     bench.aggregation.end(KEY)
@@ -212,10 +194,10 @@ async def test_a_restart_while_an_update_is_folded_forgets_that_one_too(
 
     monkeypatch.setattr(Accumulator, "fold", slow)
     first = bench.receive("a")
-    bench.take(first)
-    bench.take(bench.receive("b"))
+    bench.submit(first)
+    bench.submit(bench.receive("b"))
     assert await asyncio.to_thread(folding.wait, 60.0)
-    bench.take(Restart(KEY))
+    bench.submit(Restart(KEY))
     go_on.set()
     outcome = await committed(bench, first, Commit(KEY, 0, 1))
     assert (outcome.version.num_updates, outcome.version.total_weight) == (1, 1.0)

@@ -20,7 +20,7 @@ from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import upload_files
+from fedplat_server import spool_file
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 
@@ -185,7 +185,7 @@ async def test_both_kinds_of_jobs_give_the_same_model(site: Site) -> None:
 
 
 async def test_memory_is_refused_where_there_is_none(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_files, "CAN_KEEP_IN_MEMORY", False)
+    monkeypatch.setattr(spool_file, "CAN_KEEP_IN_MEMORY", False)
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.create(MEMORY + job_file())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -19,15 +19,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat import privacy
+from fedplat import privacy, report_validation
 from fedplat.aggregate import Partial, Rule, State, Wrapper
 from fedplat.job import JobSpec, parse_job
 from fedplat.model import Parameters, Vector
 from fedplat.privacy import Noise, Release
-from fedplat.rounds import JobState
+from fedplat.rounds import JobState, Verdict
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat.rounds.states import Reason
-from fedplat_server import intake
 from server.audit import CLIP, SENT, Audit, Daemon, audit, base_model, claimed, daemon, drop_outs, entries
 
 MULTIPLIER = 0.01
@@ -178,7 +177,7 @@ async def test_what_is_no_number_is_rejected_and_costs_nothing(folder: Path) -> 
             update["half"][0, 0] = value
             path = running.receive(f"{value}", update, 1.0)
             base = running.blobs.path(running.first.digest)
-            assert intake.check_update(path, base, None) == (Reason.REJECTED_NONFINITE, "")
+            assert report_validation.validate_file(path, base, None) == Verdict(Reason.REJECTED_NONFINITE)
             # And had it come that far, nothing would have been released.
             assert isinstance(await released(running, f"{value}"), AggregationFailed)
         ended = await released(running)

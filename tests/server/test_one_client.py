@@ -118,7 +118,7 @@ async def test_a_number_of_examples_that_no_quotient_holds_is_refused(site: Site
     (work,) = await site.assign([client])
     answer = await client.deliver(work.token, filled(0.1), num_examples)
     assert harness.reason_name(answer.refusal.reason) == "REJECTED_WEIGHT"
-    assert "expected one from 1e-06 to 1e+15" in answer.refusal.text
+    assert "expected a number from 1e-06 to 1e+15" in answer.refusal.text
 
 
 @pytest.mark.fault("F45")

@@ -21,10 +21,10 @@ from fedplat.model import WINDOW, Parameters
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.updates import Format
 from fedplat_server.attempts import pooled
-from fedplat_server.attempts.folding import Aggregate, Folding
-from fedplat_server.attempts.here import Here
-from fedplat_server.attempts.pooled import Close, OnPool, PoolFirst
-from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.attempts.backend import Aggregate, AggregationBackend
+from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.attempts.local import LocalAggregation
+from fedplat_server.attempts.pooled import Close, PoolAggregation, WithFallback
 from fedplat_server.blobs import BlobStore
 from fedplat_server.errors import BlobFullError
 from fedplat_server.pool.client import WorkerPool
@@ -67,7 +67,7 @@ class Spool:
         self.version = ModelVersion(0, 0, 0, model.digest, model.size_bytes)
         self.updates = [self._update(number, base) for number in range(NUM_UPDATES)]
 
-    def _update(self, number: int, base: Parameters) -> Update:
+    def _update(self, number: int, base: Parameters) -> SpooledUpdate:
         update = harness.update_of(base, number)
         path, codec = self.folder / f"{number}.update", self.spec.compression.uplink
         content = [update.to_bytes()]
@@ -75,12 +75,12 @@ class Spool:
             content = Format(codec, base.schema).encode(update, np.random.default_rng(1))
         path.write_bytes(b"".join(content))
         metrics = {"loss_before": 2.0 / (number + 1), "local_steps": 3.0 + number}
-        return Update(str(path), Contribution(1.0, 10.0, metrics, client_id=f"c{number}"))
+        return SpooledUpdate(str(path), Contribution(1.0, 10.0, metrics, client_id=f"c{number}"))
 
-    def recipe(self) -> Recipe:
-        return Recipe.of(JobState("job", self.spec, self.version), self.blobs)
+    def inputs(self) -> AttemptInputs:
+        return AttemptInputs.of(JobState("job", self.spec, self.version), self.blobs)
 
-    async def done(self, folding: Folding) -> Aggregate:
+    async def done(self, folding: AggregationBackend) -> Aggregate:
         try:
             for update in self.updates:
                 await folding.fold(update)
@@ -128,8 +128,8 @@ def kill_one(ranks: PoolProcess) -> None:
     running[max(running)].send_signal(signal.SIGKILL)
 
 
-async def on_pool(spool: Spool, recipe: Recipe, link: WorkerPool) -> Aggregate:
-    folding = OnPool(recipe, spool.blobs, link)
+async def on_pool(spool: Spool, inputs: AttemptInputs, link: WorkerPool) -> Aggregate:
+    folding = PoolAggregation(inputs, spool.blobs, link)
     await folding.begin()
     return await spool.done(folding)
 
@@ -149,9 +149,9 @@ JOBS = {
 async def test_two_rounds_have_the_bits_of_one_process(ranks: PoolProcess, name: str, tmp_path: Path) -> None:
     link, spool = await ranks.ready(), Spool(tmp_path, JOBS[name] + BY_COLUMNS)
     for _ in range(2):
-        recipe = spool.recipe()  # with the key of the noise
-        alone = await spool.done(Here(recipe, spool.blobs))
-        assert await on_pool(spool, recipe, link) == alone
+        inputs = spool.inputs()  # with the key of the noise
+        alone = await spool.done(LocalAggregation(inputs, spool.blobs))
+        assert await on_pool(spool, inputs, link) == alone
         spool.accept(alone)
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
@@ -163,10 +163,10 @@ async def test_by_reports_the_bits_are_those_of_so_many_ranks(
     """As close to one process as rounding; and without a pool, or on two processes, the same bits."""
     reports = f'[pool]\nranks = {num_ranks}\nsplit = "reports"\n'
     link, spool = await ranks.ready(), Spool(tmp_path, FEDADAM + CLIPPED + reports)
-    one = structs.replace(spool.recipe(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
-    wanted = spool.model(await spool.done(Here(one, spool.blobs)))
-    alone = await spool.done(Here(spool.recipe(), spool.blobs))
-    found = await on_pool(spool, spool.recipe(), link)
+    one = structs.replace(spool.inputs(), spec=parse_job(job_file(more=FEDADAM + CLIPPED)))
+    wanted = spool.model(await spool.done(LocalAggregation(one, spool.blobs)))
+    alone = await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
+    found = await on_pool(spool, spool.inputs(), link)
     assert found == alone
     np.testing.assert_allclose(spool.model(found), wanted, rtol=1e-6, atol=1e-6)
 
@@ -181,8 +181,8 @@ async def test_a_counter_is_the_largest_of_all_reports(ranks: PoolProcess, tmp_p
             changed = Parameters.from_bytes(bytearray(Path(update.path).read_bytes()))
             changed["steps"][:] = [number, 100 - number]
             Path(update.path).write_bytes(changed.to_bytes())
-        alone = await spool.done(Here(spool.recipe(), spool.blobs))
-        assert await on_pool(spool, spool.recipe(), await ranks.ready()) == alone
+        alone = await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
+        assert await on_pool(spool, spool.inputs(), await ranks.ready()) == alone
         steps = Parameters.open(spool.blobs.path(alone.model.digest))["steps"]
         assert steps.tolist() == [NUM_UPDATES - 1, 100]
 
@@ -193,9 +193,9 @@ async def test_updates_from_another_version_and_a_model_of_one_entry(ranks: Pool
     spool = Spool(tmp_path, mode + BY_COLUMNS, base)
     (tmp_path / "origin").write_bytes(harness.update_of(base, 9).to_bytes())
     origin = str(tmp_path / "origin")
-    spool.updates[1:3] = [structs.replace(update, origin=origin) for update in spool.updates[1:3]]
-    alone = await spool.done(Here(spool.recipe(), spool.blobs))
-    assert await on_pool(spool, spool.recipe(), await ranks.ready()) == alone
+    spool.updates[1:3] = [structs.replace(update, origin_path=origin) for update in spool.updates[1:3]]
+    alone = await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
+    assert await on_pool(spool, spool.inputs(), await ranks.ready()) == alone
 
 
 async def test_a_result_that_is_not_finite_and_one_that_there_is_not_are_told(
@@ -208,15 +208,15 @@ async def test_a_result_that_is_not_finite_and_one_that_there_is_not_are_told(
         Path(update.path).write_bytes(huge.to_bytes())
     before = {number: process.pid for number, process in ranks.ranks().items()}
     with pytest.raises(ModelError, match="not finite"):
-        await on_pool(spool, spool.recipe(), link)
+        await on_pool(spool, spool.inputs(), link)
     spool.updates.clear()
     with pytest.raises(ModelError, match="no update was folded"):
-        await on_pool(spool, spool.recipe(), link)
+        await on_pool(spool, spool.inputs(), link)
     (tmp_path / "median").mkdir()
     robust = Spool(tmp_path / "median", JOBS["median"] + BY_COLUMNS)
     del robust.updates[2:]
     with pytest.raises(ModelError, match="needs at least 3"):
-        await on_pool(robust, robust.recipe(), link)
+        await on_pool(robust, robust.inputs(), link)
     assert {number: process.pid for number, process in ranks.ranks().items()} == before, "nobody died of it"
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
@@ -229,33 +229,35 @@ async def test_a_full_disk_is_told_as_in_one_process(
     link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
     full = "/dev/full"
     with monkeypatch.context() as patched:
-        patched.setattr(OnPool, "_drafts", drafted(full))
+        patched.setattr(PoolAggregation, "_make_drafts", drafted(full))
         with pytest.raises(BlobFullError):
-            await on_pool(spool, spool.recipe(), link)
+            await on_pool(spool, spool.inputs(), link)
 
     def no_room(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(BlobFullError):
-        await on_pool(spool, spool.recipe(), link)
+        await on_pool(spool, spool.inputs(), link)
     assert not list(spool.blobs.folder.glob("*.tmp"))
 
 
 async def test_an_attempt_that_is_cancelled_frees_the_ranks(ranks: PoolProcess, tmp_path: Path) -> None:
     link, spool = await ranks.ready(), Spool(tmp_path, BY_COLUMNS)
-    left = PoolFirst(spool.recipe(), spool.blobs, link)
+    left = WithFallback(spool.inputs(), spool.blobs, link)
     await left.fold(spool.updates[0])
     await left.close()
-    assert await on_pool(spool, spool.recipe(), link) == await spool.done(Here(spool.recipe(), spool.blobs))
+    assert await on_pool(spool, spool.inputs(), link) == await spool.done(LocalAggregation(spool.inputs(), spool.blobs))
 
 
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("split", ["columns", "reports"])
 async def test_without_a_pool_the_daemon_does_it(tmp_path: Path, split: str) -> None:
     spool = Spool(tmp_path, FEDADAM + f'[pool]\nranks = 2\nsplit = "{split}"\n')
-    recipe, nobody = spool.recipe(), WorkerPool.at(tmp_path)
-    assert await spool.done(PoolFirst(recipe, spool.blobs, nobody)) == await spool.done(Here(recipe, spool.blobs))
+    inputs, nobody = spool.inputs(), WorkerPool.at(tmp_path)
+    assert await spool.done(WithFallback(inputs, spool.blobs, nobody)) == await spool.done(
+        LocalAggregation(inputs, spool.blobs)
+    )
 
 
 @pytest.mark.fault("F35")
@@ -266,12 +268,12 @@ async def test_a_rank_killed_while_it_writes_the_version(
     link, spool = await ranks.ready(), Spool(tmp_path, JOBS["private"] + BY_COLUMNS)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # whoever opens it waits for a reader
-    monkeypatch.setattr(OnPool, "_drafts", drafted(str(pipe)))
-    recipe = spool.recipe()
-    committing = asyncio.create_task(spool.done(PoolFirst(recipe, spool.blobs, link, patience_s=0.0)))
+    monkeypatch.setattr(PoolAggregation, "_make_drafts", drafted(str(pipe)))
+    inputs = spool.inputs()
+    committing = asyncio.create_task(spool.done(WithFallback(inputs, spool.blobs, link, patience_s=0.0)))
     with await asyncio.to_thread(pipe.open, "rb"):  # a rank has come to it
         kill_one(ranks)
-        assert await committing == await spool.done(Here(recipe, spool.blobs))
+        assert await committing == await spool.done(LocalAggregation(inputs, spool.blobs))
 
 
 @pytest.mark.calm
@@ -280,14 +282,14 @@ async def test_the_daemon_s_versions_have_the_same_digests(
     ranks: PoolProcess, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second round a rank is killed between two reports; the pool is back in time, and does it all again."""
-    made, committed = list[str](), OnPool.commit
+    made, committed = list[str](), PoolAggregation.commit
 
-    async def commit(folding: OnPool, draft: Path | None = None) -> Aggregate:
+    async def commit(folding: PoolAggregation, draft: Path | None = None) -> Aggregate:
         aggregate = await committed(folding, draft)
         made.append(aggregate.model.digest)
         return aggregate
 
-    monkeypatch.setattr(OnPool, "commit", commit)
+    monkeypatch.setattr(PoolAggregation, "commit", commit)
     monkeypatch.setattr(pooled, "PATIENCE_S", 60.0)
     await ranks.ready()
     (site.folder / "pool.sock").symlink_to(ranks.folder / "pool.sock")

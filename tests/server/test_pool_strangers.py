@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from fedplat.backends.ranks import Ranks
-from fedplat_server.attempts.pooled import OnPool
+from fedplat_server.attempts.pooled import PoolAggregation
 from fedplat_server.pool import broadcast
 from fedplat_server.pool.broadcast import Broadcast, LostRankError, TaskEvent
 from fedplat_server.pool.protocol import TaskRefusal
@@ -65,9 +65,9 @@ async def test_another_user_of_the_host_gets_no_noise_and_changes_nothing(open_f
         stranger.start()
         assert here.recv() == "ready"
         for _ in range(NUM_VERSIONS):
-            recipe = spool.recipe()
-            keys.append(recipe.noise)
-            folding = OnPool(recipe, spool.blobs, link)
+            inputs = spool.inputs()
+            keys.append(inputs.noise_key)
+            folding = PoolAggregation(inputs, spool.blobs, link)
             await folding.begin()
             spool.accept(await spool.done(folding))
         here.send("enough")

@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 import pytest
 
+from fedplat import report_validation
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from fedplat_server import intake
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 
@@ -250,18 +250,42 @@ async def test_every_heartbeat_hears_of_the_end_also_after_another_was_cut(site:
     assert await one.stop_reason(tokens[0]) == "JOB_CANCELLED"
 
 
-@pytest.mark.fault("F13")
-async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that appends to its update while its report is checked could stop every round."""
+def validate_slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Updates are validated from the second event on; the first one tells that one is about to be."""
     checking, go_on = threading.Event(), threading.Event()
-    check = intake.check_update
+    check = report_validation.validate_file
 
     def slow(update: Path, base: Path, codec: None) -> object:
         checking.set()
         assert go_on.wait(harness.PATIENCE_S)
         return check(update, base, codec)
 
-    monkeypatch.setattr(intake, "check_update", slow)
+    monkeypatch.setattr(report_validation, "validate_file", slow)
+    return checking, go_on
+
+
+@pytest.mark.parametrize("durability", ["spool", "memory"])
+async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
+    site: Site, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """The answer to its report is the reason of the end."""
+    checking, go_on = validate_slowly(monkeypatch)
+    job = await site.operator.start(f'durability = "{durability}"\n' + job_file(goal=1))
+    client = await site.enrol()
+    token = (await client.assignment()).token
+    report = asyncio.ensure_future(client.report_inline(token, UPDATE.to_bytes()))
+    assert await asyncio.to_thread(checking.wait, harness.PATIENCE_S)
+    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await harness.until_spool_is_empty(site.folder)
+    go_on.set()
+    assert reason_name((await report).refusal.reason) == "JOB_CANCELLED"
+    await harness.until_spool_is_empty(site.folder)
+
+
+@pytest.mark.fault("F13")
+async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that appends to its update while its report is checked could stop every round."""
+    checking, go_on = validate_slowly(monkeypatch)
     job = await site.operator.start(job_file(goal=1))
     client = await site.enrol()
     token = (await client.assignment()).token

@@ -5,19 +5,27 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
+from core.rounds.buffers import FIRST, buffered
+from core.rounds.driver import Driver, collecting
+from fedplat.rounds import AssignmentId, AttemptKey, Proposal
+from fedplat.rounds.events import Action, ClientRevoked, OperatorCommand
+from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.upload_files import MemoryFile, SpoolFile
-from fedplat_server.uploads import UploadKey, UploadStore
+from fedplat_server.spool import Spool, path_of
+from fedplat_server.spool_file import MemoryFile, SpoolFile
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()
-KEY = UploadKey("job", 1, 2, "client")
+KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
+OTHER_CLIENT = KEY._replace(client_id="b")
+EARLIER, LATER = (KEY._replace(attempt=AttemptKey("job", 1, number)) for number in (1, 3))
 
 
 class Disk:
@@ -43,11 +51,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture
-def uploads(tmp_path: Path) -> UploadStore:
-    return UploadStore(tmp_path / "uploads")
+def uploads(tmp_path: Path) -> Spool:
+    spool = Spool(tmp_path / "uploads")
+    spool.expect([KEY, OTHER_CLIENT, EARLIER, LATER])
+    return spool
 
 
-def fill(uploads: UploadStore, key: UploadKey = KEY, data: bytes = DATA) -> Path:
+def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
     digest = hashlib.sha256(data).hexdigest()
     upload = uploads.open(key, digest, len(data), uploads.received(key, digest))
     upload.write(data)
@@ -60,7 +70,7 @@ def fill(uploads: UploadStore, key: UploadKey = KEY, data: bytes = DATA) -> Path
 # --- made durable --------------------------------------------------------------------------------------------
 
 
-def test_an_update_and_its_folder_are_synced_once(uploads: UploadStore, disk: Disk) -> None:
+def test_an_update_and_its_folder_are_synced_once(uploads: Spool, disk: Disk) -> None:
     fill(uploads)
     assert disk.synced == ["folder"]  # the folder of the folders
     uploads.persist(KEY, DIGEST)
@@ -69,16 +79,14 @@ def test_an_update_and_its_folder_are_synced_once(uploads: UploadStore, disk: Di
     assert len(disk.synced) == 3
 
 
-def test_what_is_not_there_cannot_be_made_durable(uploads: UploadStore) -> None:
+def test_what_is_not_there_cannot_be_made_durable(uploads: Spool) -> None:
     with pytest.raises(UploadError, match="not there any more"):
         uploads.persist(KEY, DIGEST)
 
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize(("code", "error"), [(errno.EIO, BlobError), (errno.ENOSPC, BlobFullError)])
-def test_a_sync_that_failed_means_not_written(
-    uploads: UploadStore, disk: Disk, code: int, error: type[BlobError]
-) -> None:
+def test_a_sync_that_failed_means_not_written(uploads: Spool, disk: Disk, code: int, error: type[BlobError]) -> None:
     fill(uploads)
     disk.fails["file"] = code
     with pytest.raises(error):
@@ -107,22 +115,21 @@ def test_a_file_whose_sync_failed_is_never_believed(tmp_path: Path, disk: Disk) 
 
 
 @pytest.mark.fault("F8")
-def test_a_folder_whose_sync_failed_is_never_believed(uploads: UploadStore, disk: Disk) -> None:
+def test_a_folder_whose_sync_failed_is_never_believed(uploads: Spool, disk: Disk) -> None:
     fill(uploads)
-    fill(uploads, KEY._replace(client_id="b"))
+    fill(uploads, OTHER_CLIENT)
     disk.fails["folder"] = errno.EIO
     with pytest.raises(SpoolError):
         uploads.persist(KEY, DIGEST)
     disk.fails.clear()
-    for key in (KEY, KEY._replace(client_id="b")):
+    for key in (KEY, OTHER_CLIENT):
         with pytest.raises(SpoolError, match="could not be synced before"):
             uploads.persist(key, DIGEST)
-    later = KEY._replace(attempt=3)
-    fill(uploads, later)
-    uploads.persist(later, DIGEST)
+    fill(uploads, LATER)
+    uploads.persist(LATER, DIGEST)
 
 
-def test_an_attempt_whose_folder_cannot_be_made_durable_begins_again(uploads: UploadStore, disk: Disk) -> None:
+def test_an_attempt_whose_folder_cannot_be_made_durable_begins_again(uploads: Spool, disk: Disk) -> None:
     disk.fails["folder"] = errno.EIO
     with pytest.raises(BlobError):
         uploads.open(KEY, DIGEST, len(DATA), 0)
@@ -135,18 +142,21 @@ def test_an_attempt_whose_folder_cannot_be_made_durable_begins_again(uploads: Up
 
 
 @pytest.mark.fault("F2", "F14")
-def test_only_attempts_that_go_on_are_kept_with_what_had_arrived(uploads: UploadStore) -> None:
-    partial, other = KEY._replace(client_id="partial"), KEY._replace(attempt=1)
+def test_only_what_is_needed_is_kept_with_what_had_arrived(uploads: Spool) -> None:
+    partial, needless = OTHER_CLIENT, KEY._replace(client_id="c")
+    uploads.expect([needless])
     fill(uploads)
+    fill(uploads, needless)
     upload = uploads.open(partial, DIGEST, len(DATA), 0)
     upload.write(DATA[:100])
-    fill(uploads, other)
+    fill(uploads, EARLIER)
     (uploads.folder / "stray").write_bytes(b"x")
 
-    again = UploadStore(uploads.folder)
-    again.keep([KEY[:3], ("job", 7, 7)])
+    again = Spool(uploads.folder)
+    again.keep([KEY, partial, LATER])
     assert again.complete(KEY, DIGEST) is not None
-    assert again.complete(other, DIGEST) is None
+    assert again.complete(EARLIER, DIGEST) is None
+    assert again.complete(needless, DIGEST) is None
     assert again.received(partial, DIGEST) == 100
     assert len([path for path in uploads.folder.rglob("*") if path.is_file()]) == 2
     resumed = again.open(partial, DIGEST, len(DATA), 100)
@@ -154,20 +164,20 @@ def test_only_attempts_that_go_on_are_kept_with_what_had_arrived(uploads: Upload
     assert resumed.finish().read_bytes() == DATA
 
 
-def test_what_an_earlier_process_left_goes_when_other_bytes_come(uploads: UploadStore) -> None:
+def test_what_an_earlier_process_left_goes_when_other_bytes_come(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, len(DATA), 0)
     upload.write(DATA[:100])
-    again = UploadStore(uploads.folder)
-    again.keep([KEY[:3]])
+    again = Spool(uploads.folder)
+    again.keep([KEY])
     assert fill(again, data=b"other").read_bytes() == b"other"
     assert len([path for path in uploads.folder.rglob("*") if path.is_file()]) == 1
 
 
-def test_a_file_that_is_damaged_is_not_taken_for_the_update(uploads: UploadStore) -> None:
+def test_a_file_that_is_damaged_is_not_taken_for_the_update(uploads: Spool) -> None:
     path = fill(uploads)
     path.write_bytes(DATA[:-1] + b"x")
-    again = UploadStore(uploads.folder)
-    again.keep([KEY[:3]])
+    again = Spool(uploads.folder)
+    again.keep([KEY])
     assert again.complete(KEY, DIGEST) is None
 
 
@@ -179,7 +189,8 @@ def open_files() -> int:
 
 
 def test_updates_in_memory_never_touch_the_disk(tmp_path: Path, disk: Disk) -> None:
-    uploads = UploadStore(tmp_path / "uploads", lambda job_id: job_id == "job")
+    uploads = Spool(tmp_path / "uploads", lambda job_id: job_id == "job")
+    uploads.expect([KEY])
     before = open_files()
     upload = uploads.open(KEY, DIGEST, len(DATA), 0)
     upload.write(DATA[:100])
@@ -199,17 +210,6 @@ def test_updates_in_memory_never_touch_the_disk(tmp_path: Path, disk: Disk) -> N
     assert open_files() == before
 
 
-def test_memory_is_freed_with_its_attempt(tmp_path: Path) -> None:
-    uploads = UploadStore(tmp_path / "uploads", lambda _: True)
-    before = open_files()
-    for name in "abc":
-        upload = uploads.open(KEY._replace(client_id=name), OTHER, 100, 0)
-        upload.write(b"xyz")
-    assert open_files() == before + 6
-    uploads.discard_attempt("job", 1, 2)
-    assert open_files() == before
-
-
 def test_a_file_in_memory_is_closed_once() -> None:
     file = MemoryFile(DIGEST)
     file.remove()
@@ -218,3 +218,96 @@ def test_a_file_in_memory_is_closed_once() -> None:
     file.remove()
     os.fstat(number)
     os.close(number)
+
+
+# --- deleted by stored changes -------------------------------------------------------------------------------
+
+
+class Followed:
+    """A spool that follows the changes of a job."""
+
+    def __init__(self, folder: Path, driver: Driver, *, in_memory: bool = False) -> None:
+        self.driver = driver
+        self.spool = Spool(folder / "uploads", lambda _: in_memory)
+        self.spool.expect(each.id for each in driver.job.open_assignments)
+
+    def send(self, *client_ids: str, num_bytes: int = len(DATA)) -> None:
+        """Clients upload the first bytes of their updates."""
+        for client_id in client_ids:
+            key = AssignmentId(self.driver.key_of(client_id), client_id)
+            upload = self.spool.open(key, DIGEST, len(DATA), 0)
+            upload.write(DATA[:num_bytes])
+            upload.close()
+
+    async def after(self, proposal: Proposal) -> set[str]:
+        """The clients whose updates are there after a change and its deletions; fails if an empty folder is left."""
+        self.spool.follow(proposal.changes)
+        await self.spool.close()
+        folders = [path for path in self.spool.folder.iterdir() if not any(path.iterdir())]
+        assert folders == []
+        keys = [AssignmentId(self.driver.key, f"c{number}") for number in range(4)]
+        names = {path.name.partition("-")[0] for path in self.spool.folder.rglob("*-*")}
+        return {key.client_id for key in keys if path_of(self.spool.folder, key, "").name[:-1] in names}
+
+
+async def test_an_update_goes_with_its_assignment_and_the_others_with_the_version(tmp_path: Path) -> None:
+    driver = collecting(4, goal=4)
+    followed = Followed(tmp_path, driver)
+    followed.send("c0", num_bytes=100)
+    followed.send("c1", "c2")
+    gone = AssignmentId(driver.key, "c0")
+    assert await followed.after(driver.give_up("c0")) == {"c1", "c2"}
+    with pytest.raises(UploadError, match="the assignment has ended"):
+        followed.spool.open(gone, DIGEST, len(DATA), 0)
+    followed.send("c3", num_bytes=100)
+    assert await followed.after(driver.report("c1", "c2")) == {"c1", "c2", "c3"}
+    assert await followed.after(driver.give_up("c3")) == {"c1", "c2"}
+    assert driver.attempt.phase is AttemptPhase.COMMITTING
+    assert await followed.after(driver.commit()) == set()
+    assert list(followed.spool.folder.iterdir()) == []
+
+
+async def test_an_update_that_was_accepted_and_dropped_stays_while_it_may_be_read(tmp_path: Path) -> None:
+    driver = collecting(4, goal=4)
+    followed = Followed(tmp_path, driver)
+    followed.send("c0", "c1")
+    assert await followed.after(driver.report("c0", "c1")) == {"c0", "c1"}
+    assert await followed.after(driver.do(ClientRevoked("c0"))) == {"c0", "c1"}
+    assert driver.reasons()["c0"] == "REVOKED"
+    assert await followed.after(driver.do(OperatorCommand("j", Action.CANCEL))) == set()
+
+
+async def test_in_a_buffer_an_update_goes_with_the_version_that_it_is_in(tmp_path: Path) -> None:
+    driver = buffered(3)
+    followed = Followed(tmp_path, driver)
+    followed.send("c0", "c1", "c2")
+    assert await followed.after(driver.report("c0", "c1")) == {"c0", "c1", "c2"}
+    assert driver.attempt.phase is AttemptPhase.COMMITTING
+    assert await followed.after(driver.report("c2")) == {"c0", "c1", "c2"}  # waits for the next attempt
+    followed.spool.follow(driver.commit().changes)
+    await followed.spool.close()
+    (left,) = followed.spool.folder.rglob("*-*")
+    assert left == path_of(followed.spool.folder, AssignmentId(FIRST, "c2"), DIGEST)
+
+
+async def test_memory_is_freed_with_its_attempt(tmp_path: Path) -> None:
+    driver = collecting(3, goal=3)
+    followed = Followed(tmp_path, driver, in_memory=True)
+    before = open_files()
+    followed.send("c0", "c1", "c2")
+    assert open_files() == before + 3
+    await followed.after(driver.do(OperatorCommand("j", Action.CANCEL)))
+    assert open_files() == before
+
+
+async def test_updates_that_cannot_be_deleted_harm_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = collecting(2)
+    followed = Followed(tmp_path, driver)
+    followed.send("c0", "c1")
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    followed.spool.follow(driver.do(OperatorCommand("j", Action.CANCEL)).changes)
+    await followed.spool.close()

@@ -12,7 +12,7 @@ from fedplat.job import Retention, parse_job
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
 from fedplat_server import blobs as blob_files
-from fedplat_server.attempts import folding
+from fedplat_server.attempts import backend
 from fedplat_server.blobs import BlobStore
 from fedplat_server.retention import keep_of
 from fedplat_server.store.jobs import Keep
@@ -94,7 +94,7 @@ async def test_work_in_a_thread_is_waited_for_when_its_task_is_cancelled() -> No
         asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result()
         ended.append(True)
 
-    task = asyncio.create_task(folding.to_the_end(work))
+    task = asyncio.create_task(backend.run_to_the_end(work))
     await begun.wait()
     task.cancel()
     loop.call_soon(may_end.set)

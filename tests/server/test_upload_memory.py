@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from fedplat import wire
+from fedplat import report_validation, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import intake
 from fedplat_server.config import Limits
 from fedplat_server.errors import RefusedError
 from fedplat_server.rpc.memory import MemoryBudget
@@ -82,7 +81,7 @@ async def test_an_upload_without_room_is_told_when_to_come_back_and_loses_nothin
 @pytest.mark.calm("counts checks")
 async def test_reports_of_one_upload_are_checked_one_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, under_way, most = threading.Lock(), 0, 0
-    check_update = intake.check_update
+    check_update = report_validation.validate_file
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal under_way, most
@@ -95,7 +94,7 @@ async def test_reports_of_one_upload_are_checked_one_at_a_time(site: Site, monke
             with lock:
                 under_way -= 1
 
-    monkeypatch.setattr(intake, "check_update", counted)
+    monkeypatch.setattr(report_validation, "validate_file", counted)
     await site.operator.start(job_file(goal=1), MODEL)
     client = await site.enrol()
     token, update = (await client.assignment()).token, MODEL.to_bytes()

@@ -12,32 +12,40 @@ from pathlib import Path
 
 import pytest
 
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server.errors import BlobFullError, UploadError
-from fedplat_server.uploads import UploadKey, UploadStore
+from fedplat_server.spool import Spool
 
 DATA = bytes(range(256)) * 40
 SIZE = len(DATA)
 DIGEST = hashlib.sha256(DATA).hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()
-KEY = UploadKey("job", 1, 2, "client")
+KEY = AssignmentId(AttemptKey("job", 1, 2), "client")
+
+
+def reopen(folder: Path, *needed: AssignmentId) -> Spool:
+    """A spool that expects some updates."""
+    spool = Spool(folder)
+    spool.expect(needed or [KEY])
+    return spool
 
 
 @pytest.fixture
-def uploads(tmp_path: Path) -> UploadStore:
-    return UploadStore(tmp_path / "uploads")
+def uploads(tmp_path: Path) -> Spool:
+    return reopen(tmp_path / "uploads")
 
 
-def num_files(uploads: UploadStore) -> int:
+def num_files(uploads: Spool) -> int:
     return sum(path.is_file() for path in uploads.folder.rglob("*"))
 
 
-def fill(uploads: UploadStore, key: UploadKey = KEY) -> None:
+def fill(uploads: Spool, key: AssignmentId = KEY) -> None:
     upload = uploads.open(key, DIGEST, SIZE, 0)
     upload.write(DATA)
     upload.close()
 
 
-def test_an_upload_in_parts(uploads: UploadStore) -> None:
+def test_an_upload_in_parts(uploads: Spool) -> None:
     assert uploads.received(KEY, DIGEST) == 0
     upload = uploads.open(KEY, DIGEST, SIZE, 0, limit_bytes=SIZE)
     for start in range(0, SIZE, 1000):
@@ -49,7 +57,7 @@ def test_an_upload_in_parts(uploads: UploadStore) -> None:
     assert path.read_bytes() == DATA
 
 
-def test_it_is_complete_without_being_finished(uploads: UploadStore) -> None:
+def test_it_is_complete_without_being_finished(uploads: Spool) -> None:
     fill(uploads)
     path = uploads.complete(KEY, DIGEST)
     assert path is not None
@@ -57,7 +65,7 @@ def test_it_is_complete_without_being_finished(uploads: UploadStore) -> None:
 
 
 @pytest.mark.fault("F14")
-def test_it_resumes_where_it_stopped(uploads: UploadStore) -> None:
+def test_it_resumes_where_it_stopped(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
     upload.close()
@@ -69,21 +77,21 @@ def test_it_resumes_where_it_stopped(uploads: UploadStore) -> None:
     assert upload.finish().read_bytes() == DATA
 
 
-def test_it_resumes_after_a_restart(uploads: UploadStore) -> None:
+def test_it_resumes_after_a_restart(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
     upload.close()
-    again = UploadStore(uploads.folder)
+    again = reopen(uploads.folder)
     assert again.received(KEY, DIGEST) == 100
     upload = again.open(KEY, DIGEST, SIZE, 100)
     upload.write(DATA[100:])
     assert upload.finish().read_bytes() == DATA
-    assert UploadStore(uploads.folder).complete(KEY, DIGEST) is not None
+    assert reopen(uploads.folder).complete(KEY, DIGEST) is not None
 
 
 @pytest.mark.parametrize("offset", [0, 99, 101, SIZE])
 @pytest.mark.fault("F14")
-def test_it_resumes_nowhere_else(uploads: UploadStore, offset: int) -> None:
+def test_it_resumes_nowhere_else(uploads: Spool, offset: int) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
     upload.close()
@@ -92,7 +100,7 @@ def test_it_resumes_nowhere_else(uploads: UploadStore, offset: int) -> None:
     assert uploads.received(KEY, DIGEST) == 100
 
 
-def test_other_bytes_start_again(uploads: UploadStore) -> None:
+def test_other_bytes_start_again(uploads: Spool) -> None:
     upload = uploads.open(KEY, OTHER, SIZE, 0)
     upload.write(b"xyz")
     upload.close()
@@ -105,7 +113,7 @@ def test_other_bytes_start_again(uploads: UploadStore) -> None:
     assert num_files(uploads) == 1
 
 
-def test_what_was_taken_as_complete_cannot_be_replaced(uploads: UploadStore) -> None:
+def test_what_was_taken_as_complete_cannot_be_replaced(uploads: Spool) -> None:
     fill(uploads)
     path = uploads.complete(KEY, DIGEST)
     assert path is not None
@@ -118,7 +126,7 @@ def test_what_was_taken_as_complete_cannot_be_replaced(uploads: UploadStore) -> 
 
 
 @pytest.mark.fault("F13")
-def test_nothing_is_added_to_what_was_taken_as_complete(uploads: UploadStore) -> None:
+def test_nothing_is_added_to_what_was_taken_as_complete(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE + 1, 0)
     upload.write(DATA)
     path = uploads.complete(KEY, DIGEST)
@@ -130,13 +138,13 @@ def test_nothing_is_added_to_what_was_taken_as_complete(uploads: UploadStore) ->
 
 @pytest.mark.parametrize("size_bytes", [SIZE + 1, 2**60, -1])
 @pytest.mark.fault("F22")
-def test_too_many_bytes_are_refused_before_any_is_stored(uploads: UploadStore, size_bytes: int) -> None:
+def test_too_many_bytes_are_refused_before_any_is_stored(uploads: Spool, size_bytes: int) -> None:
     with pytest.raises(UploadError, match=f"at most {SIZE} are accepted"):
         uploads.open(KEY, DIGEST, size_bytes, 0, limit_bytes=SIZE)
     assert num_files(uploads) == 0
 
 
-def test_more_bytes_than_were_declared_are_refused(uploads: UploadStore) -> None:
+def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, 100, 0)
     upload.write(DATA[:60])
     with pytest.raises(UploadError, match="more bytes than the 100"):
@@ -146,19 +154,21 @@ def test_more_bytes_than_were_declared_are_refused(uploads: UploadStore) -> None
 
 
 @pytest.mark.parametrize("digest", ["", "../" * 30, "A" * 64])
-def test_only_digests_are_accepted(uploads: UploadStore, digest: str) -> None:
+def test_only_digests_are_accepted(uploads: Spool, digest: str) -> None:
     with pytest.raises(UploadError, match="not a digest"):
         uploads.open(KEY, digest, 1, 0)
     assert uploads.received(KEY, digest) == 0
     assert uploads.complete(KEY, digest) is None
 
 
-def test_ids_are_no_paths(uploads: UploadStore) -> None:
-    fill(uploads, UploadKey("../../job", 1, 1, "/etc/../\N{SNOWMAN}\x00"))
+def test_ids_are_no_paths(uploads: Spool) -> None:
+    odd = AssignmentId(AttemptKey("../../job", 1, 1), "/etc/../\N{SNOWMAN}\x00")
+    uploads.expect([odd])
+    fill(uploads, odd)
     assert num_files(uploads) == 1
 
 
-def test_too_few_bytes_are_not_finished(uploads: UploadStore) -> None:
+def test_too_few_bytes_are_not_finished(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:-1])
     with pytest.raises(UploadError, match=f"{SIZE - 1} of {SIZE} bytes"):
@@ -167,7 +177,7 @@ def test_too_few_bytes_are_not_finished(uploads: UploadStore) -> None:
 
 
 @pytest.mark.fault("F14")
-def test_bytes_with_another_digest_start_again(uploads: UploadStore) -> None:
+def test_bytes_with_another_digest_start_again(uploads: Spool) -> None:
     upload = uploads.open(KEY, OTHER, SIZE, 0)
     upload.write(DATA)
     assert uploads.complete(KEY, OTHER) is None
@@ -179,7 +189,7 @@ def test_bytes_with_another_digest_start_again(uploads: UploadStore) -> None:
     assert upload.finish().read_bytes() == b"other"
 
 
-def test_a_second_writer_fences_the_first(uploads: UploadStore) -> None:
+def test_a_second_writer_fences_the_first(uploads: Spool) -> None:
     first = uploads.open(KEY, DIGEST, SIZE, 0)
     first.write(DATA[:100])
     second = uploads.open(KEY, DIGEST, SIZE, 100)
@@ -191,7 +201,7 @@ def test_a_second_writer_fences_the_first(uploads: UploadStore) -> None:
     assert second.finish().read_bytes() == DATA
 
 
-def test_one_of_many_writers_in_threads_wins(uploads: UploadStore) -> None:
+def test_one_of_many_writers_in_threads_wins(uploads: Spool) -> None:
     """Whatever the order, the bytes stay in order, because each byte is written by who holds the place."""
 
     def send(_: int) -> None:
@@ -209,31 +219,33 @@ def test_one_of_many_writers_in_threads_wins(uploads: UploadStore) -> None:
     assert path.read_bytes() == DATA
 
 
-def test_clients_do_not_meet(uploads: UploadStore) -> None:
-    keys = [KEY, KEY._replace(client_id="b"), KEY._replace(attempt=3), KEY._replace(job_id="other")]
+def test_clients_do_not_meet(uploads: Spool) -> None:
+    attempt = KEY.attempt
+    others = [KEY._replace(attempt=each) for each in (attempt._replace(number=3), attempt._replace(job_id="other"))]
+    keys = [KEY, KEY._replace(client_id="b"), *others]
+    uploads.expect(keys)
     for key in keys:
         fill(uploads, key)
-    uploads.discard_attempt("job", 1, 2)
+    for key in (*keys[:2], keys[0]):
+        uploads.discard(key)
     assert [uploads.complete(key, DIGEST) is not None for key in keys] == [False, False, True, True]
     uploads.discard(keys[2])
-    uploads.discard(keys[2])
-    uploads.discard_attempt("nobody", 1, 1)
     assert num_files(uploads) == 1
     uploads.keep([])
     assert num_files(uploads) == 0
     fill(uploads)
 
 
-def test_a_discarded_upload_is_fenced(uploads: UploadStore) -> None:
+def test_a_discarded_upload_is_fenced(uploads: Spool) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
-    uploads.discard_attempt("job", 1, 2)
+    uploads.discard(KEY)
     with pytest.raises(UploadError):
         upload.write(DATA)
     assert num_files(uploads) == 0
 
 
 @pytest.mark.fault("F7")
-def test_a_full_disk_keeps_what_was_received(uploads: UploadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_was_received(uploads: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     upload = uploads.open(KEY, DIGEST, SIZE, 0)
     upload.write(DATA[:100])
     write, calls = os.write, list[int]()
@@ -255,7 +267,7 @@ def test_a_full_disk_keeps_what_was_received(uploads: UploadStore, monkeypatch: 
 
 
 @pytest.mark.fault("F22")
-def test_memory_does_not_grow_with_the_upload(uploads: UploadStore) -> None:
+def test_memory_does_not_grow_with_the_upload(uploads: Spool) -> None:
     chunk, digest = bytes(1 << 20), hashlib.sha256(bytes(64 << 20)).hexdigest()
     upload = uploads.open(KEY, digest, 64 << 20, 0)
     tracemalloc.start()
@@ -263,7 +275,7 @@ def test_memory_does_not_grow_with_the_upload(uploads: UploadStore) -> None:
         for _ in range(64):
             upload.write(chunk)
         upload.finish()
-        again = UploadStore(uploads.folder)
+        again = reopen(uploads.folder)
         assert again.received(KEY, digest) == 64 << 20
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -1,4 +1,4 @@
-"""Where the aggregate of an attempt is computed: in the daemon's own process, or by the ranks of the pool.
+"""The backends that compute the aggregate of an attempt: the daemon's own process, or the ranks of the pool.
 
-`recipe.py` is what it is made of, for both; `folding.py` says what both can do, `here.py` and `pooled.py` are the two.
+`inputs.py` has what both compute it from, `backend.py` what both offer; `local.py` and `pooled.py` are the two.
 """

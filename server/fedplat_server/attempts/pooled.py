@@ -1,4 +1,4 @@
-"""The aggregate of an attempt, computed by the ranks of the pool; by this process, where they cannot.
+"""Computes the aggregate of an attempt on the ranks of the pool, or in this process where they cannot.
 
 The ranks read the updates from the spool and write the files of the next version; the daemon hashes, syncs and adopts
 them. Whatever befalls the ranks costs time only: the updates stay in the spool until the version is stored, so all is
@@ -22,10 +22,10 @@ from fedplat.aggregate import state_schema
 from fedplat.errors import ModelError
 from fedplat.model import ModelFile
 from fedplat_server import files, logs
-from fedplat_server.attempts import folding
-from fedplat_server.attempts.folding import Aggregate, Folding
-from fedplat_server.attempts.here import Here
-from fedplat_server.attempts.recipe import Recipe, Update
+from fedplat_server.attempts import backend
+from fedplat_server.attempts.backend import Aggregate, AggregationBackend
+from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.attempts.local import LocalAggregation
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobFullError, PoolError, PoolWorkError
 from fedplat_server.pool.client import RunningTask, WorkerPool
@@ -42,14 +42,14 @@ class Close(msgspec.Struct, tag="close", frozen=True):
     payload: str
 
 
-class Fold(msgspec.Struct, tag="fold", frozen=True):
-    """One more update."""
+class AddUpdate(msgspec.Struct, tag="fold", frozen=True):
+    """One more update, to be folded."""
 
-    update: Update
+    update: SpooledUpdate
 
 
 class Aggregated(msgspec.Struct, frozen=True):
-    """The files are written and synced; or `problem` says why not.
+    """The files are written and synced; or `problem` is the reason against it.
 
     "refused": the updates have no result, wherever it is computed; "full": there is no room; "failed": anything else.
     """
@@ -61,67 +61,67 @@ class Aggregated(msgspec.Struct, frozen=True):
     published: Mapping[str, float] | None = None
 
 
-class OnPool:
+class PoolAggregation:
     """Ranks fold updates as they come. Each method raises `PoolError` if they cannot; then nothing is left of it."""
 
     keeps_updates = True
 
-    def __init__(self, recipe: Recipe, blobs: BlobStore, link: WorkerPool) -> None:
-        self._recipe = recipe
+    def __init__(self, inputs: AttemptInputs, blobs: BlobStore, link: WorkerPool) -> None:
+        self._inputs = inputs
         self._blobs = blobs
         self._link = link
         self._held = AsyncExitStack()
         self._session: RunningTask | None = None
 
     async def begin(self) -> None:
-        """Tells the ranks what there is to do. Raises `PoolUnavailableError` when nobody listens."""
-        self._session = await self._held.enter_async_context(self._link.start_task("aggregate", self._recipe))
+        """Begin the work on the ranks. Raises `PoolUnavailableError` when there are none."""
+        self._session = await self._held.enter_async_context(self._link.start_task("aggregate", self._inputs))
 
-    async def fold(self, update: Update) -> None:
-        """Sends the ranks an update's name."""
+    async def fold(self, update: SpooledUpdate) -> None:
+        """Send the path of an update to the ranks."""
         assert self._session is not None
-        await self._session.send(Fold(update))
+        await self._session.send(AddUpdate(update))
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Has the ranks fill the files of the next version, and stores these."""
+        """Have the ranks fill the files of the next version, and store these."""
         assert self._session is not None
         with contextlib.ExitStack() as stack:
             model = stack.enter_context(self._blobs.temporary())
-            drafts = await asyncio.to_thread(self._drafts, stack, model)
+            drafts = await asyncio.to_thread(self._make_drafts, stack, model)
             await self._session.send(drafts)
             said = await self._session.result(Aggregated)
             _raise_problem(said)
-            aggregate = await folding.to_the_end(self._stored, drafts, said, draft)
+            aggregate = await backend.run_to_the_end(self._store, drafts, said, draft)
         return aggregate
 
     async def close(self) -> None:
-        """Ends the work, if it goes on."""
+        """End the work on the ranks, if it goes on."""
         await self._held.aclose()
 
-    def _drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
-        """Files of the right sizes: room that is missing shows now, and not when the ranks have computed it all."""
-        rule, base = self._recipe.rule(), ModelFile.open(self._recipe.base)
+    def _make_drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
+        """Make files of the right sizes: a full disk shows now, and not when the ranks have computed it all."""
+        rule, base = self._inputs.build_rule(), ModelFile.open(self._inputs.base_path)
         names, scalars = rule.init(0), rule.start(0).scalars
         state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
-        has_payload = self._recipe.spec.compression.downlink is not None
+        has_payload = self._inputs.spec.compression.downlink is not None
         with files.translated("making room for a version"):
             return Close(
-                model=_made(path, base.schema.file_size_bytes),
-                state=_made(stack.enter_context(self._blobs.temporary()), state) if state else "",
-                payload=_made(stack.enter_context(self._blobs.temporary()), 0) if has_payload else "",
+                model=_make_file(path, base.schema.file_size_bytes),
+                state=_make_file(stack.enter_context(self._blobs.temporary()), state) if state else "",
+                payload=_make_file(stack.enter_context(self._blobs.temporary()), 0) if has_payload else "",
             )
 
-    def _stored(self, drafts: Close, said: Aggregated, draft: Path | None) -> Aggregate:
+    def _store(self, drafts: Close, said: Aggregated, draft: Path | None) -> Aggregate:
         path = Path(drafts.model)
         if draft is None:
-            with folding.storing_model():
+            with backend.store_model():
                 model = self._blobs.take(path)
         else:
             model = Blob("", path.stat().st_size)
             os.replace(path, draft)
         state = None
         if drafts.state:
-            with folding.storing_state():
+            with backend.store_state():
                 state = self._blobs.take(Path(drafts.state))
         return Aggregate(
             model=model,
@@ -133,44 +133,46 @@ class OnPool:
         )
 
 
-class PoolFirst:
-    """The pool does it if it is there, and is asked once more when it breaks; else this process does it."""
+class WithFallback:
+    """Has the pool aggregate if it is there, and once more when it breaks; then this process does it."""
 
     keeps_updates = True
 
-    def __init__(self, recipe: Recipe, blobs: BlobStore, link: WorkerPool, patience_s: float | None = None) -> None:
-        self._recipe = recipe
+    def __init__(
+        self, inputs: AttemptInputs, blobs: BlobStore, link: WorkerPool, patience_s: float | None = None
+    ) -> None:
+        self._inputs = inputs
         self._blobs = blobs
         self._link = link
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
-        self._updates: list[Update] = []
-        self._inner: Folding | None = None
+        self._updates: list[SpooledUpdate] = []
+        self._inner: AggregationBackend | None = None
         self._tries_left = 2
 
-    async def fold(self, update: Update) -> None:
-        """Adds an update."""
+    async def fold(self, update: SpooledUpdate) -> None:
+        """Add an update."""
         self._updates.append(update)
-        await self._folded(self._updates[-1:])
+        await self._fold_all(self._updates[-1:])
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Ends the attempt."""
+        """Compute the aggregate and store its files."""
         while True:
-            inner = await self._folded([])
+            inner = await self._fold_all([])
             try:
                 return await inner.commit(draft)
             except PoolError as exc:
                 await self._give_up(exc)
 
     async def close(self) -> None:
-        """Frees the ranks."""
+        """Release the ranks."""
         if self._inner is not None:
             await self._inner.close()
 
-    async def _folded(self, more: list[Update]) -> Folding:
-        """What has folded these updates, and all before them."""
+    async def _fold_all(self, more: list[SpooledUpdate]) -> AggregationBackend:
+        """Return a backend that has folded these updates, and all before them."""
         while True:
             if self._inner is None:
-                self._inner, more = await self._begun(), self._updates
+                self._inner, more = await self._begin(), self._updates
             try:
                 for update in more:
                     await self._inner.fold(update)
@@ -179,17 +181,17 @@ class PoolFirst:
             else:
                 return self._inner
 
-    async def _begun(self) -> Folding:
+    async def _begin(self) -> AggregationBackend:
         is_again, self._tries_left = self._tries_left == 1, self._tries_left - 1
         if self._tries_left < 0 or (is_again and not await self._link.is_ready(self._patience_s)):
-            return Here(self._recipe, self._blobs)
-        pooled = OnPool(self._recipe, self._blobs, self._link)
+            return LocalAggregation(self._inputs, self._blobs)
+        pooled = PoolAggregation(self._inputs, self._blobs, self._link)
         try:
             await pooled.begin()
         except PoolError as exc:
             await pooled.close()
-            logs.get().info("the daemon aggregates in its own process", job=self._recipe.job_id, reason=str(exc))
-            return Here(self._recipe, self._blobs)
+            logs.get().info("the daemon aggregates in its own process", job=self._inputs.job_id, reason=str(exc))
+            return LocalAggregation(self._inputs, self._blobs)
         return pooled
 
     async def _give_up(self, error: PoolError) -> None:
@@ -198,8 +200,8 @@ class PoolFirst:
         await inner.close()
         logs.get().warning(
             "the pool has not aggregated an attempt, which is done again",
-            job=self._recipe.job_id,
-            version=self._recipe.version,
+            job=self._inputs.job_id,
+            version=self._inputs.version,
             error=str(error),
         )
 
@@ -217,7 +219,7 @@ def _raise_problem(said: Aggregated) -> None:
             return
 
 
-def _made(path: Path, size_bytes: int) -> str:
+def _make_file(path: Path, size_bytes: int) -> str:
     descriptor = durable.create(path)
     try:
         if size_bytes:

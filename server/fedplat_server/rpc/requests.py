@@ -126,20 +126,5 @@ def protocol_version(given: int) -> None:
         )
 
 
-def why_metrics_are_bad(metrics: Mapping[str, float], limits: Limits) -> str:
-    """Return why reported metrics are invalid, or "" if they are valid; names are bounded in bytes of UTF-8."""
-    if len(metrics) > limits.max_metrics:
-        return f"{len(metrics)} metrics; at most {limits.max_metrics} are accepted"
-    for metric, number in metrics.items():
-        size = len(metric.encode())
-        if not 1 <= size <= 100 or not metric.isprintable():
-            return f"the metric {metric[:80]!r} has {size} bytes; expected 1 to 100 bytes of printable UTF-8"
-        if not math.isfinite(number):
-            return f"the metric {metric!r} is {number}; expected a finite number"
-    if (size := _num_bytes(*metrics)) > limits.max_metric_bytes:
-        return f"the names of the metrics have {size} bytes in all; at most {limits.max_metric_bytes} are accepted"
-    return ""
-
-
 def _num_bytes(*texts: str) -> int:
     return sum(len(text.encode()) for text in texts)

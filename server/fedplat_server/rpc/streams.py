@@ -12,15 +12,17 @@ from typing import NamedTuple, Protocol, TypeVar
 from fedplat import durable
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
+from fedplat.rounds import AssignmentId
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import crash, files, intake
+from fedplat_server import crash, files
 from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.chunks import Chunks
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError, UploadError
 from fedplat_server.rpc import quotas, requests
-from fedplat_server.uploads import Upload, UploadKey, UploadStore
+from fedplat_server.spool import Spool
+from fedplat_server.spool_file import Upload
 
 
 class Carrier(Protocol):
@@ -82,16 +84,16 @@ async def send(chunks: Chunks, path: Path, offset: int) -> AsyncIterator[bytes]:
 
 
 async def receive(
-    uploads: UploadStore,
-    key: UploadKey,
+    spool: Spool,
+    key: AssignmentId,
     header: fleet_pb2.UploadHeader,
     parts: AsyncIterator[durable.Bytes],
     still_wanted: Callable[[], bool],
 ) -> int:
-    """Appends parts to an upload until they end; returns how many bytes there are. Raises `RefusedError`."""
+    """Append parts to an upload until they end; return how many bytes there are. Raises `RefusedError`."""
     digest = requests.digest(header.digest)
     try:
-        upload = await asyncio.to_thread(uploads.open, key, digest, header.size_bytes, header.offset)
+        upload = await asyncio.to_thread(spool.open, key, digest, header.size_bytes, header.offset)
         try:
             await _write(upload, parts, still_wanted)
             if upload.received == header.size_bytes:
@@ -99,7 +101,7 @@ async def receive(
         finally:
             await asyncio.to_thread(upload.close)
     except UploadError as exc:
-        raise RefusedError(Code.WRONG_OFFSET, str(exc)) from exc
+        raise RefusedError(Code.WRONG_OFFSET if still_wanted() else Code.STALE_ASSIGNMENT, str(exc)) from exc
     return upload.received
 
 
@@ -135,9 +137,14 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))
         except ModelError as exc:
-            raise RefusedError(Code.INVALID_MODEL, intake.public_text(exc, Path(file.name))) from exc
+            raise RefusedError(Code.INVALID_MODEL, _hide_path(exc, Path(file.name))) from exc
 
 
 def _put_canonical(blobs: BlobStore, path: Path) -> Blob:
     parameters = Parameters.open(path)
     return blobs.put_chunks([parameters.schema.header, parameters.buffer.data])
+
+
+def _hide_path(error: ModelError, path: Path) -> str:
+    """Return the text of an error without the place where the server keeps the file."""
+    return str(error).replace(str(path), "the file")

@@ -107,8 +107,8 @@ class JobStore(Protocol):
     async def load_jobs(self, now: float = 0.0) -> list[JobRecord]:
         """Return every job in the order of creation, as the coordinator left it.
 
-        That is: with its last attempt, the assignments of that attempt, those carried over (`rounds.restored`), its
-        latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
+        That is: with its last attempt, the assignments of that attempt, those carried over (`rounds.rebuild_attempt`),
+        its latest version, and the durations (`took_s`, oldest first, at most `sync.REMEMBERED_DURATIONS`) of its
         assignments that were reported in attempts of kind TRAIN. The times of assignments (`…_at`) are on the clock
         that reads `now`, as accurate as the wall clock is; all other times are zero or None.
         """
@@ -130,7 +130,7 @@ class JobStore(Protocol):
         """Return the id of the last save of a job. Waits for one in progress, of any process."""
         ...
 
-    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+    async def find_assignment(self, token_hash: bytes) -> Assignment | None:
         """Return the assignment with this token, however old, with times of zero."""
         ...
 

@@ -154,8 +154,8 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 
     `epoch_unix_s` is the wall-clock time at which the clock of its times is 0.
     """
-    key, buffer = assignment.key, assignment.buffer
-    into = buffer if buffer != key else None
+    key, folded_into = assignment.key, assignment.folded_into
+    into = folded_into if folded_into != key else None
     return {
         "job_id": key.job_id,
         "round": key.round,
@@ -176,7 +176,7 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
         "report_number": assignment.report_number,
         "update_bytes": assignment.update_bytes,
         "base_version": assignment.base_version,
-        "staleness": assignment.staleness if buffer is not None else None,
+        "staleness": assignment.staleness if folded_into is not None else None,
         "into_round": into.round if into is not None else None,
         "into_number": into.number if into is not None else None,
         "norm": assignment.norm,
@@ -184,7 +184,10 @@ def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float
 
 
 def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
-    """Read a row of `assignments`, with times on a clock that is 0 at `epoch_unix_s`, or with times of zero."""
+    """Read a row of `assignments` with its attempt's `kind`.
+
+    Its moments are on a clock that stands at 0 at `epoch_unix_s`; without that they are zero.
+    """
     moments = [row.assigned_unix_s, row.deadline_unix_s]
     assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
     key = AttemptKey(row.job_id, row.round, row.number)
@@ -192,9 +195,10 @@ def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
     return Assignment(
         key=key,
         base_version=row.base_version,
-        buffer=into if row.staleness is not None else None,
+        folded_into=into if row.staleness is not None else None,
         staleness=row.staleness or 0,
         client_id=row.client_id,
+        kind=AttemptKind(row.kind),
         token_hash=row.token_hash,
         state=AssignmentState(row.state),
         assigned_at=assigned_at,

@@ -11,14 +11,13 @@ from sqlalchemy import Connection, and_, func, select, tuple_
 from fedplat.rounds import (
     Assignment,
     Attempt,
-    AttemptKey,
     Change,
     Crew,
     HistoryRow,
     JobState,
     ModelVersion,
     Participation,
-    restored,
+    rebuild_attempt,
 )
 from fedplat.rounds.influence import REMEMBERED_CLAIMS
 from fedplat.rounds.records import Claim
@@ -121,13 +120,10 @@ class SqlJobs:
 
     # --- attempts and assignments ----------------------------------------------------------------------------
 
-    async def find_assignment(self, token_hash: bytes) -> tuple[AttemptKey, Assignment] | None:
+    async def find_assignment(self, token_hash: bytes) -> Assignment | None:
         """Return the assignment with this token, however old."""
-        found = await self._database.fetch(select(assignments).where(assignments.c.token_hash == token_hash))
-        if not found:
-            return None
-        row = found[0]
-        return AttemptKey(row.job_id, row.round, row.number), rows.assignment(row)
+        found = await self._database.fetch(_with_kind().where(assignments.c.token_hash == token_hash))
+        return rows.assignment(found[0]) if found else None
 
     async def list_attempts(
         self, job_id: str, *, all_attempts: bool = False, after: tuple[int, int] | None = None, limit: int | None = None
@@ -299,14 +295,20 @@ def _are(columns: Sequence[sqlalchemy.ColumnElement[Any]], row: rows.Row) -> sql
     return and_(*(c == v for c, v in zip(columns, (row.job_id, row.round, row.number), strict=True)))
 
 
+def _with_kind() -> sqlalchemy.Select[Any]:
+    """Select assignments, each with the kind of the attempt that it was made in."""
+    same = [assignments.c[name] == attempts.c[name] for name in ("job_id", "round", "number")]
+    return select(assignments, attempts.c.kind).join(attempts, sqlalchemy.and_(*same))
+
+
 def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, Crew]:
     row = _newest(connection, job_id)
     if row is None:
         return None, Crew()
     still = (assignments.c.job_id == job_id) & STILL_OPEN
-    cohort = select(assignments).where(_made_in(row) | _taken_into(row) | still)
+    cohort = _with_kind().where(_made_in(row) | _taken_into(row) | still)
     found = connection.execute(cohort.order_by(assignments.c.client_id))
-    return restored(rows.attempt(row), [rows.assignment(one, epoch_unix_s) for one in found])
+    return rebuild_attempt(rows.attempt(row), [rows.assignment(one, epoch_unix_s) for one in found])
 
 
 def _durations(connection: Connection, job_id: str) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ async def verify(
     # First, so that the files of a version that a running daemon commits meanwhile are not taken for orphans.
     folder = await asyncio.to_thread(files.list_blobs, blob_dir)
     uploaded = await asyncio.to_thread(spool.list_files, upload_dir)
-    report, needed, spooled = Report(), dict[str, files.Needed](), spool.Spool()
+    report, needed, spooled = Report(), dict[str, files.Needed](), spool.ExpectedUpdates()
     num_overdue = 0
     now = time.time()
     async with inspection.snapshot(database) as connection:
@@ -71,12 +71,12 @@ async def _lost_blobs(
     return [finding for digest, finding in found.items() if digest in still]
 
 
-async def _lost_updates(database: str, folder: Path, spooled: spool.Spool) -> list[Finding]:
+async def _lost_updates(database: str, folder: Path, spooled: spool.ExpectedUpdates) -> list[Finding]:
     wrong = await asyncio.to_thread(lambda: dict(files.spooled(folder, spooled.reported)))
     if not wrong:
         return []
     # A daemon that runs may have merged and removed them meanwhile.
-    still = spool.Spool()
+    still = spool.ExpectedUpdates()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
             still.add(unit)

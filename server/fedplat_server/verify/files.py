@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants.records import Location
-from fedplat_server import files, uploads
-from fedplat_server.uploads import UploadKey
+from fedplat_server import files, spool
 from fedplat_server.verify.records import Finding
 
 LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."
@@ -74,12 +74,13 @@ def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Ite
         progress(done, total)
 
 
-def spooled(folder: Path, needed: Mapping[UploadKey, str]) -> Iterator[tuple[UploadKey, Finding]]:
-    """I3: every acknowledged update that is not merged yet is in the spool, as it was reported."""
+def spooled(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
+    """I3: every update that was acknowledged and is not merged yet lies in the spool, as it was reported."""
     for key, digest in needed.items():
-        wrong = _wrong(uploads.path_of(folder, key, digest), digest, Needed(Location(*key), "its update", None))
+        place = Location(*key.attempt, key.client_id)
+        wrong = _wrong(spool.path_of(folder, key, digest), digest, Needed(place, "its update", None))
         if wrong is not None:
-            yield key, Finding("I3", "spooled", Location(*key), f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
+            yield key, Finding("I3", "spooled", place, f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
 
 
 def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:

@@ -24,7 +24,7 @@ def carried(driver: Driver) -> dict[str, str]:
 
 def staleness(driver: Driver) -> dict[str, int]:
     """Of the updates that the last attempt has taken in."""
-    return {name: each.staleness for name, each in driver.attempt.assignments.items() if each.buffer == driver.key}
+    return {name: each.staleness for name, each in driver.attempt.assignments.items() if each.folded_into == driver.key}
 
 
 def play(driver: Driver, *client_ids: str) -> Any:

@@ -30,7 +30,7 @@ def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom
     mode, attempt = job.spec.buffered, job.attempt
     assert mode is not None
     assert attempt is not None
-    train = [row for row in unended if job.kind_of(row) is AttemptKind.TRAIN]
+    train = [row for row in unended if row.kind is AttemptKind.TRAIN]
     assert sum(row.is_busy for row in train) <= mode.concurrency
     if mode.max_staleness is not None:
         assert all(job.latest.version - row.base_version <= mode.max_staleness for row in train if row.is_busy)
@@ -42,4 +42,4 @@ def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom
         assert (demand.target if demand is not None else 0) == mode.concurrency - attempt.num_busy
         assert demand is None or demand.barred is attempt.assignments
     if job.status is not JobStatus.RUNNING:
-        assert all(row.buffer == attempt.key for row in train), "somebody works for a job that does not run"
+        assert all(row.folded_into == attempt.key for row in train), "somebody works for a job that does not run"

@@ -27,8 +27,8 @@ from fedplat.rounds import (
     Participation,
     Proposal,
     participations_of,
+    rebuild_attempt,
 )
-from fedplat.rounds.buffered import restored
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
 from fedplat.rounds.records import NOBODY
@@ -141,7 +141,7 @@ class Ledger:
         for job_id, job in self.jobs.items():
             last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
             if last is not None:
-                last, carried = restored(structs.replace(last, counts={}), self._rows_of(last.key))
+                last, carried = rebuild_attempt(structs.replace(last, counts={}), self._rows_of(last.key))
                 self.attempts[last.key] = structs.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
@@ -162,7 +162,7 @@ class Ledger:
         found = {(last, client_id): row for client_id, row in self.cohorts.get(last, {}).items()}
         for key, cohort in self.cohorts.items():
             if key.job_id == last.job_id:
-                found |= {(key, name): row for name, row in cohort.items() if row.is_open or row.buffer == last}
+                found |= {(key, name): row for name, row in cohort.items() if row.is_open or row.folded_into == last}
         return list(found.values())
 
     # --- checking ---
@@ -246,9 +246,10 @@ class Ledger:
         for command in proposal.commands:
             if isinstance(command, Fold):
                 folded = self.folded.setdefault(command.key, [])
-                assert command.client_id not in folded
-                folded.append(command.client_id)
-                self.counted.setdefault(command.key, {})[command.client_id] = command.contribution.weight
+                client_id = command.assignment.client_id
+                assert client_id not in folded
+                folded.append(client_id)
+                self.counted.setdefault(command.key, {})[client_id] = command.contribution.weight
                 self._check_fold(command)
             elif isinstance(command, Restart):
                 self.folded[command.key] = []
@@ -266,14 +267,14 @@ class Ledger:
                 merged = [a for a in change.attempt.assignments.values() if a.state is AssignmentState.MERGED]
                 merged.sort(key=lambda each: each.report_number or 0)
                 assert self.folded.get(change.attempt.key, []) == [each.client_id for each in merged]
-                assert all(each.buffer == change.attempt.key for each in merged)
+                assert all(each.folded_into == change.attempt.key for each in merged)
                 self._check_influence(change.job, merged)
 
     def _check_influence(self, job: JobState, merged: Sequence[Assignment]) -> None:
         """What is in a version counted for what its rows say; no weight and no norm is far above the median."""
         spec = job.spec
-        if merged and merged[0].buffer is not None:
-            counted = self.counted[merged[0].buffer]
+        if merged and merged[0].folded_into is not None:
+            counted = self.counted[merged[0].folded_into]
             assert {each.client_id: counted[each.client_id] for each in merged} == {
                 each.client_id: each.weight for each in merged
             }
@@ -288,11 +289,12 @@ class Ledger:
             assert all(each.weight == spec.weight(each.num_examples, each.staleness, most) for each in merged)
 
     def _check_fold(self, command: Fold) -> None:
-        found, attempt = self.cohorts[command.origin][command.client_id], self.attempts[command.key]
+        assigned_in, client_id = command.assignment
+        found, attempt = self.cohorts[assigned_in][client_id], self.attempts[command.key]
         spec = self.jobs[command.key.job_id].spec
         assert found.digest == command.digest
         assert found.state not in (AssignmentState.TRAINING, AssignmentState.UPLOADING)
-        assert found.buffer == command.key, "it is folded into two versions"
+        assert found.folded_into == command.key, "it is folded into two versions"
         staleness = attempt.base_version - found.base_version
         assert command.base_version == found.base_version
         assert command.contribution.staleness == found.staleness == staleness >= 0
@@ -300,7 +302,7 @@ class Ledger:
         weight, most = command.contribution.weight, factor * spec.weight(found.num_examples)
         assert weight == most if spec.max_weight_factor == 0.0 else weight <= most
         if spec.buffered is None:
-            assert (staleness, command.origin) == (0, command.key)
+            assert (staleness, assigned_in) == (0, command.key)
         elif spec.buffered.max_staleness is not None:
             assert staleness <= spec.buffered.max_staleness
 
@@ -327,9 +329,9 @@ class Ledger:
             return
         if row.reason is Reason.TOO_STALE:
             assert spec.buffered is not None
-            assert (spec.buffered.max_staleness is None, row.buffer) == (False, None)
-        elif spec.durability == "spool" and row.buffer is not None:
-            attempt = self.attempts[row.buffer]
+            assert (spec.buffered.max_staleness is None, row.folded_into) == (False, None)
+        elif spec.durability == "spool" and row.folded_into is not None:
+            attempt = self.attempts[row.folded_into]
             assert attempt.phase is AttemptPhase.ABANDONED
             assert "restarted" not in attempt.reason
         elif spec.buffered is None:

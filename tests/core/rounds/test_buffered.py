@@ -9,7 +9,7 @@ import pytest
 from core.rounds.buffers import FIRST, SECOND, THIRD, buffered, carried, play, staleness
 from core.rounds.driver import Driver, aborted, assigned, commands_of, make_spec, names
 from fedplat.aggregate import Contribution
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
 from fedplat.rounds.events import UpdateReported
 from fedplat.rounds.states import AttemptPhase, Reason
@@ -93,7 +93,9 @@ def test_a_stale_update_counts_for_less() -> None:
         play(driver, "c0", "c1")
     assert driver.job.latest.version == 3
     proposal = driver.report("c4", num_examples=8.0, loss=0.5)
-    fold = Fold(AttemptKey("j", 4, 1), "c4", "of-c4", Contribution(4.0, 8.0, {"loss": 0.5}, 3, "c4"), FIRST, 0)
+    fold = Fold(
+        AttemptKey("j", 4, 1), AssignmentId(FIRST, "c4"), "of-c4", Contribution(4.0, 8.0, {"loss": 0.5}, 3, "c4"), 0
+    )
     assert commands_of(proposal, Fold) == [fold]
     assert driver.attempt.assignments["c4"].weight == 4.0
 
@@ -138,7 +140,9 @@ def test_a_report_during_the_commit_belongs_to_the_next_buffer() -> None:
     assert commands_of(proposal, Fold) == []
     assert carried(driver) == {"c2": "TRAINING", "c3": "REPORTED"}
     proposal = driver.commit()
-    fold = Fold(SECOND, "c3", "of-c3", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c3"), FIRST, 0)
+    fold = Fold(
+        SECOND, AssignmentId(FIRST, "c3"), "of-c3", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c3"), 0
+    )
     assert commands_of(proposal, Fold) == [fold]
     assert staleness(driver) == {"c3": 1}
     assert driver.job.latest.num_updates == 2

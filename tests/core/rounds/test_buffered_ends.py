@@ -7,7 +7,7 @@ import pytest
 from core.rounds.buffers import FIRST, SECOND, buffered, carried, play, staleness
 from core.rounds.driver import Driver, aborted, commands_of, make_client
 from fedplat.aggregate import Contribution
-from fedplat.rounds import AttemptKey
+from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
 from fedplat.rounds.events import Action, AggregationFailed, ClientLeft
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
@@ -154,7 +154,9 @@ def test_a_buffer_goes_on_after_a_crash() -> None:
     driver.report("c2")
     driver.wait(10.0)
     proposal = driver.crash(down_s=7.0)
-    fold = Fold(SECOND, "c2", "of-c2", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c2"), FIRST, 0)
+    fold = Fold(
+        SECOND, AssignmentId(FIRST, "c2"), "of-c2", Contribution(10.0 * 2**-0.5, 10.0, staleness=1, client_id="c2"), 0
+    )
     assert commands_of(proposal, Fold) == [fold]
     assert driver.states() == {"c0": "TRAINING", "c1": "TRAINING", "c2": "REPORTED", "c3": "TRAINING"}
     assert driver.timers["j"] == pytest.approx(driver.now + 83.0)
@@ -169,7 +171,7 @@ def test_a_commit_is_done_again_while_clients_work() -> None:
     driver.report("c3")
     before = carried(driver)
     proposal = driver.crash()
-    assert [command.client_id for command in commands_of(proposal, Fold)] == ["c1", "c0"]
+    assert [command.assignment.client_id for command in commands_of(proposal, Fold)] == ["c1", "c0"]
     assert commands_of(proposal, Commit) == [Commit(FIRST, 0, 2)]
     assert proposal.changes == []
     assert carried(driver) == before == {"c2": "TRAINING", "c3": "REPORTED"}

@@ -82,7 +82,7 @@ def test_a_check_in_in_the_batch_that_assigned_is_answered_once() -> None:
     assert command.key.job_id == "a"
     found = driver.coordinator.find(command.key, "c0")
     assert found is not None
-    assert found[1].token_hash == command.token.encode()
+    assert found.token_hash == command.token.encode()
     assert driver.coordinator.room.clients == {}
     assert driver.coordinator.num_busy == 1
 

@@ -27,12 +27,12 @@ def lower_median(values: Sequence[float]) -> float:
 
 
 def folded(proposal: Proposal) -> list[str]:
-    return [command.client_id for command in commands_of(proposal, Fold)]
+    return [command.assignment.client_id for command in commands_of(proposal, Fold)]
 
 
 def weights(proposal: Proposal) -> dict[str, float]:
     """What the folds of a proposal count for; after a restart only what is folded anew."""
-    return {command.client_id: command.contribution.weight for command in commands_of(proposal, Fold)}
+    return {command.assignment.client_id: command.contribution.weight for command in commands_of(proposal, Fold)}
 
 
 @pytest.mark.fault("F43")

@@ -294,4 +294,4 @@ def test_only_open_assignments_are_reclaimed(phase: Callable[[], Driver]) -> Non
         key = driver.key if driver.job.attempt is not None else AttemptKey("j", 1, 1)
         found = driver.coordinator.find(key, client_id)
         transition = sync.step(driver.job, AssignmentReclaimed(key, client_id), driver.context)
-        assert transition.verdict.accepted is (found is not None and found[1].is_busy)
+        assert transition.verdict.accepted is (found is not None and found.is_busy)

@@ -19,6 +19,7 @@ from core.rounds.driver import (
     names,
 )
 from fedplat.aggregate import Contribution
+from fedplat.rounds import AssignmentId
 from fedplat.rounds.commands import Abort, Commit, Fold
 from fedplat.rounds.events import Action, UpdateReported
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
@@ -80,8 +81,14 @@ def test_a_collection_goes_on_with_the_time_that_is_left() -> None:
     assert left == pytest.approx({"c0": 30.0 - 7.0, "c2": 100.0 - 10.0 - 7.0})
     assert driver.timers["j"] == pytest.approx(driver.now + 23.0)
     folds = [
-        Fold(driver.key, "c3", "of-c3", Contribution(10.0, 10.0, client_id="c3"), driver.key, 0),
-        Fold(driver.key, "c1", "of-c1", Contribution(20.0, 20.0, {"local_steps": 3.0}, client_id="c1"), driver.key, 0),
+        Fold(driver.key, AssignmentId(driver.key, "c3"), "of-c3", Contribution(10.0, 10.0, client_id="c3"), 0),
+        Fold(
+            driver.key,
+            AssignmentId(driver.key, "c1"),
+            "of-c1",
+            Contribution(20.0, 20.0, {"local_steps": 3.0}, client_id="c1"),
+            0,
+        ),
     ]
     assert commands_of(proposal, Fold) == folds
     assert [driver.attempt.assignments[name].report_number for name in ("c3", "c1")] == [1, 2]
@@ -163,8 +170,8 @@ def test_a_commit_is_done_again_in_the_same_order() -> None:
     proposal = driver.crash()
     key = driver.key
     assert proposal.commands == [
-        Fold(key, "c1", "of-c1", Contribution(10.0, 10.0, client_id="c1"), key, 0),
-        Fold(key, "c0", "of-c0", Contribution(10.0, 10.0, client_id="c0"), key, 0),
+        Fold(key, AssignmentId(key, "c1"), "of-c1", Contribution(10.0, 10.0, client_id="c1"), 0),
+        Fold(key, AssignmentId(key, "c0"), "of-c0", Contribution(10.0, 10.0, client_id="c0"), 0),
         Commit(key, 0, 2),
     ]
     assert proposal.changes == []

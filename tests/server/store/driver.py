@@ -23,7 +23,7 @@ from fedplat.rounds import (
     ModelVersion,
     Proposal,
     Verdict,
-    restored,
+    rebuild_attempt,
 )
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import (
@@ -79,7 +79,7 @@ def as_stored(job: JobState) -> JobState:
     attempt, carried = job.attempt, job.carried
     if attempt is not None:
         rows = [assignment for crew in job.crews for assignment in crew.assignments.values()]
-        attempt, carried = restored(_bare(attempt), rows)
+        attempt, carried = rebuild_attempt(_bare(attempt), rows)
     return dataclasses.replace(job, attempt=attempt, carried=carried, resume_at=None)
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import AttemptKey, HistoryRow
+from fedplat.rounds import AssignmentId, AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.errors import StoreError
@@ -83,15 +83,14 @@ async def test_assignments_are_found_by_token_however_old(store: Store) -> None:
     await eventful(driver)
     found = await store.jobs.find_assignment(token_hash(driver.tokens["b"]))
     assert found is not None
-    key, assignment = found
-    assert key == AttemptKey("eventful", 1, 1)
-    assert (assignment.client_id, assignment.state) == ("b", AssignmentState.FAILED)
-    assert (assignment.reason, assignment.text) == (Reason.TRAINER_ERROR, "ValueError: \N{SNOWMAN}")
+    assert found.id == AssignmentId(AttemptKey("eventful", 1, 1), "b")
+    assert (found.kind, found.state) == (AttemptKind.TRAIN, AssignmentState.FAILED)
+    assert (found.reason, found.text) == (Reason.TRAINER_ERROR, "ValueError: \N{SNOWMAN}")
     found = await store.jobs.find_assignment(token_hash(driver.tokens["d"]))
     assert found is not None
-    assert found[1].state is AssignmentState.MERGED
-    assert (found[1].num_examples, found[1].weight, found[1].took_s) == (17.0, 17.0, 4.5)
-    assert found[1].metrics == {"loss": 1 / 3 + 1004.5, "accuracy": 0.5}
+    assert found.state is AssignmentState.MERGED
+    assert (found.num_examples, found.weight, found.took_s) == (17.0, 17.0, 4.5)
+    assert found.metrics == {"loss": 1 / 3 + 1004.5, "accuracy": 0.5}
     assert await store.jobs.find_assignment(token_hash("no such token")) is None
 
 
@@ -105,7 +104,7 @@ async def test_a_replaced_token_finds_nothing(store: Store) -> None:
     assert await store.jobs.find_assignment(token_hash(old)) is None
     found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
     assert found is not None
-    assert found[1].client_id == "a"
+    assert found.client_id == "a"
 
 
 async def test_attempts_are_listed_with_their_counts(store: Store) -> None:

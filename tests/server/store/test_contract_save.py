@@ -163,7 +163,7 @@ async def _refused(store: Store, *changes: Change, error: type[StoreError] = Sto
     for change in changes:
         for assignment in change.assignments:
             found = await store.jobs.find_assignment(assignment.token_hash)
-            assert found is None or found[1] != structs.replace(assignment, assigned_at=0.0, deadline_at=0.0)
+            assert found is None or found != structs.replace(assignment, assigned_at=0.0, deadline_at=0.0)
 
 
 async def test_a_save_is_all_or_nothing(store: Store) -> None:

@@ -192,7 +192,7 @@ async def test_a_nul_in_a_clients_text_is_replaced(store: SqlStore) -> None:
     await driver.send(AssignmentFailed(key, "a", Reason.TRAINER_ERROR, "zero \x00 byte"))
     found = await store.jobs.find_assignment(token_hash(driver.tokens["a"]))
     assert found is not None
-    assert found[1].text == "zero \N{REPLACEMENT CHARACTER} byte"
+    assert found.text == "zero \N{REPLACEMENT CHARACTER} byte"
     assert (await store.jobs.list_history("one"))[-1].row.reason == "zero \N{REPLACEMENT CHARACTER} byte"
 
 
@@ -229,7 +229,7 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
     assert {(record.row.reason, len(record.row.metrics)) for record in rows} == {(short, 0)}
     assert len(rows) > 5
     assert found is not None
-    assert found[1].text == attempt.reason == short
+    assert found.text == attempt.reason == short
     assert last == attempt
     assert job.state.attempt is not None
     assert {each.text for each in job.state.attempt.assignments.values()} == {short}

@@ -36,33 +36,33 @@ from fedplat.backends.ranks.device import DeviceSum, device_sum
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
 from fedplat.model.shards import Across, Terms, alone, shards
-from fedplat_server.attempts.pooled import Aggregated, Close, Fold
-from fedplat_server.attempts.recipe import Recipe
+from fedplat_server.attempts.inputs import AttemptInputs
+from fedplat_server.attempts.pooled import AddUpdate, Aggregated, Close
 
 Note = Callable[[bytes], None]
-_decoder: msgspec.msgpack.Decoder[Fold | Close] = msgspec.msgpack.Decoder(Fold | Close)
+_decoder: msgspec.msgpack.Decoder[AddUpdate | Close] = msgspec.msgpack.Decoder(AddUpdate | Close)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Fold the updates of the messages, and fill the files of the last one; see `Close`."""
-    recipe = msgspec.msgpack.decode(request, type=Recipe)
-    assert recipe.spec.pool is not None
-    mine = ranks.subgroup(recipe.spec.pool.ranks)
+    inputs = msgspec.msgpack.decode(request, type=AttemptInputs)
+    assert inputs.spec.pool is not None
+    mine = ranks.subgroup(inputs.spec.pool.ranks)
     if mine is None:  # this rank is one more than the job has
         for _ in messages:
             pass
         return b""
     with contextlib.ExitStack() as held:
-        attempt = _Attempt(mine, recipe, held)
+        attempt = _Attempt(mine, inputs, held)
         closing: Close | None = None
         for message in messages:
-            received: Fold | Close = _decoder.decode(message)
+            received: AddUpdate | Close = _decoder.decode(message)
             if isinstance(received, Close):
                 closing = received
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # `close` checks the sum
-                attempt.sums.fold(recipe.opened(received.update, attempt.base), received.update.contribution)
+                attempt.sums.fold(inputs.open_update(received.update, attempt.base), received.update.contribution)
         return msgspec.msgpack.encode(attempt.close(closing)) if closing else b""
 
 
@@ -81,32 +81,32 @@ class _Sums(Protocol):
 class _Attempt:
     """One attempt on one rank."""
 
-    def __init__(self, ranks: Ranks, recipe: Recipe, held: contextlib.ExitStack) -> None:
+    def __init__(self, ranks: Ranks, inputs: AttemptInputs, held: contextlib.ExitStack) -> None:
         self._payloads: list[bytes] = []
         self._ranks = ranks
-        self._recipe = recipe
-        self._rule = rule = recipe.rule(self._payloads.append)
-        self.base = base = ModelFile.open(recipe.base)
+        self._inputs = inputs
+        self._rule = rule = inputs.build_rule(self._payloads.append)
+        self.base = base = ModelFile.open(inputs.base_path)
         size = base.schema.num_floating
         columns = shards(size, ranks.size)
         self._columns = columns[ranks.rank]
-        make = functools.partial(Accumulator, base.schema, rule, recipe.scalars(rule, base))
+        make = functools.partial(Accumulator, base.schema, rule, inputs.read_scalars(rule, base))
         shard = Shard(self._columns, _sum_over_ranks(ranks), ranks.is_first)
-        if (number := recipe.num_sums(rule, base)) == 1:
+        if (number := inputs.num_sums(rule, base)) == 1:
             memory = None if rule.gather else device_sum(len(self._columns), ranks.device)
             self.sums: _Sums = _ColumnSums(make(shard._replace(memory=memory)))
         else:
             layout = VectorLayout(number, (0, *(each.stop for each in columns)))
             terms = held.enter_context(make_vectors(ranks, layout))
             whole = {logical: make(Shard(range(size), memory=_memory(own))) for logical, own in terms.own.items()}
-            merge = functools.partial(Accumulator.merged, base.schema, rule, recipe.scalars(rule, base))
+            merge = functools.partial(Accumulator.merged, base.schema, rule, inputs.read_scalars(rule, base))
             self.sums = _ReportSums(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
 
     def close(self, files: Close) -> Aggregated:
         """Apply the rule and write the new version; all ranks return the same, also if only one of them fails."""
         rule, base = self._rule, self.base
         accumulator = self.sums.close()
-        columns, state = self._columns, self._recipe.columns(rule, base, self._columns)
+        columns, state = self._columns, self._inputs.read_columns(rule, base, self._columns)
         try:
             result = accumulator.gathered(state)
         except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
@@ -115,7 +115,7 @@ class _Attempt:
             totals = self._ranks.gather_arrays(result.total)
             columns = range(base.schema.num_floating if totals else 0)
             result = result.joined(totals) if totals else None
-            state = self._recipe.columns(rule, base, columns)
+            state = self._inputs.read_columns(rule, base, columns)
         reply = Aggregated(
             num_updates=accumulator.num_updates,
             total_weight=accumulator.total_weight,

@@ -12,14 +12,13 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from fedplat import durable, user_code
+from fedplat import durable, updates, user_code
 from fedplat.aggregate import Counterpart
 from fedplat.backends import parallel
 from fedplat.backends.parallel.trainer import agreed
 from fedplat.backends.ranks import Ranks
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
-from fedplat_server import intake
 from fedplat_server.pool.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -140,7 +139,7 @@ def _load_teachers(teachers: TeacherModels, counterpart: Counterpart) -> Iterato
     step: Vector = np.empty(base.schema.num_floating, np.float32)
     for path in teachers.updates:
         start = 0
-        for block in intake.open_update(Path(path), base, teachers.uplink).to_blocks():
+        for block in updates.open_update(path, base, teachers.uplink).to_blocks():
             step[start : start + block.size] = block
             start += block.size
         yield counterpart.reduce(base.plus(step))

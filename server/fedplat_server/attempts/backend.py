@@ -1,4 +1,4 @@
-"""What computes an attempt's aggregate, wherever it is: updates go in, files come out."""
+"""The interface of a backend that computes an attempt's aggregate: updates go in, files come out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from fedplat_server import crash
-from fedplat_server.attempts.recipe import Update
+from fedplat_server.attempts.inputs import SpooledUpdate
 from fedplat_server.blobs import Blob
 
 _T = TypeVar("_T")
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
-    """What the updates came to: the next version's file and that of the rule's state, which are stored for good.
+    """The result of an attempt: the next version's file and that of the rule's state, which are stored for good.
 
     `published` are the metrics that are shown of the attempt, None if they are the means of the clients' own; `payload`
     is the encoded step of a job with a downlink. A draft has no digest yet.
@@ -32,20 +32,20 @@ class Aggregate:
     payload: bytes = b""
 
 
-class Folding(Protocol):
-    """One attempt. Whoever has made it calls `close` at last, also when one of the others was cancelled."""
+class AggregationBackend(Protocol):
+    """Computes the aggregate of one attempt. Its owner calls `close` at last, also after a call was cancelled."""
 
     @property
     def keeps_updates(self) -> bool:
         """Whether updates must stay readable until the aggregate is made."""
         ...
 
-    async def fold(self, update: Update) -> None:
-        """Adds an update. Raises `ValueError` when the rule refuses it, and what reading it raises."""
+    async def fold(self, update: SpooledUpdate) -> None:
+        """Add an update. Raises `ValueError` when the rule refuses it, and what reading it raises."""
         ...
 
     async def commit(self, draft: Path | None = None) -> Aggregate:
-        """Ends the attempt. With a `draft`, the model is written there and stored by nobody yet: it will be changed.
+        """Compute the aggregate and store its files. With a `draft`, the model is written there instead, to be changed.
 
         Raises `BlobFullError` or `BlobError` when its files cannot be written, `ModelError` when the result is not
         finite, and `ValueError` when the rule has none.
@@ -53,12 +53,12 @@ class Folding(Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives back what it holds."""
+        """Release files, memory and ranks."""
         ...
 
 
-async def to_the_end(work: Callable[..., _T], *arguments: object) -> _T:
-    """Does work in a thread. When the task is cancelled, it ends after the work: then all of its files are known."""
+async def run_to_the_end(work: Callable[..., _T], *arguments: object) -> _T:
+    """Run work in a thread. A task that is cancelled ends after the work: then all of its files are known."""
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -68,14 +68,14 @@ async def to_the_end(work: Callable[..., _T], *arguments: object) -> _T:
 
 
 @contextlib.contextmanager
-def storing_model() -> Generator[None]:
-    """The step in which a version's file is stored; that is one crash point wherever the file was made."""
+def store_model() -> Generator[None]:
+    """Mark the step in which a version's file is stored: one crash point for all backends."""
     with crash.step("commit.model"):
         yield
 
 
 @contextlib.contextmanager
-def storing_state() -> Generator[None]:
-    """The step in which the rule's state is stored."""
+def store_state() -> Generator[None]:
+    """Mark the step in which the rule's state is stored."""
     with crash.step("commit.state"):
         yield

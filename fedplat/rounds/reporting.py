@@ -1,0 +1,91 @@
+"""How an attempt awaits clients and takes in their reports, in synchronous and buffered jobs alike. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from fedplat.rounds import influence
+from fedplat.rounds.commands import Command, Fold
+from fedplat.rounds.records import Assignment, Attempt, Crew, JobState, make_crew
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
+from fedplat.rounds.transition import Context
+
+
+def fills_buffer(job: JobState, attempt: Attempt) -> bool:
+    """Return whether an attempt fills a buffer."""
+    return job.spec.buffered is not None and attempt.kind is AttemptKind.TRAIN
+
+
+def wants_clients(job: JobState, attempt: Attempt) -> bool:
+    """Return whether clients that are drawn now are given work."""
+    if attempt.phase is AttemptPhase.SELECTING:
+        return True
+    return attempt.phase is AttemptPhase.COLLECTING and fills_buffer(job, attempt)
+
+
+def await_clients(job: JobState, context: Context) -> JobState:
+    """Give clients the time of a selection to come, since none works for the attempt."""
+    assert job.attempt is not None
+    ends_at = context.now + job.spec.deadlines.selection_s
+    return dataclasses.replace(job, attempt=dataclasses.replace(job.attempt, selection_ends_at=ends_at))
+
+
+def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
+    """Return whether an assignment belongs to the last attempt, and not to those that the job carries."""
+    return job.attempt is not None and job.attempt.find(assignment.key, assignment.client_id) is not None
+
+
+def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number: int) -> Assignment:
+    """Return a report as the attempt accepts it: with its staleness, and the weight that it has by what is known now.
+
+    Reports that come later may lower the weight (`influence.reweigh`).
+    """
+    staleness = attempt.base_version - reported.base_version
+    most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
+    weight = job.spec.weight(reported.num_examples, staleness, most)
+    return dataclasses.replace(
+        reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number
+    )
+
+
+def fold_commands(attempt: Attempt, accepted: Iterable[Assignment]) -> tuple[Command, ...]:
+    """Return the commands that add accepted updates to the attempt's sum."""
+    if attempt.kind is not AttemptKind.TRAIN:
+        return ()
+    return tuple(Fold(attempt.key, each.id, each.digest, each.contribution, each.base_version) for each in accepted)
+
+
+def needs_update(job: JobState, assignment: Assignment) -> bool:
+    """Return whether the update of an assignment has to be kept, whole or in part.
+
+    That of an open assignment has, and every update that the open attempt has accepted: one that it has dropped since
+    may be read at this very moment.
+    """
+    if assignment.kind is not AttemptKind.TRAIN:
+        return False
+    attempt = job.open_attempt
+    return assignment.is_open or (attempt is not None and assignment.folded_into == attempt.key)
+
+
+def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, Crew]:
+    """Return the last attempt of a job with its assignments, and those that the job carries, as a store has them.
+
+    `attempt` is without its crew. The rows are those that were made in the attempt, those that were folded into it, and
+    all that are open. Of the carried assignments, those that have ended are left out: nothing follows from them.
+    """
+    own: list[Assignment] = []
+    carried: list[Assignment] = []
+    collects = attempt.kind is AttemptKind.TRAIN and attempt.phase in (
+        AttemptPhase.SELECTING,
+        AttemptPhase.COLLECTING,
+    )
+    for row in rows:
+        if row.is_busy:
+            (own if collects or row.kind is AttemptKind.EVALUATE else carried).append(row)
+        elif row.state is AssignmentState.REPORTED and row.folded_into is None:
+            carried.append(row)
+        elif (row.folded_into or row.key) == attempt.key:
+            own.append(row)
+    return attempt.with_assignments(own), make_crew(carried)

@@ -1,0 +1,203 @@
+"""Takes in uploads and reports: received within bounds, validated by the core's rules, made durable, then accepted.
+
+`fedplat.report_validation` has the rules; the coordinator has the last word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from fedplat import durable, report_validation
+from fedplat.job import build_rule
+from fedplat.rounds import Assignment, AssignmentId, Verdict
+from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRejected, UpdateReported, UploadStarted
+from fedplat.rounds.states import AttemptKind, Reason
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_server import logs
+from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
+from fedplat_server.rpc import memory, requests, streams
+from fedplat_server.rpc.errors import Code, RefusedError
+from fedplat_server.services import Services
+from fedplat_server.spool import Spool
+
+Validate = Callable[[Path], float | Verdict]
+"""Returns the norm of the update in a file, or its refusal."""
+
+
+class ReceivedUpdate(NamedTuple):
+    """An update that is complete, valid and durable."""
+
+    size_bytes: int
+    norm: float
+
+
+class ReportIntake:
+    """Takes in what clients send for open assignments."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.config.limits
+
+    async def receive_upload(
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.Part]
+    ) -> int:
+        """Receive an upload from where it stopped; return how many bytes there are. Raises `RefusedError`."""
+        services = self._services
+        await self._check_size(assignment, header.size_bytes)
+        started = await services.runner.submit(UploadStarted(*assignment.id))
+        if not started.accepted:
+            raise RefusedError(Code.STALE_ASSIGNMENT, started.text or started.reason or "")
+        size_bytes = min(max(header.size_bytes - header.offset, 0), memory.UPLOAD_BYTES)
+
+        async def parts() -> AsyncIterator[durable.Bytes]:
+            async for part in messages:
+                await self._count_bytes(assignment, len(part.data))
+                yield part.data
+
+        async with services.memory.uploads.share(size_bytes):
+            still_wanted = functools.partial(self._is_busy, assignment)
+            return await streams.receive(services.spool, assignment.id, header, parts(), still_wanted)
+
+    async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
+        """Validate a report and hand it to the coordinator. Raises `RefusedError` if it has to be sent again."""
+        services, update_bytes, norm = self._services, 0, None
+        verdict = report_validation.validate_claims(
+            build_rule(services.jobs.state(assignment.key.job_id).spec),
+            assignment.kind,
+            request.num_examples,
+            request.metrics,
+            request.digest,
+            self._limits.metrics,
+        )
+        if not verdict.accepted:
+            return await self._reject(assignment, verdict)
+        if assignment.kind is AttemptKind.TRAIN:
+            received = await self._receive_update(assignment, request)
+            if isinstance(received, Verdict):
+                return await self._reject(assignment, received)
+            if received is not None:
+                update_bytes, norm = received
+        return await services.runner.submit(
+            UpdateReported(
+                *assignment.id, request.digest, request.num_examples, dict(request.metrics), update_bytes, norm
+            )
+        )
+
+    async def _receive_update(
+        self, assignment: Assignment, request: fleet_pb2.ReportRequest
+    ) -> ReceivedUpdate | Verdict | None:
+        """Return the update that a report brings or names, once it outlives this process; or its refusal.
+
+        None if the assignment has ended meanwhile, and the update was deleted: the coordinator has the verdict then.
+        """
+        services, digest = self._services, requests.digest(request.digest)
+        if request.update:
+            await self._count_bytes(assignment, len(request.update))
+        job = services.jobs.state(assignment.key.job_id)
+        base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
+        validate = functools.partial(report_validation.validate_file, base=base, codec=codec)
+        try:
+            # One visit to a thread: for a small update the visits cost more than the work.
+            return await asyncio.to_thread(
+                receive_update, services.spool, assignment.id, digest, request.update, validate
+            )
+        except SpoolError as exc:
+            await self._abandon(assignment, f"the spool cannot be trusted: {exc}")
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server's disk failed; the assignment is over") from exc
+        except RefusedError:
+            if self._is_busy(assignment):
+                raise
+            return None
+
+    def _is_busy(self, assignment: Assignment) -> bool:
+        """Return whether the client still works for an assignment that was open before."""
+        found = self._services.runner.coordinator.find(*assignment.id)
+        return found is not None and found.is_busy
+
+    def _size_limit(self, assignment: Assignment) -> int:
+        job = self._services.jobs.state(assignment.key.job_id)
+        return report_validation.size_limit(self._services.blobs.path(job.latest.digest), job.spec.compression.uplink)
+
+    async def _check_size(self, assignment: Assignment, size_bytes: int) -> None:
+        limit = self._size_limit(assignment)
+        if size_bytes > limit:
+            text = f"the update has {size_bytes} bytes; at most {limit} are accepted for this model"
+            await self._reject(assignment, Verdict(Reason.REJECTED_SCHEMA, text))
+            raise RefusedError(Code.TOO_LARGE, text)
+
+    async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
+        """Bound the bytes that a client sends for an attempt, repetitions too. Beyond it the assignment is over."""
+        try:
+            limit = self._size_limit(assignment)
+            self._services.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
+        except RefusedError as exc:
+            await self._fail(assignment, str(exc))
+            raise
+
+    async def _abandon(self, assignment: Assignment, text: str) -> None:
+        """Abandon the open attempt whose folder failed; in the folder of an earlier one, others were synced before."""
+        attempt = self._services.jobs.state(assignment.key.job_id).open_attempt
+        if attempt is not None and attempt.key == assignment.key:
+            self._services.runner.post(AggregationFailed(assignment.key, text))
+        else:
+            await self._fail(assignment, text)
+
+    async def _fail(self, assignment: Assignment, text: str) -> None:
+        await self._services.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
+
+    async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
+        """End the assignment; return the refusal, or the verdict on an assignment that has ended meanwhile."""
+        assert refusal.reason is not None
+        text = requests.text(refusal.text, self._limits.max_text)  # it may quote what the client sent
+        verdict = await self._services.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
+        return Verdict(refusal.reason, text) if verdict.accepted else verdict
+
+
+def receive_update(
+    spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate
+) -> ReceivedUpdate | Verdict:
+    """Return the size and the norm of an update that is durable now, or its refusal. Blocks.
+
+    `update` came with the report; it is empty if the update was uploaded before. Raises `RefusedError` if it is not
+    there or could not be stored, `BlobFullError`, and `SpoolError` if the attempt cannot go on.
+    """
+    if update:
+        if hashlib.sha256(update).hexdigest() != digest:
+            return Verdict(Reason.REJECTED_DIGEST)
+        try:
+            _write(spool, key, digest, update)
+        except UploadError as exc:  # the same report comes twice at a time, or a broken upload still writes
+            raise RefusedError(Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
+    path = spool.complete(key, digest)
+    if path is None:
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
+    try:
+        norm = validate(path)
+    except FileNotFoundError as exc:  # deleted this very moment, because the assignment has ended
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
+    if isinstance(norm, Verdict):
+        return norm
+    try:
+        return ReceivedUpdate(spool.persist(key, digest), norm)
+    except UploadError as exc:
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, str(exc)) from exc
+    except (BlobFullError, SpoolError):
+        raise
+    except BlobError as exc:
+        logs.get().error("an update could not be made durable", upload=str(key), error=str(exc))
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, "the server could not store it; send it again") from exc
+
+
+def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
+    if spool.complete(key, digest) is None:
+        received = spool.received(key, digest)  # an earlier upload of these bytes may have broken off
+        upload = spool.open(key, digest, len(update), received)
+        try:
+            upload.write(update[received:])
+        finally:
+            upload.close()
