@@ -294,6 +294,7 @@ class JobState(Struct, frozen=True):
                 return found
         return None
 
+    @property
     def next_deadline(self) -> float | None:
         """The moment at which time alone changes this job, if there is one."""
         attempt, moments = self.open_attempt, list[float | None]()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
+
+from msgspec import structs
 
 from fedplat.rounds import influence
 from fedplat.rounds.commands import Command, Fold
@@ -29,7 +30,7 @@ def await_clients(job: JobState, context: Context) -> JobState:
     """Give clients the time of a selection to come, since none works for the attempt."""
     assert job.attempt is not None
     ends_at = context.now + job.spec.deadlines.selection_s
-    return dataclasses.replace(job, attempt=dataclasses.replace(job.attempt, selection_ends_at=ends_at))
+    return structs.replace(job, attempt=structs.replace(job.attempt, selection_ends_at=ends_at))
 
 
 def is_in_attempt(job: JobState, assignment: Assignment) -> bool:
@@ -45,9 +46,7 @@ def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number:
     staleness = attempt.base_version - reported.base_version
     most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
     weight = job.spec.weight(reported.num_examples, staleness, most)
-    return dataclasses.replace(
-        reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number
-    )
+    return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
 
 
 def fold_commands(attempt: Attempt, accepted: Iterable[Assignment]) -> tuple[Command, ...]:

@@ -139,7 +139,7 @@ class Journal:
         if isinstance(outcome, AggregationFailed):
             answer["failed"] = outcome.text
         else:
-            answer["version"] = {name: getattr(outcome.version, name) for name in ModelVersion.__slots__}
+            answer["version"] = {name: getattr(outcome.version, name) for name in ModelVersion.__struct_fields__}
         self._write(answer)
         return outcome
 

@@ -202,7 +202,7 @@ class ServerTraining:
         journal = _Journal(what, moved)
         with self._blobs.temporary() as result:
             asked = msgspec.structs.replace(asked, result=str(result))
-            work = _Work("train", asked, journal.note, pool)
+            work = _Work("train", asked, pool, journal.note)
             learned = await self._done(work, TrainReply)
             if learned.error:
                 raise PoolWorkError(learned.error)

@@ -275,7 +275,7 @@ async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
     token = (await client.assignment()).token
     report = asyncio.ensure_future(client.report_inline(token, UPDATE.to_bytes()))
     assert await asyncio.to_thread(checking.wait, harness.PATIENCE_S)
-    await site.operator.stub.CancelJob(admin_pb2.JobRequest(job=job))
+    await site.operator.jobs.CancelJob(admin_pb2.JobRequest(job=job))
     await harness.until_spool_is_empty(site.folder)
     go_on.set()
     assert reason_name((await report).refusal.reason) == "JOB_CANCELLED"

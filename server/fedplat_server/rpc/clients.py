@@ -90,7 +90,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
             enrolment_id=record.token_id,
-            progress=services.progress.get(found[1]) if found is not None else None,
+            progress=services.progress.get(found) if found is not None else None,
         )
 
     def _state(self, record: ClientRecord) -> str:

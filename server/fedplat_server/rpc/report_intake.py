@@ -19,9 +19,8 @@ from fedplat.rounds.events import AggregationFailed, AssignmentFailed, UpdateRej
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
-from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
+from fedplat_server.errors import BlobError, BlobFullError, Code, RefusedError, SpoolError, UploadError
 from fedplat_server.rpc import memory, requests, streams
-from fedplat_server.rpc.errors import Code, RefusedError
 from fedplat_server.services import Services
 from fedplat_server.spool import Spool
 

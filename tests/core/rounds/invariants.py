@@ -427,7 +427,7 @@ class Ledger:
 
 
 def _changed_attempts(change: Change) -> set[AttemptKey]:
-    named = {key for row in change.assignments for key in (row.key, row.buffer) if key is not None}
+    named = {key for row in change.assignments for key in (row.key, row.folded_into) if key is not None}
     return named | ({change.attempt.key} if change.attempt is not None else set())
 
 

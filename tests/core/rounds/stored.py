@@ -92,7 +92,7 @@ def _attempt_row(attempt: Attempt) -> AttemptRow:
 
 
 def _assignment_row(assignment: Assignment) -> AssignmentRow:
-    into = assignment.buffer if assignment.buffer != assignment.key else None
+    into = assignment.folded_into if assignment.folded_into != assignment.key else None
     return AssignmentRow(
         round=assignment.key.round,
         number=assignment.key.number,
@@ -108,7 +108,7 @@ def _assignment_row(assignment: Assignment) -> AssignmentRow:
         deadline_unix_s=assignment.deadline_at,
         update_bytes=assignment.update_bytes,
         base_version=assignment.base_version,
-        staleness=assignment.staleness if assignment.buffer is not None else None,
+        staleness=assignment.staleness if assignment.folded_into is not None else None,
         into_round=into.round if into is not None else None,
         into_number=into.number if into is not None else None,
         norm=assignment.norm,

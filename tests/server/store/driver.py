@@ -80,11 +80,11 @@ def as_stored(job: JobState) -> JobState:
     if attempt is not None:
         rows = [assignment for crew in job.crews for assignment in crew.assignments.values()]
         attempt, carried = rebuild_attempt(_bare(attempt), rows)
-    return dataclasses.replace(job, attempt=attempt, carried=carried, resume_at=None)
+    return structs.replace(job, attempt=attempt, carried=carried, resume_at=None)
 
 
 def _bare(attempt: Attempt) -> Attempt:
-    return dataclasses.replace(
+    return structs.replace(
         attempt,
         opened_at=0.0,
         selection_ends_at=0.0,
