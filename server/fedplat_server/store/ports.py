@@ -260,7 +260,7 @@ class ClientStore(Protocol):
 
 
 class OperatorStore(Protocol):
-    """The operators that may use the Admin service."""
+    """The operators that may use the services of `admin.proto`."""
 
     async def add_operator(self, operator: OperatorRecord, token_hash: bytes, audit: Sequence[AuditEntry] = ()) -> None:
         """Add an operator. Raises `OperatorError` if the name is taken."""
