@@ -51,9 +51,11 @@ def _strings_below_fields(record: type[Struct]) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     found: dict[str, str] = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-                found[field.target.id] = " ".join(below.value.value.split())
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
+                found[name] = " ".join(sentence.split())
+            case _:
+                pass
     return found
 
 
@@ -121,12 +123,12 @@ def _tables(info: types.Type) -> list[types.StructType]:
 def _type(info: types.Type) -> str:
     """Return a type and its bounds, in the words of TOML."""
     match info:
-        case types.UnionType():
-            if _tables(info):
-                return "table"
-            return " or ".join(_type(option) for option in info.types if not isinstance(option, types.NoneType))
-        case types.StructType():
+        case types.VarTupleType():
+            return f"list, {_length(info)} items, each: {_type(info.item_type)}"
+        case _ if _tables(info):
             return "table"
+        case types.UnionType():
+            return " or ".join(_type(option) for option in info.types if not isinstance(option, types.NoneType))
         case types.LiteralType():
             return " or ".join(f"`{_toml(value)}`" for value in info.values)
         case types.IntType() | types.FloatType():
@@ -136,9 +138,7 @@ def _type(info: types.Type) -> str:
         case types.BoolType():
             return "boolean"
         case types.DictType():
-            return f"table of {_type(info.value_type)}"
-        case types.VarTupleType():
-            return f"list of {_type(info.item_type)}, {_length(info)}"
+            return f"table, each value: {_type(info.value_type)}"
         case types.TupleType():
             return f"[{', '.join(_type(item) for item in info.item_types)}]"
         case _:
@@ -187,8 +187,8 @@ def _toml(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    is_round = float(value).is_integer() and abs(value) < 1e9
-    return f"{int(value):_}" if is_round else f"{value:g}"
+    is_whole = isinstance(value, int) or (value.is_integer() and abs(value) < 1e9)
+    return f"{int(value):_}" if is_whole else f"{value:g}"
 
 
 def _join(path: str, key: str) -> str:

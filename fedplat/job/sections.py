@@ -192,7 +192,10 @@ class Compression(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Federated evaluation: clients score the committed model on their data and report metrics only."""
+    """Federated evaluation: clients score the committed model on their data and report metrics only.
+
+    As in every attempt, a mean is stored for each metric that more than half of the reports have.
+    """
 
     evaluator: Name
     """Name under which the evaluation function is installed on the clients."""

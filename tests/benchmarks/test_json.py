@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import mcmahan
 import pytest
 import typer
 from typer.testing import CliRunner
 
-import mcmahan
 import report
 import round_overhead
 from round_overhead import Setting
