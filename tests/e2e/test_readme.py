@@ -65,7 +65,7 @@ def test_one_machine(tmp_path: Path) -> None:
 
     def bash(script: str) -> None:
         # What the script leaves running ends with it.
-        script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{script}"
+        script = f"set -e\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
         done = subprocess.run(
             ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
