@@ -7,16 +7,21 @@ and `tree_sensitivity`. Numbers err upwards.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
 from fedplat.privacy import losses
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
+CACHED = 4096
+"""Results that are kept, of each kind; a private job of a server needs two for each release, and two for its plan."""
 _SMALLEST, _LARGEST = -4, 6
 """Decimal exponents of the multipliers between which the noise is sought."""
 _NUMBERS = 9000
@@ -25,8 +30,10 @@ _FLOAT_ERROR = 1e-12
 _FLOAT_ERROR_PER_RELEASE = 1e-16
 """What Fourier transforms of 64-bit floats may lose of delta; 2e-17 a release was seen."""
 
-_COARSER, _NEAR = 16, 16
-"""How much coarser the grid is on which the noise is sought first, and how many steps the result is off."""
+_COARSER = 16
+"""How much coarser the grid is on which noise and releases are sought first."""
+_SECANTS = 20
+"""Evaluations after which a search goes on by bisection."""
 _RARE = 1e-3
 """The part of delta that overflows may take without a look at what they cost."""
 
@@ -38,11 +45,12 @@ def epsilon(charges: Sequence[Charge], delta: float) -> float:
 
     Raises `ValueError` for a delta that is no probability between 0 and 1, and `MissingExtraError`.
     """
-    return _epsilon(charges, delta)
+    return _epsilon(tuple(charges), delta)
 
 
-def _epsilon(charges: Sequence[Charge], delta: float, coarser: int = 1) -> float:
-    """Epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
+@lru_cache(maxsize=CACHED)
+def _epsilon(charges: tuple[Charge, ...], delta: float, coarser: int = 1) -> float:
+    """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled:
@@ -66,6 +74,11 @@ def _epsilon(charges: Sequence[Charge], delta: float, coarser: int = 1) -> float
 
 def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
     """Epsilon by Rényi divergences, a cross-check: larger, but for jobs with an `overflow`, which it leaves out."""
+    return _epsilon_rdp(tuple(charges), delta)
+
+
+@lru_cache(maxsize=CACHED)
+def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled and not math.isfinite(deviation):
@@ -79,13 +92,13 @@ def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float) -> list[
 
 
 def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) -> Mechanism:
-    """The mechanism with the least noise whose epsilon is within `budget`; the multiplier is rounded up to 4 digits.
+    """Return the mechanism with the least noise whose epsilon is within `budget`; its multiplier has 4 digits.
 
-    The multiplier of `mechanism` itself does not matter. Raises `ValueError` where no noise is enough.
+    The search begins at the multiplier of `mechanism`. Raises `ValueError` where no noise is enough.
     """
 
     def quieter(step: int, coarser: int = 1) -> float:
-        return _epsilon([Charge(_with_noise(mechanism, _multiplier(-step)), releases)], delta, coarser)
+        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, coarser)
 
     def scale(step: int) -> float:
         return -math.log(_multiplier(-step))
@@ -93,31 +106,26 @@ def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) 
     if not budget > 0.0:
         raise ValueError(f"epsilon is {budget:g}; expected a number above 0")
     loudest, quietest = -_LARGEST * _NUMBERS, -_SMALLEST * _NUMBERS
-    if quieter(loudest) > budget:
+    if quieter(loudest, _COARSER) > budget and quieter(loudest) > budget:
         raise ValueError(
             f"no noise multiplier up to {_multiplier(-loudest):g} keeps {releases} releases within epsilon {budget:g} "
             f"at delta {delta:g}; allow a larger epsilon or delta, or fewer rounds"
         )
-    low = _last(lambda step: quieter(step, _COARSER), budget, (loudest, quietest), scale)
-    width = _NEAR
-    while quieter(low) > budget:
-        low, width = max(loudest, low - width), 4 * width
-    high = min(quietest, low + width)
-    while high < quietest and quieter(high) <= budget:
-        low, high, width = high, min(quietest, high + 4 * width), 4 * width
-    return _with_noise(mechanism, _multiplier(-_last(quieter, budget, (low, high), scale)))
+    start = bisect_left(range(loudest, quietest), -math.log(mechanism.noise_multiplier), key=scale) + loudest
+    step = _last_on_two_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0))
+    return _with_noise(mechanism, _multiplier(-step))
 
 
 def max_releases(mechanism: Mechanism, budget: float, delta: float, limit: int, before: Sequence[Charge] = ()) -> int:
-    """The most releases, `limit` at most, whose epsilon with what was charged `before` is within `budget`."""
+    """Return the most releases, `limit` at most, whose epsilon with the charges `before` is within `budget`."""
 
-    def after(count: int) -> float:
-        return epsilon([*before, Charge(mechanism, count)], delta)
+    def after(count: int, coarser: int = 1) -> float:
+        return _epsilon((*before, Charge(mechanism, count)), delta, coarser)
 
     _check(delta)
-    if limit <= 0 or after(1) > budget:
+    if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
         return 0
-    return _last(after, budget, (1, limit), math.log)
+    return _last_on_two_grids(after, budget, _Search((1, limit), math.log, limit, 0.5))
 
 
 def _check(delta: float) -> None:
@@ -178,34 +186,51 @@ def _multiplier(step: int) -> float:
     return float(f"{1000 + rest}e{exponent - 3}")
 
 
-def _last(cost: Callable[[int], float], budget: float, bounds: tuple[int, int], scale: Callable[[int], float]) -> int:
-    """The last step whose cost is within the budget. Costs grow; that of the first step is within it.
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Where a search for the last step within a budget begins: the cost of the first step is within it.
 
-    By false position on logarithms of costs over `scale` (Illinois: the end that stays counts half), for a cost may
-    take a second to compute; where a cost is 0 or infinite, by bisection.
+    `slope` is about how much the logarithm of the cost grows with `scale`.
     """
 
-    def excess(step: int) -> float:
-        value = cost(step)
-        return math.log(value / budget) if value else -math.inf
+    bounds: tuple[int, int]
+    scale: Callable[[int], float]
+    start: int
+    slope: float
 
-    low, high = bounds
-    above = excess(high)
-    if above <= 0.0:
-        return high
-    below = excess(low)
-    while high - low > 1:
-        share = below / (below - above) if math.isfinite(below) and math.isfinite(above) else 0.5
-        place = scale(low) + share * (scale(high) - scale(low))
-        middle = _first(scale, place, (low + 1, high - 1))
-        value = excess(middle)
-        if value <= 0.0:
-            low, below, above = middle, value, above / 2
+
+def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search) -> int:
+    """Return the last step whose cost on the finest grid is within the budget; `cost` takes a step and a coarseness.
+
+    The coarse grid finds the neighbourhood, in which the fine one takes two or three evaluations.
+    """
+    step, slope = _last(lambda step: cost(step, _COARSER), budget, search)
+    return _last(lambda step: cost(step, 1), budget, dataclasses.replace(search, start=step, slope=slope))[0]
+
+
+def _last(cost: Callable[[int], float], budget: float, search: _Search) -> tuple[int, float]:
+    """Return the last step whose cost is within the budget, and the slope there. Costs grow with the steps.
+
+    By secants of the logarithm of the cost over `scale`, for a cost may take a second to compute; by bisection where a
+    cost is 0 or infinite, or secants take too long.
+    """
+    low, high = search.bounds[0], search.bounds[1] + 1
+    place, slope = search.start, search.slope
+    last: tuple[float, float] | None = None
+    for count in itertools.count(1):
+        value, position = _excess(cost(place), budget), search.scale(place)
+        low, high = (place, high) if value <= 0.0 else (low, place)
+        if high - low <= 1:
+            return low, slope
+        if math.isfinite(value) and count <= _SECANTS:
+            if last is not None and (value - last[0]) * (position - last[1]) > 0.0:
+                slope = (value - last[0]) / (position - last[1])
+            last, target = (value, position), position - value / slope
+            place = low + max(1, bisect_right(range(low + 1, high), target, key=search.scale))
         else:
-            high, above, below = middle, value, below / 2
-    return low
+            place = (low + high) // 2
+    raise AssertionError("a search ends")
 
 
-def _first(scale: Callable[[int], float], place: float, bounds: tuple[int, int]) -> int:
-    """The first step between the bounds whose scale is no less than `place`; the last where there is none."""
-    return bounds[0] + bisect_left(range(*bounds), place, key=scale)
+def _excess(cost: float, budget: float) -> float:
+    return math.log(cost / budget) if cost else -math.inf
