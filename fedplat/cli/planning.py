@@ -54,7 +54,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
         read = read_file(file, changes or [])
         data = _data(out, read) if simulate else None
-        found = _planned(read, clients or _clients(read, data), noise or [])
+        found = _planned(out, read, clients or _clients(read, data), noise or [])
         scores = _simulated(out, read, found, data) if simulate else None
         if plot is not None:
             _draw(plot, read, found, scores)
@@ -64,7 +64,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             _print(out, read, found, scores)
 
 
-def _planned(file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
+def _planned(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
     for multiplier in noise:
         if not 0.0 < multiplier <= 1e6:
             raise JobFileError(f"--noise {multiplier:g}: expected a number above 0, and 1e6 at most")
@@ -72,7 +72,8 @@ def _planned(file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan
         raise JobFileError(
             f"selection.goal = {file.job.selection.goal}: expected at most the {clients:,} clients of the population"
         )
-    return planning.plan(file.job, clients, noise)
+    with out.steps("computing the costs of privacy") as progress:
+        return planning.plan(file.job, clients, noise, progress)
 
 
 def _clients(file: SimulationFile, data: Federation | None) -> int:
@@ -159,7 +160,8 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
     ]
     out.table(("#ROUNDS", "#EPSILON", "#BY RENYI", ""), rows, "")
     out.line("")
-    out.line(f"what other cohorts need for epsilon {found.budget:.4g}")
+    rough = " (0.1 % more at most)" if found.mechanism.kind == "poisson" else ""
+    out.line(f"what other cohorts need for epsilon {found.budget:.4g}{rough}")
     spread = "#PROBABILITY" if found.mechanism.kind == "poisson" else "#ONCE IN"
     rows = [
         (
@@ -173,7 +175,7 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
     ]
     out.table(("#REPORTS", spread, "#NOISE MULTIPLIER", "#IN THE MEAN", ""), rows, "")
     out.line("")
-    out.line(f"what other noise costs in {_rounds(found.rounds)}")
+    out.line(f"what other noise costs in {_rounds(found.rounds)}{rough}")
     columns = ["#NOISE MULTIPLIER", "#EPSILON", f"#ROUNDS WITHIN {found.budget:.4g}", "#IN THE MEAN"]
     if scores is not None:
         columns.append("#" + file.simulation.target_metric.upper())

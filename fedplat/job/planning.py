@@ -1,11 +1,15 @@
-"""What a private job could promise: epsilon against rounds, cohort and noise, before anything is trained.
+"""Plan a private job: epsilon against rounds, cohort and noise, before anything is trained.
 
-Like the job's own accounting it needs the extra `privacy`; a plan takes some seconds.
+Like the job's own accounting it needs the extra `privacy`; a plan takes some seconds. The figures of the job itself are
+those that a server computes. Other cohorts and other noise are computed on a rough grid of privacy losses: epsilon is
+never below the one on the fine grid, and above it by 0.1 % at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from msgspec import Struct, structs
 
@@ -15,6 +19,7 @@ from fedplat.job.spec import JobSpec
 from fedplat.privacy import Charge, Mechanism, Privacy
 from fedplat.privacy.accounting import calibrate, epsilon, epsilon_rdp, epsilons, max_releases
 from fedplat.privacy.cost import ADJACENCY
+from fedplat.privacy.losses import FINE, ROUGH
 from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -23,6 +28,8 @@ MOST_ROUNDS = 1_000_000
 FAR = 100
 """Of a choice's rounds so many times those of the job are counted at most."""
 CURVE_POINTS = 24
+
+Row = TypeVar("Row")
 
 
 class Rounds(Struct, frozen=True, kw_only=True):
@@ -94,10 +101,16 @@ def private(spec: JobSpec) -> Privacy:
     return spec.privacy
 
 
-def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ()) -> Plan:
-    """All of it; `multipliers` are compared in place of some around the job's own.
+def plan(
+    spec: JobSpec,
+    num_clients: int = 0,
+    multipliers: Sequence[float] = (),
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Plan:
+    """Return the plan of a job; `multipliers` are compared in place of some around the job's own.
 
-    Raises `JobFileError` for a job that cannot keep its promise, and `MissingExtraError`.
+    `progress` is called with the number of rows that are computed, and of all. Raises `JobFileError` for a job that
+    cannot keep its promise, and `MissingExtraError`.
     """
     options = private(spec)
     settled = spec.settled()
@@ -108,6 +121,15 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
     num_clients = num_clients or _population(spec)
     budget = options.epsilon or epsilon([Charge(mechanism, spec.rounds)], options.delta)
     chosen = multipliers or [_rounded(found.noise_multiplier * factor) for factor in FACTORS]
+    goals = [goal for goal in _goals(spec) if goal <= (num_clients or goal)]
+    counts = _counts(spec.rounds, found.max_releases)
+    done, total = itertools.count(1), len(counts) + len(goals) + len(chosen)
+
+    def shown(row: Row) -> Row:
+        progress(next(done), total)
+        return row
+
+    progress(0, total)
     return Plan(
         job=spec.name,
         population=spec.population,
@@ -122,31 +144,32 @@ def plan(spec: JobSpec, num_clients: int = 0, multipliers: Sequence[float] = ())
         expected_reports=spec.selection.goal,
         noise_multiplier=found.noise_multiplier,
         deviation=found.noise_multiplier / (spec.selection.goal * options.expected_weight),
-        by_rounds=tuple(_rounds(mechanism, options.delta, count) for count in _counts(spec.rounds, found.max_releases)),
-        by_cohort=tuple(_cohorts(spec, budget, num_clients)),
-        by_noise=tuple(noise_of(spec, multiplier, budget) for multiplier in chosen),
+        by_rounds=tuple(shown(_rounds(mechanism, options.delta, count)) for count in counts),
+        by_cohort=tuple(shown(_cohort(settled, goal, budget, num_clients)) for goal in goals),
+        by_noise=tuple(shown(_noise(settled, multiplier, budget)) for multiplier in chosen),
         remarks=tuple(_remarks(spec, num_clients)),
     )
 
 
-def noise_of(spec: JobSpec, multiplier: float, budget: float) -> Noise:
-    """What another `privacy.noise_multiplier` of the same job costs."""
-    options = private(spec)
+def _noise(settled: JobSpec, multiplier: float, budget: float) -> Noise:
+    """Return the cost of another `privacy.noise_multiplier` of the same job."""
+    spec, options = settled, private(settled)
     mechanism = spec.mechanism_with(options.whole(multiplier))
+    grid = FINE if multiplier == options.noise_multiplier else ROUGH
+    limit = min(MOST_ROUNDS, FAR * spec.rounds)
     return Noise(
         noise_multiplier=multiplier,
-        epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta),
-        max_rounds=max_releases(mechanism, budget, options.delta, min(MOST_ROUNDS, FAR * spec.rounds)),
+        epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, grid),
+        max_rounds=max_releases(mechanism, budget, options.delta, limit, points=grid),
         deviation=multiplier / (spec.selection.goal * options.expected_weight),
     )
 
 
 def curve(spec: JobSpec, multiplier: float) -> tuple[list[int], list[float]]:
     """Rounds, evenly spaced on a logarithmic scale, and epsilon after them; for a picture."""
-    options = private(spec)
-    last = 4 * spec.rounds
+    options, last = private(spec), 4 * spec.rounds
     counts = sorted({round(last ** (step / (CURVE_POINTS - 1))) for step in range(CURVE_POINTS)})
-    return counts, epsilons(spec.mechanism_with(options.whole(multiplier)), counts, options.delta)
+    return counts, epsilons(spec.mechanism_with(options.whole(multiplier)), counts, options.delta, ROUGH)
 
 
 def with_noise(spec: JobSpec, multiplier: float) -> JobSpec:
@@ -170,15 +193,13 @@ def _rounds(mechanism: Mechanism, delta: float, count: int) -> Rounds:
     return Rounds(rounds=count, epsilon=epsilon(charges, delta), epsilon_rdp=epsilon_rdp(charges, delta))
 
 
-def _cohorts(spec: JobSpec, budget: float, num_clients: int) -> Iterator[Cohort]:
-    for goal in sorted({max(1, round(factor * spec.selection.goal)) for factor in FACTORS}):
-        if goal <= (num_clients or goal):
-            yield _cohort(spec, goal, budget, num_clients)
+def _goals(spec: JobSpec) -> list[int]:
+    return sorted({max(1, round(factor * spec.selection.goal)) for factor in FACTORS})
 
 
-def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort:
-    options = private(spec)
-    mechanism = spec.mechanism_with(1.0)
+def _cohort(settled: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort:
+    spec, options, mechanism = settled, private(settled), settled.mechanism
+    assert mechanism is not None
     if mechanism.kind == "poisson":
         rate = min(1.0, goal / num_clients)
         mechanism = structs.replace(
@@ -189,7 +210,8 @@ def _cohort(spec: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort
     elif mechanism.separation > 1 and num_clients:
         mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
     try:
-        whole = calibrate(mechanism, spec.rounds, budget, options.delta).noise_multiplier
+        grid = FINE if goal == spec.selection.goal else ROUGH
+        whole = calibrate(mechanism, spec.rounds, budget, options.delta, grid).noise_multiplier
         multiplier = options.of_model(whole)
     except ValueError:
         multiplier = None

@@ -18,6 +18,7 @@ from functools import lru_cache
 import msgspec
 
 from fedplat.privacy import losses
+from fedplat.privacy.losses import FINE
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
 CACHED = 4096
@@ -40,16 +41,17 @@ _RARE = 1e-3
 _Sampled = list[tuple[Mechanism, int]]
 
 
-def epsilon(charges: Sequence[Charge], delta: float) -> float:
-    """Epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
+def epsilon(charges: Sequence[Charge], delta: float, points: int = FINE) -> float:
+    """Return epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
 
-    Raises `ValueError` for a delta that is no probability between 0 and 1, and `MissingExtraError`.
+    `points` is the fineness of the grid; any grid errs upwards. Raises `ValueError` for a delta that is no probability
+    between 0 and 1, and `MissingExtraError`.
     """
-    return _epsilon(tuple(charges), delta)
+    return _epsilon(tuple(charges), delta, points)
 
 
 @lru_cache(maxsize=CACHED)
-def _epsilon(charges: tuple[Charge, ...], delta: float, coarser: int = 1) -> float:
+def _epsilon(charges: tuple[Charge, ...], delta: float, points: int, coarser: int = 1) -> float:
     """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
     sampled, deviation = _grouped(charges)
@@ -57,7 +59,7 @@ def _epsilon(charges: tuple[Charge, ...], delta: float, coarser: int = 1) -> flo
         return losses.gaussian_epsilon(deviation, delta) if math.isfinite(deviation) else 0.0
     sampled, usable = _without_rare(sampled, delta)
     usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
-    interval = losses.interval(sampled, deviation)
+    interval = losses.interval(sampled, deviation, points)
     if interval > losses.WIDEST:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
     if usable <= 0.0:
@@ -86,19 +88,19 @@ def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     return losses.renyi_epsilon(sampled, deviation, delta)
 
 
-def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float) -> list[float]:
-    """Epsilon after each of so many releases."""
-    return [epsilon([Charge(mechanism, count)], delta) for count in counts]
+def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, points: int = FINE) -> list[float]:
+    """Return epsilon after each of so many releases."""
+    return [epsilon([Charge(mechanism, count)], delta, points) for count in counts]
 
 
-def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) -> Mechanism:
+def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float, points: int = FINE) -> Mechanism:
     """Return the mechanism with the least noise whose epsilon is within `budget`; its multiplier has 4 digits.
 
     The search begins at the multiplier of `mechanism`. Raises `ValueError` where no noise is enough.
     """
 
     def quieter(step: int, coarser: int = 1) -> float:
-        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, coarser)
+        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, points, coarser)
 
     def scale(step: int) -> float:
         return -math.log(_multiplier(-step))
@@ -116,11 +118,18 @@ def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) 
     return _with_noise(mechanism, _multiplier(-step))
 
 
-def max_releases(mechanism: Mechanism, budget: float, delta: float, limit: int, before: Sequence[Charge] = ()) -> int:
+def max_releases(
+    mechanism: Mechanism,
+    budget: float,
+    delta: float,
+    limit: int,
+    before: Sequence[Charge] = (),
+    points: int = FINE,
+) -> int:
     """Return the most releases, `limit` at most, whose epsilon with the charges `before` is within `budget`."""
 
     def after(count: int, coarser: int = 1) -> float:
-        return _epsilon((*before, Charge(mechanism, count)), delta, coarser)
+        return _epsilon((*before, Charge(mechanism, count)), delta, points, coarser)
 
     _check(delta)
     if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
