@@ -1,8 +1,8 @@
 """Plan a private job: epsilon against rounds, cohort and noise, before anything is trained.
 
 Like the job's own accounting it needs the extra `privacy`; a plan takes some seconds. The figures of the job itself are
-those that a server computes. Other cohorts and other noise are computed on a rough grid of privacy losses: epsilon is
-never below the one on the fine grid, and above it by 0.1 % at most.
+those that a server computes. Other cohorts and other noise are computed with less precision: epsilon is never below
+that of a server, and above it by about 0.1 % at most.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ def _noise(settled: JobSpec, multiplier: float, budget: float) -> Noise:
     """Return the cost of another `privacy.noise_multiplier` of the same job."""
     spec, options = settled, private(settled)
     mechanism = spec.mechanism_with(options.whole(multiplier))
-    grid = FINE if multiplier == options.noise_multiplier else ROUGH
+    precision = FINE if multiplier == options.noise_multiplier else ROUGH
     limit = min(MOST_ROUNDS, FAR * spec.rounds)
     return Noise(
         noise_multiplier=multiplier,
-        epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, grid),
-        max_rounds=max_releases(mechanism, budget, options.delta, limit, points=grid),
+        epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
+        max_rounds=max_releases(mechanism, budget, options.delta, limit, precision=precision),
         deviation=multiplier / (spec.selection.goal * options.expected_weight),
     )
 
@@ -210,8 +210,8 @@ def _cohort(settled: JobSpec, goal: int, budget: float, num_clients: int) -> Coh
     elif mechanism.separation > 1 and num_clients:
         mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
     try:
-        grid = FINE if goal == spec.selection.goal else ROUGH
-        whole = calibrate(mechanism, spec.rounds, budget, options.delta, grid).noise_multiplier
+        precision = FINE if goal == spec.selection.goal else ROUGH
+        whole = calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
         multiplier = options.of_model(whole)
     except ValueError:
         multiplier = None

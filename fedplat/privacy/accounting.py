@@ -18,7 +18,7 @@ from functools import lru_cache
 import msgspec
 
 from fedplat.privacy import losses
-from fedplat.privacy.losses import FINE
+from fedplat.privacy.losses import FINE, Precision
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
 CACHED = 4096
@@ -35,31 +35,29 @@ _COARSER = 16
 """How much coarser the grid is on which noise and releases are sought first."""
 _SECANTS = 20
 """Evaluations after which a search goes on by bisection."""
-_RARE = 1e-3
-"""The part of delta that overflows may take without a look at what they cost."""
 
 _Sampled = list[tuple[Mechanism, int]]
 
 
-def epsilon(charges: Sequence[Charge], delta: float, points: int = FINE) -> float:
+def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE) -> float:
     """Return epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
 
-    `points` is the fineness of the grid; any grid errs upwards. Raises `ValueError` for a delta that is no probability
+    It errs upwards, by little with the default precision. Raises `ValueError` for a delta that is no probability
     between 0 and 1, and `MissingExtraError`.
     """
-    return _epsilon(tuple(charges), delta, points)
+    return _epsilon(tuple(charges), delta, precision)
 
 
 @lru_cache(maxsize=CACHED)
-def _epsilon(charges: tuple[Charge, ...], delta: float, points: int, coarser: int = 1) -> float:
+def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, coarser: int = 1) -> float:
     """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled:
         return losses.gaussian_epsilon(deviation, delta) if math.isfinite(deviation) else 0.0
-    sampled, usable = _without_rare(sampled, delta)
+    sampled, usable = _without_rare(sampled, delta, precision.rare)
     usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
-    interval = losses.interval(sampled, deviation, points)
+    interval = losses.interval(sampled, deviation, precision.points)
     if interval > losses.WIDEST:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
     if usable <= 0.0:
@@ -88,19 +86,21 @@ def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     return losses.renyi_epsilon(sampled, deviation, delta)
 
 
-def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, points: int = FINE) -> list[float]:
+def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, precision: Precision = FINE) -> list[float]:
     """Return epsilon after each of so many releases."""
-    return [epsilon([Charge(mechanism, count)], delta, points) for count in counts]
+    return [epsilon([Charge(mechanism, count)], delta, precision) for count in counts]
 
 
-def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float, points: int = FINE) -> Mechanism:
+def calibrate(
+    mechanism: Mechanism, releases: int, budget: float, delta: float, precision: Precision = FINE
+) -> Mechanism:
     """Return the mechanism with the least noise whose epsilon is within `budget`; its multiplier has 4 digits.
 
     The search begins at the multiplier of `mechanism`. Raises `ValueError` where no noise is enough.
     """
 
     def quieter(step: int, coarser: int = 1) -> float:
-        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, points, coarser)
+        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, precision, coarser)
 
     def scale(step: int) -> float:
         return -math.log(_multiplier(-step))
@@ -124,12 +124,12 @@ def max_releases(
     delta: float,
     limit: int,
     before: Sequence[Charge] = (),
-    points: int = FINE,
+    precision: Precision = FINE,
 ) -> int:
     """Return the most releases, `limit` at most, whose epsilon with the charges `before` is within `budget`."""
 
     def after(count: int, coarser: int = 1) -> float:
-        return _epsilon((*before, Charge(mechanism, count)), delta, points, coarser)
+        return _epsilon((*before, Charge(mechanism, count)), delta, precision, coarser)
 
     _check(delta)
     if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
@@ -154,12 +154,12 @@ def _grouped(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
     return sampled, 1.0 / length if length else math.inf
 
 
-def _without_rare(sampled: _Sampled, delta: float) -> tuple[_Sampled, float]:
+def _without_rare(sampled: _Sampled, delta: float, part: float) -> tuple[_Sampled, float]:
     """The mechanisms without overflows that are so rare that all of them may be a part of delta, and what is left."""
     kept: _Sampled = []
     for mechanism, count in sampled:
         chance = mechanism.overflow * count
-        rare = 0.0 < chance <= _RARE * delta / len(sampled)
+        rare = 0.0 < chance <= part * delta / len(sampled)
         kept.append((msgspec.structs.replace(mechanism, overflow=0.0) if rare else mechanism, count))
         delta -= chance if rare else 0.0
     return kept, delta

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -20,9 +20,22 @@ WIDEST = 1.0
 """The coarsest. Losses that need a coarser one are in the thousands, where amplification is no longer of interest."""
 RELEASE_POINTS = 200_000
 TOTAL_POINTS = 500_000
-FINE, ROUGH = 50, 8
-"""Points of the grid within the standard deviation of a release's loss. A rough grid is fast, and errs upwards by 0.1 %
-of epsilon at most: the error grows with the square of the interval."""
+
+
+class Precision(NamedTuple):
+    """How fine the arithmetic is; less of it is faster, and errs upwards by a little more.
+
+    `points`: of the grid, in the standard deviation of a release's loss; the error of epsilon grows with the square of
+    the interval. `rare`: the part of delta that overflows may take without a look at what they cost.
+    """
+
+    points: int
+    rare: float
+
+
+FINE = Precision(points=50, rare=1e-3)
+ROUGH = Precision(points=8, rare=1e-2)
+"""Epsilon is 0.1 % larger at most, where `RELEASE_POINTS` do not already make the grid as coarse as that."""
 
 
 class Losses(Protocol):
@@ -126,11 +139,11 @@ def _renyi(library: Any, releases: Sequence[tuple[Mechanism, int]], fixed: float
     return float(accountant.get_epsilon(delta))
 
 
-def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: int = FINE) -> float:
+def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: int = FINE.points) -> float:
     """Return a grid that is fine beside the deviation of the losses, and covers them with few points; a power of 2.
 
     Rounding to a grid adds to the variance of each release's loss a sixth of the interval's square at most (losses
-    split between both neighbours). With `FINE` points in the deviation that is some 1e-4 of the variance.
+    split between both neighbours). With the points of `FINE` in the deviation that is some 1e-4 of the variance.
     """
     counted = [(_divergence(release), count) for release, count in releases]
     if math.isfinite(fixed):
