@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,8 +77,24 @@ def _planned(out: Output, file: SimulationFile, clients: int, noise: Sequence[fl
         raise JobFileError(
             f"selection.goal = {file.job.selection.goal}: expected at most the {clients:,} clients of the population"
         )
-    with out.steps("computing the costs of privacy") as progress:
-        return planning.plan(file.job, clients, noise, progress)
+    with out.steps("computing the costs of privacy") as progress, _processes(file) as run:
+        return planning.plan(file.job, clients, noise, progress, run)
+
+
+@contextlib.contextmanager
+def _processes(file: SimulationFile) -> Generator[planning.Run]:
+    """Yield the `map` of a pool of processes, for jobs whose costs take long to compute; else the builtin one."""
+    if file.job.privacy is None or file.job.privacy.participation != "poisson":
+        yield map
+        return
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends the pool
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, signal.signal, ignore) as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _clients(file: SimulationFile, data: Federation | None) -> int:
@@ -160,7 +181,7 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
     ]
     out.table(("#ROUNDS", "#EPSILON", "#BY RENYI", ""), rows, "")
     out.line("")
-    rough = " (0.1 % more at most)" if found.mechanism.kind == "poisson" else ""
+    rough = ", to about 0.1 %" if found.mechanism.kind == "poisson" else ""
     out.line(f"what other cohorts need for epsilon {found.budget:.4g}{rough}")
     spread = "#PROBABILITY" if found.mechanism.kind == "poisson" else "#ONCE IN"
     rows = [

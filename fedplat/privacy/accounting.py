@@ -33,7 +33,9 @@ _FLOAT_ERROR_PER_RELEASE = 1e-16
 
 _COARSER = 16
 """How much coarser the grid is on which noise and releases are sought first."""
-_SECANTS = 20
+_NEAR = 1e-3
+"""How near to the budget, as a logarithm, the coarse grid's answer is."""
+_SECANTS = 8
 """Evaluations after which a search goes on by bisection."""
 
 _Sampled = list[tuple[Mechanism, int]]
@@ -213,15 +215,15 @@ def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search:
 
     The coarse grid finds the neighbourhood, in which the fine one takes two or three evaluations.
     """
-    step, slope = _last(lambda step: cost(step, _COARSER), budget, search)
+    step, slope = _last(lambda step: cost(step, _COARSER), budget, search, _NEAR)
     return _last(lambda step: cost(step, 1), budget, dataclasses.replace(search, start=step, slope=slope))[0]
 
 
-def _last(cost: Callable[[int], float], budget: float, search: _Search) -> tuple[int, float]:
-    """Return the last step whose cost is within the budget, and the slope there. Costs grow with the steps.
+def _last(cost: Callable[[int], float], budget: float, search: _Search, near: float = 0.0) -> tuple[int, float]:
+    """Return the last step whose cost is within the budget, or one whose cost is `near` it, and the slope there.
 
-    By secants of the logarithm of the cost over `scale`, for a cost may take a second to compute; by bisection where a
-    cost is 0 or infinite, or secants take too long.
+    Costs grow with the steps. By secants of the logarithm of the cost over `scale`, for a cost may take a second to
+    compute; by bisection where a cost is 0 or infinite, or secants take too long.
     """
     low, high = search.bounds[0], search.bounds[1] + 1
     place, slope = search.start, search.slope
@@ -229,11 +231,11 @@ def _last(cost: Callable[[int], float], budget: float, search: _Search) -> tuple
     for count in itertools.count(1):
         value, position = _excess(cost(place), budget), search.scale(place)
         low, high = (place, high) if value <= 0.0 else (low, place)
-        if high - low <= 1:
-            return low, slope
+        if math.isfinite(value) and last is not None and (value - last[0]) * (position - last[1]) > 0.0:
+            slope = (value - last[0]) / (position - last[1])
+        if high - low <= 1 or abs(value) < near:
+            return (low if high - low <= 1 else place), slope
         if math.isfinite(value) and count <= _SECANTS:
-            if last is not None and (value - last[0]) * (position - last[1]) > 0.0:
-                slope = (value - last[0]) / (position - last[1])
             last, target = (value, position), position - value / slope
             place = low + max(1, bisect_right(range(low + 1, high), target, key=search.scale))
         else:

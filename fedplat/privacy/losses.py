@@ -34,8 +34,8 @@ class Precision(NamedTuple):
 
 
 FINE = Precision(points=50, rare=1e-3)
-ROUGH = Precision(points=8, rare=1e-2)
-"""Epsilon is 0.1 % larger at most, where `RELEASE_POINTS` do not already make the grid as coarse as that."""
+ROUGH = Precision(points=16, rare=1e-2)
+"""Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows become a part of delta."""
 
 
 class Losses(Protocol):
