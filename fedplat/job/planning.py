@@ -229,10 +229,14 @@ def _cohort(settled: JobSpec, goal: int, budget: float, num_clients: int) -> Coh
         )
     elif mechanism.separation > 1 and num_clients:
         mechanism = structs.replace(mechanism, separation=_widest(spec.selection, goal, num_clients))
+    is_own = goal == spec.selection.goal
     try:
-        precision = FINE if goal == spec.selection.goal else ROUGH
-        whole = calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
-        multiplier = options.of_model(whole)
+        if is_own and options.epsilon is None:
+            multiplier = options.noise_multiplier  # the budget is what this noise comes to
+        else:
+            precision = FINE if is_own else ROUGH
+            whole = calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
+            multiplier = options.of_model(whole)
     except ValueError:
         multiplier = None
     return Cohort(

@@ -33,7 +33,7 @@ _FLOAT_ERROR_PER_RELEASE = 1e-16
 
 _COARSER = 16
 """How much coarser the grid is on which noise and releases are sought first."""
-_NEAR = 1e-3
+_NEAR = 5e-3
 """How near to the budget, as a logarithm, the coarse grid's answer is."""
 _SECANTS = 8
 """Evaluations after which a search goes on by bisection."""
