@@ -116,7 +116,7 @@ def calibrate(
             f"at delta {delta:g}; allow a larger epsilon or delta, or fewer rounds"
         )
     start = bisect_left(range(loudest, quietest), -math.log(mechanism.noise_multiplier), key=scale) + loudest
-    step = _last_on_two_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0))
+    step = _last_on_two_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0), precision.near)
     return _with_noise(mechanism, _multiplier(-step))
 
 
@@ -136,7 +136,7 @@ def max_releases(
     _check(delta)
     if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
         return 0
-    return _last_on_two_grids(after, budget, _Search((1, limit), math.log, limit, 0.5))
+    return _last_on_two_grids(after, budget, _Search((1, limit), math.log, limit, 0.5), precision.near)
 
 
 def _check(delta: float) -> None:
@@ -210,13 +210,15 @@ class _Search:
     slope: float
 
 
-def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search) -> int:
+def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search, near: float) -> int:
     """Return the last step whose cost on the finest grid is within the budget; `cost` takes a step and a coarseness.
 
-    The coarse grid finds the neighbourhood, in which the fine one takes two or three evaluations.
+    Or one whose cost is below the budget by `near` at most, as a logarithm. The coarse grid finds the neighbourhood,
+    in which the fine one takes two or three evaluations.
     """
     step, slope = _last(lambda step: cost(step, _COARSER), budget, search, _NEAR)
-    return _last(lambda step: cost(step, 1), budget, dataclasses.replace(search, start=step, slope=slope))[0]
+    search = dataclasses.replace(search, start=step, slope=slope)
+    return _last(lambda step: cost(step, 1), budget * math.exp(-near / 2), search, near / 2)[0]
 
 
 def _last(cost: Callable[[int], float], budget: float, search: _Search, near: float = 0.0) -> tuple[int, float]:

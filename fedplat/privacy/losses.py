@@ -26,15 +26,17 @@ class Precision(NamedTuple):
     """How fine the arithmetic is; less of it is faster, and errs upwards by a little more.
 
     `points`: of the grid, in the standard deviation of a release's loss; the error of epsilon grows with the square of
-    the interval. `rare`: the part of delta that overflows may take without a look at what they cost.
+    the interval. `rare`: the part of delta that overflows may take without a look at what they cost. `near`: how much
+    of a budget a search may leave, as a logarithm; 0: it finds the last step within the budget.
     """
 
     points: int
     rare: float
+    near: float
 
 
-FINE = Precision(points=50, rare=1e-3)
-ROUGH = Precision(points=16, rare=1e-2)
+FINE = Precision(points=50, rare=1e-3, near=0.0)
+ROUGH = Precision(points=16, rare=1e-2, near=5e-4)
 """Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows become a part of delta."""
 
 
