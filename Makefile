@@ -16,7 +16,7 @@ BENCHMARKS := \
 	both_ways.py \
 	papers/private_utility.py
 
-.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page clean
+.PHONY: all demo private warm-start test faults faults-page hostile fuzz soak soak-attackers check format proto bench bench-peers references papers papers-page bench-page job-reference clean
 all: demo
 
 $(STAMP): pyproject.toml client/pyproject.toml server/pyproject.toml constraints.txt
@@ -95,6 +95,9 @@ papers: $(STAMP) ## tables of papers beside what we get: runs what has no log ye
 papers-page: $(STAMP) ## put the kept logs into docs/reproductions.md and docs/privacy.md, and draw its picture
 	$(BIN)/python benchmarks/papers/reproductions_page.py
 	$(BIN)/python benchmarks/papers/private_picture.py
+
+job-reference: $(STAMP) ## write docs/job-reference.md from the records of the job file
+	$(BIN)/python -m fedplat.job.reference > docs/job-reference.md
 
 bench-page: $(STAMP) ## put the saved results into docs/performance.md
 	$(BIN)/python benchmarks/page.py

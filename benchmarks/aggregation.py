@@ -71,8 +71,8 @@ class Rates(NamedTuple):
 def main(
     parameters: Annotated[list[int] | None, typer.Option(min=1, help="Parameters of a model.")] = None,
     updates: Annotated[list[int] | None, typer.Option(min=1, help="Updates to aggregate.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
 ) -> None:
     """Measure checking and folding updates, beside Flower, torch and a plain copy."""
     rows: list[tuple[report.Cell, ...]] = []

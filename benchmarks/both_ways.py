@@ -22,7 +22,7 @@ from fedplat.cli import submission
 from fedplat.codecs import Eden, Options
 from fedplat.model import Parameters
 from fedplat.updates import Format
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 
 WAYS: dict[str, tuple[Options | None, Options | None]] = {
     "float32 both ways": (None, None),
@@ -34,8 +34,8 @@ WAYS: dict[str, tuple[Options | None, Options | None]] = {
 
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each kind.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Train with each, and count."""
     model = submission.load(update_codecs.DIGITS / "job.toml").parameters

@@ -34,7 +34,7 @@ from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat_server.private_pki import PkiFolder
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 
 HERE = Path(__file__).resolve().parent
 COHORT = 1000
@@ -272,8 +272,8 @@ async def comeback(process: Process, admin: AdminClient, count: int) -> float:
 def main(
     clients: Annotated[list[int] | None, typer.Option(min=1, help="Clients that wait; may be repeated.")] = None,
     full: Annotated[bool, typer.Option("--full", help="100, 1,000 and 10,000 clients, also without TLS.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Measure check-ins, waiting clients and cohorts."""
     counts = clients or ([100, 1000, 10_000] if full else [100, 1000])

@@ -26,7 +26,7 @@ from rich.console import Console
 from deployment import deploy_light, measure
 from models import alike, parameters
 from processes import FailedError
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 
 KB, MB, GB = 10**3, 10**6, 10**9
 COLUMNS = ("grows", "model MB", "clients", "tensors", "s a round", "rounds", "server MiB", "server / model")
@@ -86,8 +86,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at each point, at most.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.1, help="For the rounds of each point; one is always done.")] = 15.0,
     minutes: Annotated[float, typer.Option(help="After these nothing is started any more.")] = 5.0,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
-    save: Annotated[bool, typer.Option(help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Measure how rounds grow."""
     for name in only or ():

@@ -68,8 +68,8 @@ def main(
     parameters: int = 100_000_000,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between them.")] = "1,2,4",
     files: Annotated[int, typer.Option(help="Files with bytes of their own; the other updates are links to them.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    save: bool = False,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
 ) -> None:
     """Measures one process, and pools of each size with both splits."""
     with tempfile.TemporaryDirectory(prefix="fedplat-bench-", dir=Path.cwd()) as name:

@@ -1,28 +1,38 @@
-"""What every benchmark prints: a table for people, one line of JSON for programs, and a file for the page.
+"""The output of every benchmark: a table for people, one JSON object for programs, and a file for the page.
 
-The file, `benchmarks/results/NAME.json`, is what `page.py` makes the tables of docs/performance.md from, so that no
-number there was typed by hand.
+The file, `benchmarks/results/NAME.json`, is the source of the tables of docs/performance.md (`page.py`), so that no
+number there was typed by hand. With `--json` the last line of stdout is one object with the keys `name`, `title`,
+`columns`, `rows` (a list of cells for each row, in the order of `columns`), `notes`, `command`, `machine` and `date`. A
+program that adds keys lists them in its `--help`.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).resolve().parent / "results"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 Cell = str | int | float | None
 """A number is shown with three digits; None was not measured."""
+JSON_HELP = (
+    "Make the last line of stdout one JSON object: name, title, columns, rows (cells in the order of columns), notes, "
+    "command, machine, date."
+)
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+SaveOption = Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,24 +58,42 @@ def machine() -> str:
     return f"{models[0]}, {cores} cores, {memory:.0f} GiB, Linux, Python {platform.python_version()}, {versions}"
 
 
-def finish(report: Report, as_json: bool, save: bool) -> None:
-    """Prints a report, and keeps it for the page if `save`."""
-    program = Path(sys.argv[0])
-    options = [argument for argument in sys.argv[1:] if argument not in ("--json", "--save")]
-    report = msgspec.structs.replace(
-        report,
-        command=shlex.join(["python", f"benchmarks/{program.name}", *options]),
-        machine=machine(),
-        date=datetime.date.today().isoformat(),
-    )
-    content = msgspec.json.encode(report)
-    if save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{report.name}.json").write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+def finish(
+    report: Report,
+    as_json: bool,
+    save: bool,
+    *,
+    figures: Mapping[str, float] | None = None,
+    parts: Mapping[str, Report] | None = None,
+) -> None:
+    """Print a report, and keep it for the page if `save`.
+
+    `figures` and `parts` are further keys of the JSON object; parts are printed and kept like the report.
+    """
+    first, *others = map(_stamped, (report, *(parts or {}).values()))
+    for each in (first, *others):
+        if save:
+            RESULTS.mkdir(exist_ok=True)
+            text = msgspec.json.format(msgspec.json.encode(each), indent=1) + b"\n"
+            (RESULTS / f"{each.name}.json").write_bytes(text)
+        if not as_json:
+            show(each)
     if as_json:
-        print(json.dumps(json.loads(content)))
-        return
-    show(report)
+        record = msgspec.structs.asdict(first) | dict(figures or {}) | dict(zip(parts or {}, others, strict=True))
+        print(msgspec.json.encode(record).decode(), flush=True)
+
+
+def _stamped(report: Report) -> Report:
+    """Return a report with the command, the machine and the date of this run, where it has none of its own."""
+    program = Path(sys.argv[0]).resolve()
+    shown = program.relative_to(HERE) if program.is_relative_to(HERE) else program.name
+    options = [argument for argument in sys.argv[1:] if argument not in ("--json", "--save")]
+    return msgspec.structs.replace(
+        report,
+        command=report.command or shlex.join(["python", f"benchmarks/{shown}", *options]),
+        machine=report.machine or machine(),
+        date=report.date or datetime.date.today().isoformat(),
+    )
 
 
 def show(report: Report) -> None:

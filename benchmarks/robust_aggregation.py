@@ -79,8 +79,8 @@ def main(
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 25_000_000,
     small: Annotated[int, typer.Option(min=1, help="Parameters of the model for the peers.")] = 100_000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each rule; the median counts.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
 ) -> None:
     """Measure robust rules on files, beside reading them, and byzfl and Flower on less."""
     f = updates // 10

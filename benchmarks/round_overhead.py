@@ -5,7 +5,8 @@
 Real server processes and real client processes over loopback, as deployed by default: TLS, signed calls, SQLite, and
 every update and version synced to the disk. Then without one of these at a time, in turns with the default. A round
 lasts from one committed version to the next: check-in, selection, model, (no) training, report, aggregation, commit.
-A second table says which part of the round takes how long.
+A second table shows the share of each part of the round. The JSON object has two more keys than benchmarks/report.py
+names: `median_s`, the median of a round as deployed by default, in seconds, and `stages`, the second table.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ def main(
     clients: Annotated[int, typer.Option(min=1, help="Client processes, all of them in each round.")] = 4,
     rounds: Annotated[int, typer.Option(min=8, help="Rounds to measure of each setting.")] = 200,
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
 ) -> None:
-    """Measure the time of rounds whose trainer does nothing."""
+    """Measure the time of rounds whose trainer does nothing.
+
+    With --json the object has two more keys: median_s, the median of a round as deployed by default, in seconds; and
+    stages, the second table.
+    """
     model = parameters(alike(model_bytes))
     settings = [
         Setting("as deployed by default"),
@@ -75,8 +80,13 @@ def main(
             for setting in settings:
                 here = insecure if setting.insecure else secure
                 measure(here, setting, clients, WARM_UP + -(-rounds // PARTS), model)
-    report.finish(_overhead(settings, clients, model_bytes), as_json, save)
-    report.finish(_stages(settings[0]), as_json, save)
+    report.finish(
+        _overhead(settings, clients, model_bytes),
+        as_json,
+        save,
+        figures={"median_s": statistics.median(settings[0].rounds)},
+        parts={"stages": _stages(settings[0])},
+    )
 
 
 def measure(deployment: Deployment, setting: Setting, clients: int, rounds: int, model: Parameters) -> None:

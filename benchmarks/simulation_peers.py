@@ -29,7 +29,7 @@ from rich.console import Console
 
 from deployment import ENVIRONMENT, HERE
 from processes import FailedError, NotInstalledError, Processes
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 from systems import PEERS
 
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
@@ -103,8 +103,8 @@ def main(
     device: Annotated[Device, typer.Option(help="Where models are trained.")] = Device.CPU,
     seconds: Annotated[float, typer.Option(min=0.5, help="Of each measurement, after its first round.")] = 15.0,
     turns: Annotated[int, typer.Option(min=1, help="Measurements of each system.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
-    save: Annotated[bool, typer.Option(help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Measure simulated training."""
     rows: list[tuple[Cell, ...]] = []

@@ -27,7 +27,7 @@ from fedplat.configuration import read_record, read_toml
 from fedplat.job import JobSpec
 from fedplat.simulation.fleet import FleetOptions, build_fleet
 from fedplat.simulation.play import Simulation, run
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "million.toml"
 LIMIT_S = 600
@@ -92,8 +92,8 @@ def main(
     rounds: int = 100,
     once: Annotated[bool, typer.Option("--once", help="Do not simulate each fleet twice.")] = False,
     inside: Annotated[int, typer.Option(hidden=True)] = 0,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-    save: Annotated[bool, typer.Option("--save")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Simulates fleets of 10,000, 100,000 and 1,000,000 clients."""
     if inside:

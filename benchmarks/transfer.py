@@ -174,8 +174,8 @@ def main(
     model_bytes: Annotated[int, typer.Option(min=4, help="Size of the model, float32.")] = 100_000_000,
     chunk_bytes: Annotated[int, typer.Option(min=1, help="Chunk of the raw streams.")] = 2**20,
     repeat: Annotated[int, typer.Option(min=1, max=3, help="Measurements, of which the median is shown.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: report.JsonOption = False,
+    save: report.SaveOption = False,
 ) -> None:
     """Measure transfers down and up, of one client and of several at once, against what the machine can do."""
     one = functools.partial(measure, clients=clients, size=model_bytes, chunk=chunk_bytes, repeat=repeat)

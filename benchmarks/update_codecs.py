@@ -29,7 +29,7 @@ from fedplat.cli import submission
 from fedplat.codecs import Bf16, Codec, Eden, Options, Plain, Quantize, TopK, with_error_feedback
 from fedplat.job import build_rule
 from fedplat.model import BLOCK, Blocks, Parameters, Vector, VectorBlocks
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 
 DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits"
 CODECS: dict[str, Options] = {
@@ -59,8 +59,8 @@ def main(
     size: Annotated[list[int] | None, typer.Option(min=1, help="Parameters.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements, of which the median is shown.")] = 5,
     seeds: Annotated[int, typer.Option(min=0, help="Trainings with each codec; 0 leaves the accuracy out.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Measure all codecs."""
     sizes = size or [1_000_000, 25_000_000]

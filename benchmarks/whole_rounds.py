@@ -26,7 +26,7 @@ from flare import nvflare, nvflare_tuned
 from flower import flower, flower_sqlite
 from models import MODELS
 from processes import FailedError, NotInstalledError
-from report import Cell, Report, finish
+from report import Cell, JsonOption, Report, SaveOption, finish
 from systems import Plan, Sample, System, fedplat, fedplat_insecure, raw_grpc, raw_grpc_tls
 
 OURS: dict[str, System] = {
@@ -99,8 +99,8 @@ def main(  # noqa: PLR0913 -- one parameter for each option of the command line
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system, at most.")] = 12,
     seconds: Annotated[float, typer.Option(min=0.1, help="For the rounds of each system; one is always done.")] = 24.0,
     minutes: Annotated[float, typer.Option(help="After these nothing is started any more.")] = 15.0,
-    as_json: Annotated[bool, typer.Option("--json", help="The last line is one JSON object.")] = False,
-    save: Annotated[bool, typer.Option(help="Keep the result for docs/performance.md.")] = False,
+    as_json: JsonOption = False,
+    save: SaveOption = False,
 ) -> None:
     """Measure whole rounds whose training costs nothing."""
     for option, given, known in (("--model", models, MODELS), ("--system", systems, SYSTEMS)):

@@ -28,24 +28,26 @@ class Sync(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", ta
 class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="buffered"):
     """Clients work all the time, each with the version that is the latest when it begins.
 
-    `concurrency` clients are at work at the same time; `selection.goal` updates fill the buffer and make a version.
-    A client whose base version is more than `max_staleness` versions old is stopped (none: never). `staleness` says
-    what an update of staleness τ counts for:
-
-    - "constant": 1;
-    - "polynomial": (1 + τ)^-a, with `exponent` a (0.5);
-    - "hinge": 1 up to τ = b, then 1 / (a (τ - b) + 1), with `slope` a (10) and `grace` b (4).
+    `selection.goal` updates fill the buffer and make a version. The staleness τ of an update is the number of versions
+    that were committed since its client began.
 
     >>> [Buffered(concurrency=1).weight(tau) for tau in (0, 3)]
     [1.0, 0.5]
     """
 
     concurrency: Annotated[int, Meta(ge=1, le=1_000_000)]
+    """Number of clients at work at the same time."""
     max_staleness: Versions | None = None
+    """A client whose base version is more versions old is stopped (`TOO_STALE`); none: never."""
     staleness: Literal["polynomial", "constant", "hinge"] = "polynomial"
+    """Factor of an update's weight: `"polynomial"`: (1 + τ)^-`exponent`; `"constant"`: 1; `"hinge"`: 1 up to τ =
+    `grace`, then 1 / (`slope` (τ - `grace`) + 1)."""
     exponent: Exponent | None = None
+    """With `"polynomial"`; when it is not set: 0.5, FedBuff's 1/√(1 + τ)."""
     slope: Slope | None = None
+    """With `"hinge"`; when it is not set: 10."""
     grace: Versions | None = None
+    """With `"hinge"`; when it is not set: 4."""
 
     def __post_init__(self) -> None:
         for name, owner in (("exponent", "polynomial"), ("slope", "hinge"), ("grace", "hinge")):

@@ -209,6 +209,7 @@ def main(paper: Paper, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help=f"a test of a few rounds; its logs go to {QUICK}")
     parser.add_argument("--again", action="store_true", help="run cells again whose log is whole")
     parser.add_argument("--results", type=Path, help="where logs are kept", metavar="FOLDER")
+    parser.add_argument("--json", action="store_true", help=report.JSON_HELP)
     options = parser.parse_args(arguments)
     folder = options.results or (QUICK if options.quick else RESULTS)
     chosen = [cell for cell in paper.cells if not options.only or any(text in cell.name for text in options.only)]
@@ -221,7 +222,7 @@ def main(paper: Paper, arguments: Sequence[str] | None = None) -> int:
             if options.again or not path.exists() or not read_log(path).done:
                 todo[path] = cell, seed
     failures = _run(paper, todo, options.workers, options.quick) if todo else []
-    report.show(table(paper, read_logs(paper, folder)))
+    report.finish(table(paper, read_logs(paper, folder)), options.json, save=False)
     for failure in failures:
         Console(stderr=True).print(f"[bold]failed[/bold] {failure}", highlight=False)
     return 1 if failures else 0
@@ -249,7 +250,7 @@ def _run(paper: Paper, todo: Mapping[Path, tuple[Cell, int]], workers: int, quic
 def _watch(running: Mapping[Path, tuple[concurrent.futures.Future[str], int]]) -> None:
     """Shows how far the logs are, until all cells have ended."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bars = {path: progress.add_task(path.stem, total=rounds) for path, (_, rounds) in running.items()}
         waiting = {future for future, _ in running.values()}
         while waiting:

@@ -30,10 +30,10 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of adaptive clipping. A value out of its range is a `ValueError`."""
+    """Bound on the norm of updates that follows a quantile of their norms (Andrew et al. 2021, without noise)."""
 
     quantile: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
-    """q, the fraction of updates that shall be within the norm; 0.5 is their median."""
+    """q, the fraction of updates within the bound; 0.5 is their median."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 0.2
     """η, how fast the norm follows: an attempt changes its logarithm by this at most."""
     initial_norm: ranges.Floor = 0.1

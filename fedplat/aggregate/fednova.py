@@ -32,7 +32,7 @@ class FedNova(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     learning_rate: ranges.Rate = 1.0
     """η, what the step is multiplied by; 1 is the paper's algorithm."""
     max_local_steps: ranges.Rate = 100_000.0
-    """The most steps that a client is believed: who claims many lengthens everybody's step."""
+    """Largest number of local steps that a report may claim, since a large claim lengthens the step of all."""
 
     def __post_init__(self) -> None:
         ranges.check(self)

@@ -30,7 +30,7 @@ class QFedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     local_learning_rate: ranges.Rate = 0.1
     """1 / L: what the clients multiply their gradients by, usually `config.learning_rate`."""
     max_loss: ranges.Rate = 1000.0
-    """The highest loss that a client is believed: who claims a high one outweighs the others."""
+    """Largest loss that a report may claim, since a large claim outweighs the others."""
 
     def __post_init__(self) -> None:
         ranges.check(self)

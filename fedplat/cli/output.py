@@ -13,7 +13,16 @@ from typing import Any, TextIO
 from google.protobuf.message import Message
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -92,6 +101,17 @@ class Output:
             self.console.print(renderable)
         # rich fills every line up to the width of the table.
         self.console.file.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
+
+    @contextlib.contextmanager
+    def steps(self, description: str) -> Generator[admin.ProgressCallback]:
+        """Show a progress bar on stderr, if that is a terminal; yields the function that is told of each step."""
+        if self.as_json or not self.messages.is_terminal or self.messages.is_dumb_terminal:
+            yield lambda done, total: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.messages, transient=True) as bar:
+            task = bar.add_task(description, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
     @contextlib.contextmanager
     def transfer(self, description: str) -> Generator[admin.ProgressCallback]:

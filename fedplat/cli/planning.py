@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +59,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
         read = read_file(file, changes or [])
         data = _data(out, read) if simulate else None
-        found = _planned(read, clients or _clients(read, data), noise or [])
+        found = _planned(out, read, clients or _clients(read, data), noise or [])
         scores = _simulated(out, read, found, data) if simulate else None
         if plot is not None:
             _draw(plot, read, found, scores)
@@ -64,7 +69,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             _print(out, read, found, scores)
 
 
-def _planned(file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
+def _planned(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
     for multiplier in noise:
         if not 0.0 < multiplier <= 1e6:
             raise JobFileError(f"--noise {multiplier:g}: expected a number above 0, and 1e6 at most")
@@ -72,7 +77,24 @@ def _planned(file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan
         raise JobFileError(
             f"selection.goal = {file.job.selection.goal}: expected at most the {clients:,} clients of the population"
         )
-    return planning.plan(file.job, clients, noise)
+    with out.steps("computing the costs of privacy") as progress, _processes(file) as run:
+        return planning.plan(file.job, clients, noise, progress, run)
+
+
+@contextlib.contextmanager
+def _processes(file: SimulationFile) -> Generator[planning.Run]:
+    """Yield the `map` of a pool of processes, for jobs whose costs take long to compute; else the builtin one."""
+    if file.job.privacy is None or file.job.privacy.participation != "poisson":
+        yield map
+        return
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends the pool
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, signal.signal, ignore) as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _clients(file: SimulationFile, data: Federation | None) -> int:
@@ -159,7 +181,8 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
     ]
     out.table(("#ROUNDS", "#EPSILON", "#BY RENYI", ""), rows, "")
     out.line("")
-    out.line(f"what other cohorts need for epsilon {found.budget:.4g}")
+    rough = ", to about 0.1 %" if found.mechanism.kind == "poisson" else ""
+    out.line(f"what other cohorts need for epsilon {found.budget:.4g}{rough}")
     spread = "#PROBABILITY" if found.mechanism.kind == "poisson" else "#ONCE IN"
     rows = [
         (
@@ -173,7 +196,7 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
     ]
     out.table(("#REPORTS", spread, "#NOISE MULTIPLIER", "#IN THE MEAN", ""), rows, "")
     out.line("")
-    out.line(f"what other noise costs in {_rounds(found.rounds)}")
+    out.line(f"what other noise costs in {_rounds(found.rounds)}{rough}")
     columns = ["#NOISE MULTIPLIER", "#EPSILON", f"#ROUNDS WITHIN {found.budget:.4g}", "#IN THE MEAN"]
     if scores is not None:
         columns.append("#" + file.simulation.target_metric.upper())

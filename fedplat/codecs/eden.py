@@ -54,6 +54,7 @@ class Eden(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
     """Options of EDEN: `bits` bits a parameter, and 1/32 for the scales."""
 
     bits: Literal[1, 2, 3, 4] = 4
+    """Bits of a parameter; the scales take 1/32 more."""
     zstd: bool = False
     """Whether zstd packs the payload."""
 

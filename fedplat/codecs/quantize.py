@@ -28,6 +28,7 @@ class Quantize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Options of stochastic quantisation: `bits` bits a parameter, and 1/16 for the scales."""
 
     bits: Literal[8, 4] = 8
+    """Bits of a parameter; the scales take 1/16 more."""
     zstd: bool = False
     """Whether zstd packs the payload."""
 

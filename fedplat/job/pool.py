@@ -17,62 +17,74 @@ Coefficient = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Pool(Struct, frozen=True, forbid_unknown_fields=True):
-    """The ranks that work for the job.
-
-    `split` says how an attempt's updates are spread over them: by `columns` (each rank folds its part of every update;
-    the result has the bits of one process), or by `reports` (each folds whole updates, and their sums are added up;
-    the result differs from that of one process by rounding, and pays where updates have to be decoded). `backend`
-    "auto" is whatever the pool was started with; only a pool with GPUs serves "nccl", and with "gloo" the ranks compute
-    on CPUs.
-    """
+    """Ranks of the server's accelerators that work for the job."""
 
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Number of ranks that the work is divided for. With more processes some are idle; with fewer, each does the work
+    of several."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`"nccl"`: a pool with GPUs only, else the server does the work itself. `"gloo"`: the ranks compute on CPUs.
+    `"auto"`: as the pool was started."""
     split: Literal["columns", "reports"] = "columns"
+    """`"columns"`: each rank folds its part of every update, and the result has the bits of one process. `"reports"`:
+    each folds whole updates, which differs by rounding and is faster where updates have to be decoded."""
 
 
 class ServerLearning(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a model is trained on the server's own data, by a trainer that the operator gave to the server.
+    """Training of the model on the server's own data, by a trainer that the operator gave to the server.
 
-    A step has the mean gradient of `pool.ranks * batch_size * accumulate` examples. `learning_rate` is that of one
-    rank: with `scaling` "linear" it is multiplied by the number of ranks, with "sqrt" by its root (Goyal et al. 2017,
-    arXiv 1706.02677, Section 2.1; Krizhevsky 2014, arXiv 1404.5997, Section 5). Over the first `warmup_steps` it grows
-    to that value from its own. `profile` writes traces for TensorBoard into the server's data folder.
+    The learning rate is scaled as in Goyal et al. 2017, arXiv 1706.02677, Section 2.1, or Krizhevsky 2014, arXiv
+    1404.5997, Section 5.
     """
 
     trainer: Name
+    """Trainer of the server (`fedplat-server run --trainer NAME=module:object`); without it the job is refused."""
     batch_size: Count
+    """Examples of one rank in one batch."""
     learning_rate: ranges.Rate
+    """Learning rate of one rank."""
     momentum: ranges.Decay = 0.0
+    """Momentum of SGD."""
     weight_decay: Coefficient = 0.0
+    """Weight decay of SGD."""
     max_grad_norm: Coefficient = 0.0
+    """Bound on the norm of a step's gradient; 0: no bound."""
     accumulate: Count = 1
+    """Batches of one step, which has `pool.ranks × batch_size × accumulate` examples."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of forward and backward passes."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Factor of `learning_rate`: 1, the number of ranks, or its square root."""
     warmup_steps: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    """Steps over which the rate grows from that of one rank to the scaled one."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of all randomness."""
     profile: bool = False
+    """Write traces for TensorBoard into `DATA_DIR/traces/JOB_ID`."""
 
 
 class WarmStart(ServerLearning, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Training on public data before round 1; what comes out is version 1 of the job's model.
-
-    Every `checkpoint_every` steps it is saved how far it is; a warm start that was killed goes on from there.
-    """
+    """Training on the server's data before round 1; the result is version 1 of the job's model."""
 
     epochs: Count = 1
+    """Passes over the data."""
     checkpoint_every: Count = 100
+    """Steps between two checkpoints, from which a warm start that was killed goes on."""
 
 
 class ServerStep(ServerLearning, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Steps on public data at the end of every `every`-th round, before its version is committed.
+    """Training on the server's data at the end of rounds, before their version is committed.
 
-    `method` "train" learns the data's targets. "distill" learns what the clients' models of the round say of the
-    inputs: the mean of their outputs, at `temperature` (Lin et al. 2020, "Ensemble Distillation for Robust Model Fusion
-    in Federated Learning", arXiv 2006.07242, Algorithm 1).
+    Distillation is Algorithm 1 of Lin et al. 2020, "Ensemble Distillation for Robust Model Fusion in Federated
+    Learning", arXiv 2006.07242.
     """
 
     steps: Count
+    """Steps at the end of a round."""
     every: Count = 1
+    """Every n-th round ends with these steps."""
     method: Literal["train", "distill"] = "train"
+    """`"train"`: learn the data's targets. `"distill"`: learn the mean output of the clients' models of the round; not
+    with `durability = "memory"`, `[privacy]`, `[robust]` or buffers."""
     temperature: Annotated[float, Meta(gt=0.0, le=1000.0)] = 1.0
+    """With `"distill"`: divisor of the logits."""

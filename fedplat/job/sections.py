@@ -1,4 +1,7 @@
-"""The tables of a job file, each a frozen record with its own rules."""
+"""The tables of a job file, each a frozen record with its own rules.
+
+The sentence below each field is its entry in docs/job-reference.md (`reference.py`).
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,11 @@ Factor = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the model of round 1 comes from: a `.safetensors` file, or `module:function` run at submission.
-
-    Paths and modules are relative to the job file. The function returns `Parameters`, a `state_dict` or a module.
-    """
+    """Source of the initial model."""
 
     initial: str
+    """Path of a `.safetensors` file, or `module:function`, both relative to the job file. The function runs where the
+    job is submitted and returns `Parameters`, named NumPy arrays, a `state_dict` or a PyTorch module."""
 
     def __post_init__(self) -> None:
         if not self.initial.endswith(".safetensors") and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial):
@@ -38,23 +40,26 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Selection(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who takes part.
-
-    `goal` reports close an attempt; `ceil(over_selection * goal)` clients are assigned, because some drop out;
-    `ceil(min_fraction * goal)` reports are enough when the deadline strikes. `where` is an expression over
-    labels. Sampling, by the policy `sampling`, begins as soon as `wait_for` eligible clients wait (0: as many as shall
-    be assigned). Whoever was assigned in a round is not drawn in the `min_separation` rounds after it. With
-    `close = "deadline"` an attempt waits for everybody's report or deadline, whether or not the goal is reached.
-    """
+    """Clients that take part, and when an attempt closes."""
 
     goal: Count
+    """Number of reports that close an attempt."""
     over_selection: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.3
+    """`ceil(over_selection × goal)` clients are assigned, because some drop out."""
     min_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.8
+    """`ceil(min_fraction × goal)` reports are enough when no assigned client is left to wait for."""
     sampling: Policy = Uniform()
+    """Policy that draws the clients, such as `sampling = { policy = "stratified", label = "region" }`."""
     where: str = ""
+    """Expression over labels that eligible clients satisfy, such as `region == 'eu' and memory_mb >= 4096`, with
+    `and or not in` and `== != < <= > >=`."""
     wait_for: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Number of eligible clients that must wait before the sample is drawn; 0: as many as are assigned."""
     min_separation: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """A client that was assigned in a round is not drawn in this many rounds after it, also across restarts of the
+    server."""
     close: Literal["goal", "deadline"] = "goal"
+    """When an attempt closes: at `goal` reports, or with `"deadline"` once every client has reported or is late."""
 
     def __post_init__(self) -> None:
         try:
@@ -79,25 +84,31 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Adaptive(Struct, frozen=True, forbid_unknown_fields=True):
-    """A training deadline learned from the past: a percentile of what assignments took, times a margin.
-
-    It holds once `after` assignments have reported, and stays within [min_s, deadlines.training_s].
-    """
+    """Training deadline that follows the durations of past assignments; without this table it is `training_s`."""
 
     percentile: Annotated[float, Meta(gt=0.0, le=100.0)] = 90.0
+    """Percentile of the durations of past assignments."""
     margin: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.5
+    """Factor by which that percentile is multiplied."""
     min_s: Duration = 1.0
+    """Lowest deadline, in seconds; the highest is `deadlines.training_s`."""
     after: Count = 20
+    """Number of reported assignments from which on the deadline is adaptive."""
 
 
 class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long each phase may take, in seconds on the server's monotonic clock."""
+    """Duration of each phase, in seconds on the server's monotonic clock."""
 
     selection_s: Duration = 60.0
+    """After this, the clients that wait are taken, if they are at least the minimum."""
     training_s: Duration = 600.0
+    """Time for download and training."""
     upload_s: Duration = 300.0
+    """Time for the upload, from its start."""
     heartbeat_s: Annotated[float, Meta(ge=0.05, le=600.0)] = 10.0
+    """Interval at which a client reports its progress, and is told the time that is left."""
     adaptive: Adaptive | None = None
+    """Training deadline that follows past durations; none: `training_s` always."""
 
     def __post_init__(self) -> None:
         if self.adaptive is not None and self.adaptive.min_s > self.training_s:
@@ -107,34 +118,35 @@ class Deadlines(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Retry(Struct, frozen=True, forbid_unknown_fields=True):
-    """How an abandoned attempt is tried again: after `base_s * 2^(n-1)` seconds, at most `max_s`, with jitter.
-
-    After `max_attempts` failed attempts at one round the job fails (0: never).
-    """
+    """Back-off between attempts at the same round."""
 
     base_s: Duration = 1.0
+    """The n-th failed attempt is tried again after `base_s × 2^(n-1)` seconds, halved to whole at random."""
     max_s: Duration = 300.0
+    """Longest back-off, in seconds."""
     max_attempts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """The job fails after this many failed attempts at one round; 0: never."""
 
 
 class Updates(Struct, frozen=True, forbid_unknown_fields=True):
-    """How updates are weighted before they are aggregated.
-
-    `examples`: by the number of examples, at most `max_examples` each; `uniform`: all alike. `clip_norm` bounds
-    each update's L2 norm (0: no bound); `adaptive_clip` does so with a bound that follows their norms.
-
-    An update whose norm is above `max_norm` is refused (0: none is). One whose norm is more than `outlier_factor` times
-    the median norm of its attempt is dropped, and an update weighs at most `max_weight_factor` times the median of its
-    attempt (0: off). What is not set follows from the job: see `JobSpec.outlier_factor` and `max_weight_factor` there.
-    """
+    """Weights and bounds of updates before they are aggregated."""
 
     weighting: Literal["examples", "uniform"] = "examples"
+    """Weight of an update: its number of examples, or 1 for each."""
     max_examples: Positive = 1_000_000.0
+    """Largest number of examples that one update counts for."""
     clip_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+    """Bound on the L2 norm of an update, which is scaled down to it; 0: no bound."""
     adaptive_clip: aggregate.AdaptiveClip | None = None
+    """Bound that follows the norms of the updates; none: no such bound."""
     max_norm: Annotated[float, Meta(ge=0.0, le=1e30)] = 0.0
+    """An update with a larger L2 norm is refused (`REJECTED_NORM`); 0: no update is."""
     outlier_factor: Factor | None = None
+    """An update whose L2 norm is more than this many times the median of its attempt is dropped (`REJECTED_OUTLIER`);
+    0: off. When it is not set: 1000, or 0 with `clip_norm`, `adaptive_clip` or `[robust]`."""
     max_weight_factor: Factor | None = None
+    """With `weighting = "examples"`, an update counts for at most this many times the median number of examples of its
+    attempt; 0: off. When it is not set: 10, or 0 with `[privacy]`."""
 
     def __post_init__(self) -> None:
         if self.clip_norm and self.adaptive_clip is not None:
@@ -164,14 +176,14 @@ class Updates(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Compression(Struct, frozen=True, forbid_unknown_fields=True):
-    """How what travels is compressed.
-
-    `uplink`: the codec of the updates that clients send (none: float32 as it is). `downlink`: the codec of the step
-    from one version to the next, which clients that have the one download instead of the other (none: whole models).
-    """
+    """Codecs of the updates and versions that travel."""
 
     uplink: codecs.Options | None = None
+    """Codec of the updates that clients send, such as `uplink = { codec = "bf16" }`; none: float32. Clients that do not
+    know the codec are not eligible."""
     downlink: codecs.Options | None = None
+    """Codec of the step from one version to the next, which clients with the version before download; none: whole
+    models. Clients without that version, or that do not know the codec, download the whole model."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -180,23 +192,31 @@ class Compression(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientEvaluation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Federated evaluation: `goal` clients score the committed model on their data and report metrics only."""
+    """Federated evaluation: clients score the committed model on their data and report metrics only.
+
+    As in every attempt, a mean is stored for each metric that more than half of the reports have.
+    """
 
     evaluator: Name
+    """Name under which the evaluation function is installed on the clients."""
     goal: Count
+    """Number of reports that close an evaluation."""
     min_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
+    """`ceil(min_fraction × goal)` reports are enough at the deadline."""
     timeout_s: Duration = 60.0
+    """Deadline of a client's evaluation, in seconds."""
 
 
 class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who scores the committed models of every `every`-th round, and of the last one.
-
-    `server` names an evaluator that the operator gave to the server (`fedplat-server run --evaluator`).
-    """
+    """Evaluation of committed models."""
 
     every: Count = 1
+    """Every n-th round is evaluated, and the last one."""
     server: Name | None = None
+    """Evaluator of the server (`fedplat-server run --evaluator NAME=module:function`), or a trainer of it (`--trainer`)
+    that has examples to evaluate on; none: the server evaluates nothing."""
     clients: ClientEvaluation | None = None
+    """Federated evaluation; none: clients evaluate nothing."""
 
     def is_due(self, round_number: int, num_rounds: int) -> bool:
         """Return whether the version that a round has made is scored, in a job of `num_rounds` rounds."""
@@ -204,18 +224,20 @@ class Evaluation(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the server keeps of a job's past; it removes the rest, behind the rounds.
+    """Files and history of the job that the server keeps; it removes the rest in the background.
 
-    Model files: those of the newest `versions` (0: of all), and of each version whose number is a multiple of `every`
-    (0: no others). Version 0, the latest, and what clients work with are always kept. The rule's states of the newest
-    `states` versions; a private job keeps that of the latest only, and none when it has ended. The history of attempts
-    that ended more than `history_days` days ago is removed (0: never).
+    Version 0, the latest version and those that clients work with are always kept.
     """
 
     versions: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Model files of the newest versions that are kept; 0: those of all versions."""
     every: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Model files of each version whose number is a multiple of this are kept as well; needs `versions`."""
     states: Count = 2
+    """States of the aggregation rule of the newest versions that are kept. A private job keeps the latest only, and
+    none once it has ended."""
     history_days: Annotated[float, Meta(ge=0.0, le=36_500.0)] = 0.0
+    """The history of attempts that ended more days ago than this is removed; 0: never."""
 
     def __post_init__(self) -> None:
         if self.every and not self.versions:

@@ -31,34 +31,52 @@ MAX_WEIGHT_FACTOR = 10.0
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A training job. `config` holds the hyper-parameters that the trainer finds in `task.config`.
-
-    `durability`: with "spool" accepted updates lie on the disk, and an attempt outlives a crash of the server; with
-    "memory" they never touch the disk, and a crash costs the open attempt. With a `pool`, a `warm_start` or a
-    `server_step` the server's own accelerators work for the job.
-    """
+    """A training job."""
 
     name: Name
+    """Name of the job: letters, digits and `_.-`."""
     population: Name
+    """Population whose clients may take part."""
     trainer: Name
+    """Name under which the training function is installed on the clients."""
     rounds: Count
+    """Number of committed rounds after which the job is complete."""
     model: Model
+    """Source of the initial model."""
     selection: Selection
+    """Clients that take part, and when an attempt closes."""
     mode: modes.Sync | modes.Buffered = modes.Sync()
+    """Synchronous rounds, or asynchronous training with a buffer of updates."""
     config: dict[str, Scalar] = {}
+    """Hyper-parameters that the trainer finds in `task.config`."""
     durability: Literal["spool", "memory"] = "spool"
+    """`"spool"`: accepted updates lie on the server's disk until their version is committed, so a server that is killed
+    goes on with the open attempt. `"memory"`: updates never touch the disk (Linux), and a crash costs the open attempt,
+    which is tried again, and never the job."""
     deadlines: Deadlines = Deadlines()
+    """Duration of each phase."""
     retry: Retry = Retry()
+    """Back-off between attempts at the same round."""
     updates: Updates = Updates()
+    """Weights and bounds of updates."""
     compression: Compression = Compression()
+    """Codecs of updates and versions."""
     aggregation: aggregate.Options = aggregate.FedAvg()
+    """Aggregation rule and its options."""
     robust: aggregate.Robust | None = None
+    """Robust aggregation in place of the mean; none: the rule's own mean."""
     privacy: privacy.Privacy | None = None
+    """Differential privacy of clients; none: no promise."""
     evaluation: Evaluation = Evaluation()
+    """Evaluation of committed models."""
     retention: Retention = Retention()
+    """Files and history that the server keeps."""
     pool: Pool | None = None
+    """Ranks of the server that work for the job, if it has any; needs `durability = "spool"`."""
     warm_start: WarmStart | None = None
+    """Training on the server's data before round 1; none: round 1 begins with the initial model."""
     server_step: ServerStep | None = None
+    """Training on the server's data at the end of rounds; none: clients alone train."""
 
     def __post_init__(self) -> None:
         if len(self.config) > 1000:

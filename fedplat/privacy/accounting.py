@@ -7,16 +7,22 @@ and `tree_sensitivity`. Numbers err upwards.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
 from fedplat.privacy import losses
+from fedplat.privacy.losses import FINE, Precision
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
 
+CACHED = 4096
+"""Results that are kept, of each kind; a private job of a server needs two for each release, and two for its plan."""
 _SMALLEST, _LARGEST = -4, 6
 """Decimal exponents of the multipliers between which the noise is sought."""
 _NUMBERS = 9000
@@ -25,31 +31,35 @@ _FLOAT_ERROR = 1e-12
 _FLOAT_ERROR_PER_RELEASE = 1e-16
 """What Fourier transforms of 64-bit floats may lose of delta; 2e-17 a release was seen."""
 
-_COARSER, _NEAR = 16, 16
-"""How much coarser the grid is on which the noise is sought first, and how many steps the result is off."""
-_RARE = 1e-3
-"""The part of delta that overflows may take without a look at what they cost."""
+_COARSER = 16
+"""How much coarser the grid is on which noise and releases are sought first."""
+_NEAR = 5e-3
+"""How near to the budget, as a logarithm, the coarse grid's answer is."""
+_SECANTS = 8
+"""Evaluations after which a search goes on by bisection."""
 
 _Sampled = list[tuple[Mechanism, int]]
 
 
-def epsilon(charges: Sequence[Charge], delta: float) -> float:
-    """Epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
+def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE) -> float:
+    """Return epsilon by privacy loss distributions; `inf` where delta is too small for that arithmetic.
 
-    Raises `ValueError` for a delta that is no probability between 0 and 1, and `MissingExtraError`.
+    It errs upwards, by little with the default precision. Raises `ValueError` for a delta that is no probability
+    between 0 and 1, and `MissingExtraError`.
     """
-    return _epsilon(charges, delta)
+    return _epsilon(tuple(charges), delta, precision)
 
 
-def _epsilon(charges: Sequence[Charge], delta: float, coarser: int = 1) -> float:
-    """Epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
+@lru_cache(maxsize=CACHED)
+def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, coarser: int = 1) -> float:
+    """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled:
         return losses.gaussian_epsilon(deviation, delta) if math.isfinite(deviation) else 0.0
-    sampled, usable = _without_rare(sampled, delta)
+    sampled, usable = _without_rare(sampled, delta, precision.rare)
     usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
-    interval = losses.interval(sampled, deviation)
+    interval = losses.interval(sampled, deviation, precision.points)
     if interval > losses.WIDEST:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
     if usable <= 0.0:
@@ -66,6 +76,11 @@ def _epsilon(charges: Sequence[Charge], delta: float, coarser: int = 1) -> float
 
 def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
     """Epsilon by Rényi divergences, a cross-check: larger, but for jobs with an `overflow`, which it leaves out."""
+    return _epsilon_rdp(tuple(charges), delta)
+
+
+@lru_cache(maxsize=CACHED)
+def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     _check(delta)
     sampled, deviation = _grouped(charges)
     if not sampled and not math.isfinite(deviation):
@@ -73,19 +88,21 @@ def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
     return losses.renyi_epsilon(sampled, deviation, delta)
 
 
-def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float) -> list[float]:
-    """Epsilon after each of so many releases."""
-    return [epsilon([Charge(mechanism, count)], delta) for count in counts]
+def epsilons(mechanism: Mechanism, counts: Sequence[int], delta: float, precision: Precision = FINE) -> list[float]:
+    """Return epsilon after each of so many releases."""
+    return [epsilon([Charge(mechanism, count)], delta, precision) for count in counts]
 
 
-def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) -> Mechanism:
-    """The mechanism with the least noise whose epsilon is within `budget`; the multiplier is rounded up to 4 digits.
+def calibrate(
+    mechanism: Mechanism, releases: int, budget: float, delta: float, precision: Precision = FINE
+) -> Mechanism:
+    """Return the mechanism with the least noise whose epsilon is within `budget`; its multiplier has 4 digits.
 
-    The multiplier of `mechanism` itself does not matter. Raises `ValueError` where no noise is enough.
+    The search begins at the multiplier of `mechanism`. Raises `ValueError` where no noise is enough.
     """
 
     def quieter(step: int, coarser: int = 1) -> float:
-        return _epsilon([Charge(_with_noise(mechanism, _multiplier(-step)), releases)], delta, coarser)
+        return _epsilon((Charge(_with_noise(mechanism, _multiplier(-step)), releases),), delta, precision, coarser)
 
     def scale(step: int) -> float:
         return -math.log(_multiplier(-step))
@@ -93,31 +110,33 @@ def calibrate(mechanism: Mechanism, releases: int, budget: float, delta: float) 
     if not budget > 0.0:
         raise ValueError(f"epsilon is {budget:g}; expected a number above 0")
     loudest, quietest = -_LARGEST * _NUMBERS, -_SMALLEST * _NUMBERS
-    if quieter(loudest) > budget:
+    if quieter(loudest, _COARSER) > budget and quieter(loudest) > budget:
         raise ValueError(
             f"no noise multiplier up to {_multiplier(-loudest):g} keeps {releases} releases within epsilon {budget:g} "
             f"at delta {delta:g}; allow a larger epsilon or delta, or fewer rounds"
         )
-    low = _last(lambda step: quieter(step, _COARSER), budget, (loudest, quietest), scale)
-    width = _NEAR
-    while quieter(low) > budget:
-        low, width = max(loudest, low - width), 4 * width
-    high = min(quietest, low + width)
-    while high < quietest and quieter(high) <= budget:
-        low, high, width = high, min(quietest, high + 4 * width), 4 * width
-    return _with_noise(mechanism, _multiplier(-_last(quieter, budget, (low, high), scale)))
+    start = bisect_left(range(loudest, quietest), -math.log(mechanism.noise_multiplier), key=scale) + loudest
+    step = _last_on_two_grids(quieter, budget, _Search((loudest, quietest), scale, start, 1.0), precision.near)
+    return _with_noise(mechanism, _multiplier(-step))
 
 
-def max_releases(mechanism: Mechanism, budget: float, delta: float, limit: int, before: Sequence[Charge] = ()) -> int:
-    """The most releases, `limit` at most, whose epsilon with what was charged `before` is within `budget`."""
+def max_releases(
+    mechanism: Mechanism,
+    budget: float,
+    delta: float,
+    limit: int,
+    before: Sequence[Charge] = (),
+    precision: Precision = FINE,
+) -> int:
+    """Return the most releases, `limit` at most, whose epsilon with the charges `before` is within `budget`."""
 
-    def after(count: int) -> float:
-        return epsilon([*before, Charge(mechanism, count)], delta)
+    def after(count: int, coarser: int = 1) -> float:
+        return _epsilon((*before, Charge(mechanism, count)), delta, precision, coarser)
 
     _check(delta)
-    if limit <= 0 or after(1) > budget:
+    if limit <= 0 or (after(1, _COARSER) > budget and after(1) > budget):
         return 0
-    return _last(after, budget, (1, limit), math.log)
+    return _last_on_two_grids(after, budget, _Search((1, limit), math.log, limit, 0.5), precision.near)
 
 
 def _check(delta: float) -> None:
@@ -137,12 +156,12 @@ def _grouped(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
     return sampled, 1.0 / length if length else math.inf
 
 
-def _without_rare(sampled: _Sampled, delta: float) -> tuple[_Sampled, float]:
+def _without_rare(sampled: _Sampled, delta: float, part: float) -> tuple[_Sampled, float]:
     """The mechanisms without overflows that are so rare that all of them may be a part of delta, and what is left."""
     kept: _Sampled = []
     for mechanism, count in sampled:
         chance = mechanism.overflow * count
-        rare = 0.0 < chance <= _RARE * delta / len(sampled)
+        rare = 0.0 < chance <= part * delta / len(sampled)
         kept.append((msgspec.structs.replace(mechanism, overflow=0.0) if rare else mechanism, count))
         delta -= chance if rare else 0.0
     return kept, delta
@@ -178,34 +197,53 @@ def _multiplier(step: int) -> float:
     return float(f"{1000 + rest}e{exponent - 3}")
 
 
-def _last(cost: Callable[[int], float], budget: float, bounds: tuple[int, int], scale: Callable[[int], float]) -> int:
-    """The last step whose cost is within the budget. Costs grow; that of the first step is within it.
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Where a search for the last step within a budget begins: the cost of the first step is within it.
 
-    By false position on logarithms of costs over `scale` (Illinois: the end that stays counts half), for a cost may
-    take a second to compute; where a cost is 0 or infinite, by bisection.
+    `slope` is about how much the logarithm of the cost grows with `scale`.
     """
 
-    def excess(step: int) -> float:
-        value = cost(step)
-        return math.log(value / budget) if value else -math.inf
+    bounds: tuple[int, int]
+    scale: Callable[[int], float]
+    start: int
+    slope: float
 
-    low, high = bounds
-    above = excess(high)
-    if above <= 0.0:
-        return high
-    below = excess(low)
-    while high - low > 1:
-        share = below / (below - above) if math.isfinite(below) and math.isfinite(above) else 0.5
-        place = scale(low) + share * (scale(high) - scale(low))
-        middle = _first(scale, place, (low + 1, high - 1))
-        value = excess(middle)
-        if value <= 0.0:
-            low, below, above = middle, value, above / 2
+
+def _last_on_two_grids(cost: Callable[[int, int], float], budget: float, search: _Search, near: float) -> int:
+    """Return the last step whose cost on the finest grid is within the budget; `cost` takes a step and a coarseness.
+
+    Or one whose cost is below the budget by `near` at most, as a logarithm. The coarse grid finds the neighbourhood,
+    in which the fine one takes two or three evaluations.
+    """
+    step, slope = _last(lambda step: cost(step, _COARSER), budget, search, _NEAR)
+    search = dataclasses.replace(search, start=step, slope=slope)
+    return _last(lambda step: cost(step, 1), budget * math.exp(-near / 2), search, near / 2)[0]
+
+
+def _last(cost: Callable[[int], float], budget: float, search: _Search, near: float = 0.0) -> tuple[int, float]:
+    """Return the last step whose cost is within the budget, or one whose cost is `near` it, and the slope there.
+
+    Costs grow with the steps. By secants of the logarithm of the cost over `scale`, for a cost may take a second to
+    compute; by bisection where a cost is 0 or infinite, or secants take too long.
+    """
+    low, high = search.bounds[0], search.bounds[1] + 1
+    place, slope = search.start, search.slope
+    last: tuple[float, float] | None = None
+    for count in itertools.count(1):
+        value, position = _excess(cost(place), budget), search.scale(place)
+        low, high = (place, high) if value <= 0.0 else (low, place)
+        if math.isfinite(value) and last is not None and (value - last[0]) * (position - last[1]) > 0.0:
+            slope = (value - last[0]) / (position - last[1])
+        if high - low <= 1 or abs(value) < near:
+            return (low if high - low <= 1 else place), slope
+        if math.isfinite(value) and count <= _SECANTS:
+            last, target = (value, position), position - value / slope
+            place = low + max(1, bisect_right(range(low + 1, high), target, key=search.scale))
         else:
-            high, above, below = middle, value, below / 2
-    return low
+            place = (low + high) // 2
+    raise AssertionError("a search ends")
 
 
-def _first(scale: Callable[[int], float], place: float, bounds: tuple[int, int]) -> int:
-    """The first step between the bounds whose scale is no less than `place`; the last where there is none."""
-    return bounds[0] + bisect_left(range(*bounds), place, key=scale)
+def _excess(cost: float, budget: float) -> float:
+    return math.log(cost / budget) if cost else -math.inf

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -20,6 +20,24 @@ WIDEST = 1.0
 """The coarsest. Losses that need a coarser one are in the thousands, where amplification is no longer of interest."""
 RELEASE_POINTS = 200_000
 TOTAL_POINTS = 500_000
+
+
+class Precision(NamedTuple):
+    """How fine the arithmetic is; less of it is faster, and errs upwards by a little more.
+
+    `points`: of the grid, in the standard deviation of a release's loss; the error of epsilon grows with the square of
+    the interval. `rare`: the part of delta that overflows may take without a look at what they cost. `near`: how much
+    of a budget a search may leave, as a logarithm; 0: it finds the last step within the budget.
+    """
+
+    points: int
+    rare: float
+    near: float
+
+
+FINE = Precision(points=50, rare=1e-3, near=0.0)
+ROUGH = Precision(points=16, rare=1e-2, near=5e-4)
+"""Epsilon is about 0.1 % larger on this grid, and may be smaller where overflows become a part of delta."""
 
 
 class Losses(Protocol):
@@ -123,17 +141,17 @@ def _renyi(library: Any, releases: Sequence[tuple[Mechanism, int]], fixed: float
     return float(accountant.get_epsilon(delta))
 
 
-def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float) -> float:
-    """A grid that is fine beside what the losses vary by, and that covers them with few points; a power of 2.
+def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: int = FINE.points) -> float:
+    """Return a grid that is fine beside the deviation of the losses, and covers them with few points; a power of 2.
 
     Rounding to a grid adds to the variance of each release's loss a sixth of the interval's square at most (losses
-    split between both neighbours), which is kept at some 1e-4 of what is there.
+    split between both neighbours). With the points of `FINE` in the deviation that is some 1e-4 of the variance.
     """
     counted = [(_divergence(release), count) for release, count in releases]
     if math.isfinite(fixed):
         counted.append((fixed**-2, 1))
     total = sum(divergence * count for divergence, count in counted)
-    wanted = math.sqrt(total / sum(count for _, count in counted)) / 50
+    wanted = math.sqrt(total / sum(count for _, count in counted)) / points
     width = max([*(_width(release) for release, _ in releases), 2 * _greatest(fixed)])
     least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, NARROWEST)
     return 2.0 ** math.ceil(math.log2(max(wanted, least)))

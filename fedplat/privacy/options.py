@@ -15,14 +15,16 @@ Finite = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 class PublishedMetrics(Struct, frozen=True, forbid_unknown_fields=True):
-    """Metrics of clients that are released with noise: each within bounds, [lowest, highest].
+    """Metrics of clients that are released with noise of their own.
 
     A round's value is the middle of the bounds plus the clients' differences from it, divided by the expected number
-    of reports. `noise_multiplier` is the noise over what one client changes in all of them together (L2).
+    of reports. The noise of a round as a whole is then (z⁻² + z_m⁻²)^(-1/2), so the metrics cost.
     """
 
     noise_multiplier: Multiplier
+    """z_m: the noise over what one client can change in all of the metrics together (L2)."""
     bounds: Annotated[dict[str, tuple[Finite, Finite]], Meta(min_length=1, max_length=100)]
+    """Lowest and highest value of each metric, such as `bounds = { loss = [0.0, 5.0] }`."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in self.bounds.items():
@@ -31,28 +33,34 @@ class PublishedMetrics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the job promises, and how.
+    """Differential privacy of clients, with noise that the server adds.
 
-    `epsilon` is what all releases together may cost at `delta`, and, without a `noise_multiplier`, what the noise is
-    calibrated for; the job pauses before a round that would cost more. `participation`: "poisson" counts on the chance
-    that a client is not drawn (with `selection.sampling` Poisson), "min_separation" on the rounds between two of its
-    turns (with `selection.min_separation`; the noise is that of a tree), "fixed" on nothing. Nobody takes part in more
-    than `max_participations` rounds (0: any number).
-
-    The sum of the updates is divided by `selection.goal` times `expected_weight`, whoever reports. `count_noise` is the
-    noise of the count that adaptive clipping follows (0: a twentieth of the goal). `max_releases` are the rounds that
-    the budget is enough for: what is given here is an upper bound, the server fills in what it comes to.
+    The sum of the updates is divided by `selection.goal` times `expected_weight`, whatever the number of reports.
     """
 
     delta: Delta
+    """δ of the promise."""
     participation: Literal["poisson", "min_separation", "fixed"]
+    """What the promise counts on. `"poisson"`: the chance that a client is not drawn (with `selection.sampling`
+    Poisson). `"min_separation"`: the rounds between two turns of a client (with `selection.min_separation`; the noise
+    is that of a tree). `"fixed"`: nothing."""
     epsilon: Epsilon | None = None
+    """Most that all releases together may cost at `delta`. Without `noise_multiplier` the noise is calibrated for it
+    and for `rounds`; the job pauses before the round that would cost more. None: no bound."""
     noise_multiplier: Multiplier | None = None
+    """z: the standard deviation of the noise over what one client can change in a round's sum; none: calibrated for
+    `epsilon`."""
     max_participations: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """A client that was assigned in this many rounds is not drawn again, whatever came of it; 0: no limit. Not with
+    `"poisson"`."""
     expected_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """Expected mean weight of a report, where reports weigh less than 1."""
     count_noise: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """Standard deviation of the noise of the count that adaptive clipping follows; 0: a twentieth of the goal."""
     metrics: PublishedMetrics | None = None
+    """Metrics of clients that are released with noise; none: they are withheld."""
     max_releases: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
+    """Bound on the rounds beside `rounds`; the server writes the number that the budget allows into the stored job."""
 
     def __post_init__(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:

@@ -41,22 +41,25 @@ _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="oort"):
-    """Prefers clients with a high loss that are not too slow, and tries everybody in the end.
+    """Prefers clients with a high loss that are not too slow, and tries all of them in the end.
 
-    `pacer_s`: the preferred duration of a client's work at first, and what the pacer adds to it (seconds; Delta in the
-    paper); `window` the rounds that the pacer compares (W); `alpha` how hard slow clients are punished. `exploration`
-    is the share of clients that never took part in round 1; it decays to `min_exploration`. `speed` is a label that
-    holds a number, in proportion to which those are drawn (none: all alike). Clients have to report the metric `loss`
-    or, better, `loss_squared`, the mean of the squared losses.
+    Clients have to report the metric `loss` or, better, `loss_squared`, the mean of the squared losses.
     """
 
     pacer_s: Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
+    """Preferred duration of a client's work at first, and the step by which the pacer raises it, in seconds (Δ)."""
     window: Annotated[int, Meta(ge=1, le=1_000_000)] = 20
+    """Number of rounds that the pacer compares (W)."""
     alpha: Annotated[float, Meta(ge=0.0, le=100.0)] = 2.0
+    """Exponent of the penalty for slow clients."""
     exploration: _Share = 0.9
+    """Share of clients that never took part, in round 1."""
     exploration_decay: _Share = 0.98
+    """Factor of that share from round to round."""
     min_exploration: _Share = 0.2
+    """Lowest value of that share."""
     speed: Annotated[str, Meta(max_length=1000)] = ""
+    """Label that holds a number, in proportion to which new clients are drawn; empty: all alike."""
 
     remembers: ClassVar[bool] = True
     is_trial: ClassVar[bool] = False

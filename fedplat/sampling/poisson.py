@@ -35,6 +35,7 @@ class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
     """Each client with probability `rate`, independently of all others."""
 
     rate: Annotated[float, Meta(gt=0.0, le=1.0)]
+    """Probability with which each client is drawn."""
 
     remembers: ClassVar[bool] = False
     is_trial: ClassVar[bool] = True

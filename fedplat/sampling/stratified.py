@@ -22,14 +22,15 @@ _Shares = npt.NDArray[np.float64]
 
 
 class Stratified(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="stratified"):
-    """Clients with the same value of `label` are one stratum, those without the label another.
+    """Clients with the same value of a label are one stratum, those without the label another.
 
-    `shares`: "proportional" to how many clients of each stratum wait, or "equal", as far as there are enough. Within a
-    stratum each set of clients is equally likely.
+    Within a stratum each set of clients is equally likely.
     """
 
     label: Annotated[str, Meta(min_length=1, max_length=1000)]
+    """Label whose values are the strata."""
     shares: Literal["proportional", "equal"] = "proportional"
+    """`"proportional"` to the number of clients of each stratum that wait, or `"equal"`, as far as there are enough."""
 
     remembers: ClassVar[bool] = False
     is_trial: ClassVar[bool] = False

@@ -27,13 +27,13 @@ LARGEST_WEIGHT = 1e30
 class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="weighted"):
     """Clients with a larger weight are drawn more often.
 
-    The weight is a label that holds a number, or (no `label`) the number of examples last reported; never more than
-    `max_weight`, since clients say both of themselves. A client without such a number, or with one that is not
-    positive, counts as the mean of the others.
+    A client without a weight, or with one that is not positive, counts as the mean of the others.
     """
 
     label: Annotated[str, Meta(max_length=1000)] = ""
+    """Label that holds the weight, a number; empty: the number of examples last reported."""
     max_weight: Annotated[float, Meta(gt=0.0, le=LARGEST_WEIGHT)] = LARGEST_WEIGHT
+    """Largest weight of a client, since clients report labels and examples themselves."""
 
     is_trial: ClassVar[bool] = False
 

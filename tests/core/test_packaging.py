@@ -94,3 +94,10 @@ def test_no_file_is_too_long() -> None:
 def test_the_packages_are_found() -> None:
     for name in ("fedplat", "fedplat_server", "fedplat_client"):
         assert util.find_spec(name) is not None
+
+
+@pytest.mark.parametrize("path", PROJECTS)
+def test_every_distribution_has_the_license(path: str) -> None:
+    assert project(path)["license"] == "Apache-2.0"
+    assert project(path)["license-files"] == ["LICENSE"]
+    assert (ROOT / path).with_name("LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

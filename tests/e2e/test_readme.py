@@ -1,4 +1,4 @@
-"""The README is true: its files are taken out of it and run, with its commands."""
+"""The README and docs/machines.md are true: their files are taken out of them and run, with their commands."""
 
 from __future__ import annotations
 
@@ -11,37 +11,89 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fedplat.cli.admin import AdminClient
 from typer.testing import CliRunner
 
 from e2e import processes
+from fedplat.cli import profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
 from fedplat_server.commands import app as server
 
 README = (processes.ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((processes.ROOT / "docs").glob("*.md"))}
+MACHINES = DOCS["machines.md"]
+FILES_IN_PROSE = re.compile(r"`((?:fedplat|server|client|tests|docs|proto|benchmarks|examples)/[\w./-]*\w)`")
 
 
 def files_of(text: str) -> dict[str, str]:
     return dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", text, flags=re.DOTALL))
 
 
+def blocks_of(text: str, language: str = "bash") -> list[str]:
+    return re.findall(rf"(?<!-->\n)```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
 def commands_of(text: str) -> list[str]:
-    blocks: list[str] = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    return [line.split("#")[0].strip() for block in blocks_of(text) for line in block.splitlines() if line.strip()]
 
 
-def test_the_trainer_is_short() -> None:
-    assert len(files_of(README)["trainer.py"].splitlines()) < 30
+def write_files(text: str, folder: Path) -> None:
+    for name, content in files_of(text).items():
+        (folder / name).write_text(content)
+
+
+def check_weight(path: Path) -> None:
+    # The private data of every client follows y = x (1, -2, 0.5).
+    np.testing.assert_allclose(Parameters.open(path)["weight"], [1.0, -2.0, 0.5], atol=0.05)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 80
+    assert sum(len(text.splitlines()) for text in files_of(README).values()) <= 30
+
+
+def test_one_machine(tmp_path: Path) -> None:
+    """The README's two terminals: the only change is the port, which others may use."""
+    write_files(README, tmp_path)
+    assert set(files_of(README)) == {"trainer.py", "job.toml"}
+    install, daemon, operator = blocks_of(README)
+    assert install.startswith("pip install")
+    init, serve = daemon.splitlines()
+    port = processes.free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{processes.BIN}:/usr/bin:/bin"}
+
+    def bash(script: str) -> None:
+        # What the script leaves running ends with it.
+        script = f"set -e\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    bash(f"{init} --port {port}")
+    command = ["env", "-C", str(tmp_path), f"PATH={environment['PATH']}", *serve.split()]
+    with processes.processes([[*command, "--listen", f"127.0.0.1:{port}"]], tmp_path / "server.log"):
+        with AdminClient(profile.load(tmp_path / "data" / "admin.toml")) as admin:
+            admin.wait_until_ready(processes.PATIENCE_S)
+        bash(operator)
+    check_weight(tmp_path / "final.safetensors")
+
+
+def test_the_simulation_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = blocks_of(README, "python")
+    monkeypatch.chdir(processes.ROOT)
+    shorter = program.replace('.toml")', '.toml", {"rounds": 1})')
+    assert shorter != program
+    exec(shorter, {})  # the README's own lines
 
 
 def test_two_machines(tmp_path: Path) -> None:
-    """A server, two clients that run the README's trainer, and the operator's commands, to the exported model."""
-    files = files_of(README)
-    assert set(files) == {"trainer.py", "job.toml", "start.py"}
-    commands = commands_of(README)
+    """A server, two clients that run the page's trainer, and the operator's commands, to the exported model."""
+    write_files(MACHINES, tmp_path)
+    assert set(files_of(MACHINES)) == {"trainer.py", "job.toml", "start.py"}
+    commands = commands_of(MACHINES)
     with processes.server(tmp_path / "server") as server:
-        for name, text in files.items():
-            (tmp_path / name).write_text(text)
         assert "python trainer.py" in commands
         assert "export FEDPLAT_TICKET=fpt1..." in commands
         environment = {
@@ -73,25 +125,25 @@ def test_two_machines(tmp_path: Path) -> None:
             assert [command.split()[1] for command in others] == ["job", "model"]
             for command in others:
                 run(command)
-    # The private data of every client follows y = x (1, -2, 0.5).
-    final = Parameters.open(tmp_path / "final.safetensors")["weight"]
-    np.testing.assert_allclose(final, [1.0, -2.0, 0.5], atol=0.05)
+    check_weight(tmp_path / "final.safetensors")
 
 
 def test_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's simulations, but with fewer rounds, and a smaller fleet instead of the million."""
-    commands = [command.partition("fedplat ")[2] for command in commands_of(README) if "fedplat simulate" in command]
-    assert [command.split("/")[-1] for command in commands] == [
+    """The commands of docs/simulation.md, but with one round, and a smaller fleet instead of the million."""
+    found = [command.removeprefix("fedplat ") for command in commands_of(DOCS["simulation.md"])]
+    commands = [command for command in found if command.startswith("simulate") and "--show-data" not in command]
+    assert {re.findall(r"[\w-]+\.toml", command)[0] for command in commands} == {
         "digits-dirichlet.toml",
-        "million.toml",
+        "digits-async.toml",
         "mnist-noniid.toml",
-    ]
+        "million.toml",
+    }
     monkeypatch.chdir(processes.ROOT)
     data = Path(os.environ.get("FEDPLAT_DATA", processes.ROOT / "../shared/data"))
-    for command in commands:
+    for number, command in enumerate(commands):
         if "mnist" in command and not (data / "mnist.npz").exists():
             continue
-        small = ["--rounds", "1", "--no-plots", "--json", "--output", str(tmp_path / command.split("/")[-1])]
+        small = ["--rounds", "1", "--no-plots", "--json", "--output", str(tmp_path / str(number))]
         if "million" in command:
             small += ["--set", "simulation.fleet.num_clients=20000"]
         done = CliRunner().invoke(app, [*command.split(), *small], env={"FEDPLAT_DATA": str(data)})
@@ -101,18 +153,12 @@ def test_simulations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_commands_exist() -> None:
     """Each fedplat command of the README and of docs/ is one that the program knows."""
-    texts = [README, *(path.read_text() for path in (processes.ROOT / "docs").glob("*.md"))]
-    called = {
-        tuple(word for word in match.split() if re.fullmatch(r"[a-z]+", word))
-        for text in texts
-        for match in re.findall(r"^fedplat(?:-server|-client)? [^\n#|]*", text, flags=re.MULTILINE)
-    }
-    assert called
     commands: dict[tuple[str, ...], str] = {}
-    for line in (line for text in texts for line in commands_of(text)):
+    for line in (line for text in (README, *DOCS.values()) for line in commands_of(text)):
         program, *words = line.split()
         if program in ("fedplat", "fedplat-server", "fedplat-client"):
             commands[program, *(word for word in words[:2] if re.fullmatch(r"[a-z]+", word))] = line
+    assert commands
     programs = {"fedplat": app, "fedplat-server": server}
     for (program, *names), line in commands.items():
         if program in programs:  # a process for each of them would take half a minute
@@ -125,14 +171,39 @@ def test_commands_exist() -> None:
         assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
-def test_links_lead_somewhere() -> None:
-    for path in [processes.ROOT / "README.md", *(processes.ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-            if not target.startswith("http"):
-                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+def anchors_of(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", *(f"docs/{name}" for name in DOCS)])
+def test_links_lead_somewhere(name: str) -> None:
+    page = processes.ROOT / name
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if target.startswith("http"):
+            continue
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{name} links to {target}"
+        if anchor:
+            assert anchor in anchors_of(linked.read_text()), f"{name} links to {target}"
+
+
+def test_every_page_is_on_the_index() -> None:
+    assert {name for name in DOCS if f"]({name}" not in DOCS["index.md"]} == {"index.md"}
+
+
+def test_the_files_of_the_recipes_exist() -> None:
+    files = {name for name in FILES_IN_PROSE.findall(DOCS["contributing.md"]) if "NAME" not in name}
+    assert len(files) > 20
+    assert not [name for name in files if not (processes.ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/contributing.md", "docs/demos.md", "docs/performance.md"])
+def test_make_targets_exist(name: str) -> None:
     makefile = (processes.ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([\w-]+)`?", README):
+    targets = re.findall(r"(?:`|^)make ([\w-]+)", (processes.ROOT / name).read_text(), flags=re.MULTILINE)
+    assert targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target

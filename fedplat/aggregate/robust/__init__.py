@@ -46,14 +46,14 @@ MAX_GATHERED = 1000
 
 
 class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `[robust]` table of a job file: what replaces the mean of the updates.
-
-    `byzantine` (f): how many updates of an attempt may be anything at all. `before`: pre-aggregators, in this order.
-    """
+    """Robust aggregation: a rule in place of the mean of the updates."""
 
     rule: RobustRule
+    """Rule and its options, such as `rule = { name = "median" }`."""
     byzantine: Annotated[int, Meta(ge=0, le=MAX_GATHERED)]
+    """f, the number of updates of an attempt that may be anything at all."""
     before: Annotated[tuple[PreAggregator, ...], Meta(max_length=10)] = ()
+    """Pre-aggregators that mix the updates first, in this order, such as `before = [{ name = "nearest" }]`."""
 
     def __post_init__(self) -> None:
         ranges.check(self)

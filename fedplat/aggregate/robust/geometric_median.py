@@ -30,7 +30,7 @@ class GeometricMedian(
     smoothing: ranges.Floor = 1e-6
     """nu, the distance below which updates count as equally near, in the units of the model's entries."""
     iterations: Annotated[int, Meta(ge=1, le=100_000)] = 1000
-    """At most so many; the paper has 3."""
+    """Largest number of iterations; the paper has 3."""
 
     def __post_init__(self) -> None:
         ranges.check(self)

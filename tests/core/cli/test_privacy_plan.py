@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from core.simulation.runs import DIGITS
 from fedplat.cli.app import app
-from fedplat.job import find_mechanism, parse_job
+from fedplat.cli.output import Output
+from fedplat.job import find_mechanism, parse_job, planning
 from fedplat.privacy import Charge, Mechanism
 from fedplat.privacy.accounting import epsilon, epsilon_rdp
 
@@ -87,6 +90,24 @@ def test_a_plan_is_what_the_accountant_says() -> None:
         needed = Mechanism("poisson", row["noise_multiplier"], row["sampling_probability"])
         assert row["sampling_probability"] == pytest.approx(row["expected_reports"] / 3380)
         assert epsilon([Charge(needed, 40)], 1e-5) == pytest.approx(found["budget"], rel=2e-3)
+
+
+def test_a_plan_tells_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+    found = planning.plan(parse_job(FIXED), 3383, (), lambda done, total: told.append((done, total)))
+    total = len(found.by_rounds) + len(found.by_cohort) + len(found.by_noise)
+    assert told == [(done, total) for done in range(total + 1)]
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else() -> None:
+    for as_json, is_terminal in ((False, True), (False, False), (True, True)):
+        output = Output(as_json)
+        shown = io.StringIO()
+        output.messages = Console(file=shown, force_terminal=is_terminal, width=80)
+        with output.steps("computing") as progress:
+            progress(3, 7)
+        assert ("computing" in shown.getvalue() and "3/7" in shown.getvalue()) == (is_terminal and not as_json)
+        assert not shown.getvalue() or is_terminal
 
 
 def test_a_plan_for_people() -> None:

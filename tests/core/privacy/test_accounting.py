@@ -69,6 +69,21 @@ def test_a_finer_grid_gives_no_more_and_little_less(charge: Charge) -> None:
     assert 0.99 * spent <= finer.self_compose(charge.releases).get_epsilon_for_delta(delta) <= spent
 
 
+@pytest.mark.parametrize(
+    "charge",
+    [
+        Charge(LEARNED, 300),
+        Charge(replace(LEARNED, overflow=1e-12), 1500),  # a part of delta where precision is rough
+        Charge(Mechanism("poisson", 0.7, 0.001, 1e-12), 1500),
+        Charge(Mechanism("poisson", 0.3, 0.2), 5),
+    ],
+)
+@pytest.mark.parametrize("delta", [1e-5, 1e-7])
+def test_less_precision_gives_no_less_and_little_more(charge: Charge, delta: float) -> None:
+    fine = epsilon([charge], delta)
+    assert fine <= epsilon([charge], delta, losses.ROUGH) <= 1.001 * fine
+
+
 def test_an_overflow_costs_what_the_worst_cap_would() -> None:
     """Others show whether the cap is reached; then, with p, one client decides who is let go: a sensitivity of 2."""
     multiplier, probability, overflow, spent = 1.5, 0.3, 0.2, 0.8
@@ -128,6 +143,30 @@ def test_the_calibrated_noise_is_just_enough(mechanism: Mechanism, budget: float
     less = multiplier - 10.0 ** (math.floor(math.log10(multiplier)) - 3)
     assert epsilon([Charge(replace(mechanism, noise_multiplier=less), 50)], 1e-5) > budget
     assert replace(calibrated, noise_multiplier=mechanism.noise_multiplier) == mechanism
+
+
+@pytest.mark.parametrize("start", [0.01, 1.0, 1000.0])
+def test_the_calibrated_noise_does_not_depend_on_where_the_search_begins(start: float) -> None:
+    mechanism = replace(LEARNED, noise_multiplier=start)
+    assert calibrate(mechanism, 50, 4.0, 1e-5).noise_multiplier == 0.7483
+
+
+def test_a_search_looks_at_few_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism, intervals = Mechanism("poisson", 1.0, 0.0123), list[float]()
+    sampled = losses.sampled
+
+    def counted(release: Mechanism, interval: float) -> losses.Losses:
+        intervals.append(interval)
+        return sampled(release, interval)
+
+    monkeypatch.setattr(losses, "sampled", counted)
+    calibrated = calibrate(mechanism, 70, 1.5, 1e-5)
+    fine = losses.interval([(calibrated, 70)], math.inf)
+    assert len(intervals) <= 15
+    assert sum(interval <= fine for interval in intervals) <= 5
+    intervals.clear()
+    assert calibrate(mechanism, 70, 1.5, 1e-5) == calibrated
+    assert intervals == []
 
 
 def test_what_no_noise_can_do_is_said() -> None:
