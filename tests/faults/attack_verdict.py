@@ -12,12 +12,7 @@ from faults.soak import MAX_GROWTH, MAX_MORE_FILES
 
 ROUNDS_AFTER = 3
 """Committed rounds that must follow when the attackers have left."""
-MAX_SLOWER = 2.0
-"""Of the median of what honest clients wait for, with attackers and without."""
-UNNOTICED_S = 0.25
-"""A median below is accepted: on two cores that the server, its clients and all attackers share, calls wait for bursts
-of refused ones. Clients ask for work every few seconds."""
-MAX_MORE_RSS_MB = 128.0
+MAX_MORE_RSS_MB = 160.0
 """Above the calm phase, for all attackers together; the anonymous ones may cost 50 MB of it."""
 MAX_DATABASE_MB_PER_MINUTE = 4.0
 """Beyond what the honest rounds take by the measure of the calm phase; a WAL of `DATABASE_SLACK_MB` is not counted."""
@@ -33,7 +28,7 @@ MAX_FINAL_ERROR = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be run. `attack_s` is None for attackers that make a few calls each, and no verdict on latency."""
+    """What is to be run. `attack_s` is None for attackers that make a few calls each, and no verdict on growth."""
 
     clients: int
     kinds: tuple[str, ...]
@@ -105,9 +100,6 @@ def lasting_problems(result: dict[str, object]) -> list[str]:
         )
     if r["files_last_quarter"] - r["files_second_quarter"] > MAX_MORE_FILES:
         found.append(f"open files grew from {r['files_second_quarter']:g} to {r['files_last_quarter']:g}")
-    for what, times in rows(result["latency"]).items():
-        if times["attacked_s"] > max(MAX_SLOWER * times["calm_s"], UNNOTICED_S):
-            found.append(f"{what} took {times['attacked_s']} s instead of {times['calm_s']} s")
     return found
 
 
