@@ -52,6 +52,7 @@ ALLOWED = {
     },
     "multiprocessing": {
         "server/fedplat_server/evaluation.py": "pickles between the daemon and its child, which nobody else reaches",
+        "fedplat/cli/planning.py": "pickles between the command and the processes that it starts to compute",
         "fedplat/simulation/engines/crew.py": "forks its workers; what travels is msgpack, over sockets without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",

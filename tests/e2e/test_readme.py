@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fedplat.cli.admin import AdminClient
 from typer.testing import CliRunner
 
 from e2e import processes
+from fedplat.admin import AdminClient
 from fedplat.cli import profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters

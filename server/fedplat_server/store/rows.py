@@ -46,6 +46,8 @@ def to_values(record: object) -> Values:
 @functools.cache
 def field_names(record: type[Any]) -> tuple[str, ...]:
     """Return the names of a record's fields, in order."""
+    if issubclass(record, msgspec.Struct):
+        return record.__struct_fields__
     return tuple(field.name for field in dataclasses.fields(record))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import structs
 
 from fedplat.rounds import Assignment, Attempt, HistoryRow, JobState, ModelVersion, Participation, invariants
 from fedplat.rounds.invariants.records import (
@@ -83,7 +84,7 @@ def _job_row(job: JobState) -> JobRow:
 
 
 def _version_row(version: ModelVersion) -> VersionRow:
-    return VersionRow(**dataclasses.asdict(version), model_removed_unix_s=None, state_removed_unix_s=None)
+    return VersionRow(**structs.asdict(version), model_removed_unix_s=None, state_removed_unix_s=None)
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:
