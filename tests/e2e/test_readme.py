@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from e2e import processes
-from fedplat.admin import AdminClient
-from fedplat.cli import profile
+from fedplat.admin import AdminClient, profile
 from fedplat.cli.app import app
 from fedplat.model import Parameters
 from fedplat_server.commands import app as server
