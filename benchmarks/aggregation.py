@@ -28,8 +28,8 @@ import typer
 import report
 from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Contribution, FedAvg
+from fedplat.codecs.container import open_update
 from fedplat.model import ModelFile, Parameters
-from fedplat.updates import open_update
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
 FLOWER = Path(__file__).with_name("peers") / "flower_aggregate.py"
@@ -148,7 +148,7 @@ def rates_of(paths: list[Path], num_updates: int, memory_bytes: int) -> Rates:
     """Every way in turns, in slices of a few updates."""
     import torch
 
-    from fedplat.backends.torch import to_torch
+    from fedplat.pytorch.convert import to_torch
 
     torch.set_num_threads(1)
     base = ModelFile.open(paths[0])

@@ -20,8 +20,8 @@ import typer
 import update_codecs
 from fedplat.cli import submission
 from fedplat.codecs import Eden, Options
+from fedplat.codecs.container import Format
 from fedplat.model import Parameters
-from fedplat.updates import Format
 from report import Cell, JsonOption, Report, SaveOption, finish
 
 WAYS: dict[str, tuple[Options | None, Options | None]] = {

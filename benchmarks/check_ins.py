@@ -29,11 +29,11 @@ from grpc import aio
 import crowd
 from crowd import Member
 from fedplat.admin import AdminClient, profile
+from fedplat.auth import Ticket
 from fedplat.cli import submission
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat_server.private_pki import PkiFolder
+from fedplat_server.auth.pki_folder import PkiFolder
 from report import Cell, JsonOption, Report, SaveOption, finish
 
 HERE = Path(__file__).resolve().parent

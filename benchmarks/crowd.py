@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import identity, wire
-from fedplat.identity import Ticket
+from fedplat import auth, wire
+from fedplat.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
 
 FLEET = "/fedplat.wire.v1.Fleet/"
@@ -110,18 +110,18 @@ class Member:
         data = request.SerializeToString()
         asked = await _start(self.channel, "GetChallenge", CHALLENGE, ())
         nonce = fleet_pb2.GetChallengeResponse.FromString(asked).nonce
-        signature = self.key.sign(identity.proof_payload(FLEET + method, nonce, data))
-        metadata = ((identity.METADATA_NONCE, nonce), (identity.METADATA_SIGNATURE, signature))
+        signature = self.key.sign(auth.proof_payload(FLEET + method, nonce, data))
+        metadata = ((auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature))
         return await _start(self.channel, method, data, metadata)
 
     def signed(self, method: str, request: bytes) -> Metadata:
         """The metadata of the next call in the session."""
         self.counter += 1
-        payload = identity.call_payload(FLEET + method, self.session_id, self.counter, request)
+        payload = auth.call_payload(FLEET + method, self.session_id, self.counter, request)
         return (
-            (identity.METADATA_SESSION, self.session_id),
-            (identity.METADATA_COUNTER, str(self.counter)),
-            (identity.METADATA_SIGNATURE, self.key.sign(payload)),
+            (auth.METADATA_SESSION, self.session_id),
+            (auth.METADATA_COUNTER, str(self.counter)),
+            (auth.METADATA_SIGNATURE, self.key.sign(payload)),
         )
 
 
@@ -132,7 +132,7 @@ async def _start(channel: aio.Channel, method: str, request: bytes, metadata: Me
 
 def code_of(exc: aio.AioRpcError) -> str:
     """The server's own code for a refusal; empty if the server did not make it."""
-    return str(dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE, ""))
+    return str(dict(exc.trailing_metadata() or ()).get(auth.METADATA_CODE, ""))
 
 
 def members(channels: Sequence[aio.Channel], count: int) -> list[Member]:

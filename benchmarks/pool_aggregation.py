@@ -31,12 +31,12 @@ import report
 from fedplat.aggregate import Contribution
 from fedplat.job import parse_job
 from fedplat.model import Parameters
-from fedplat_server.attempts.backend import AggregationBackend
-from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
-from fedplat_server.attempts.local import LocalAggregation
-from fedplat_server.attempts.pooled import PoolAggregation
-from fedplat_server.blobs import BlobStore
-from fedplat_server.pool.client import WorkerPool
+from fedplat_server.aggregation.backend import AggregationBackend
+from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.pooled import PoolAggregation
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.workers.client import WorkerPool
 
 COLUMNS = (
     "where",

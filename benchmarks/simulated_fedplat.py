@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedplat.backends import models
-from fedplat.backends.local import Learner, LocalOptions
 from fedplat.job import JobSpec
+from fedplat.pytorch import models
+from fedplat.pytorch.training import Learner, LocalOptions
+from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines import allocation
+from fedplat.simulation.engines import malloc
+from fedplat.simulation.engines.client_trainer import Task
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.ray_engine import RayEngine
-from fedplat.simulation.engines.resident import Task
+from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.vmap import VmapEngine
-from fedplat.simulation.fleet import FleetOptions, build_fleet
-from fedplat.simulation.play import Hooks, Simulation, run
+from fedplat.simulation.run import Hooks, Simulation, run
 
 ENGINES = {"loop": LoopEngine, "processes": ProcessEngine, "ray": RayEngine, "vmap": VmapEngine}
 MODELS = {
@@ -53,7 +53,7 @@ def federation(model: str, clients: int, samples: int) -> Federation:
 def main(engine: str, model: str, clients: int, cohort: int, samples: int, rounds: int) -> None:
     """Simulates a job to its end."""
     tell("start")
-    allocation.keep()
+    malloc.keep()
     job: dict[str, Any] = {
         "name": "bench",
         "population": "bench",

@@ -20,17 +20,18 @@ import numpy as np
 from grpc import aio
 
 from fedplat import wire
-from fedplat.identity import Ticket
+from fedplat.auth import Ticket
 from fedplat.model import Parameters
-from fedplat.wire import memory
+from fedplat.wire import process_tuning
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import transfer, transport
-from fedplat_client.access import SignedAccess
-from fedplat_client.cache import ModelCache
-from fedplat_client.connection import Connection
-from fedplat_client.identity import DataDirectory
-from fedplat_client.session import Door, Profile, Session
-from fedplat_client.stopping import StopSignal
+from fedplat_client import transport
+from fedplat_client._auth.authenticator import SignedAccess
+from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.enrollment import Door, Profile, Session
+from fedplat_client._state.data_dir import DataDirectory
+from fedplat_client._state.model_cache import ModelCache
+from fedplat_client._work import transfer
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
 
 DOWN, UP = "/raw/Down", "/raw/Up"
@@ -144,7 +145,7 @@ def _take(connection: socket.socket, size: int, into: bytearray) -> None:
 
 def fedplat_client(ticket: str, folder: str) -> None:
     """A client as it works on an assignment: a model becomes a file of the cache, an update is a new one each time."""
-    memory.reuse_message_memory()
+    process_tuning.reuse_message_memory()
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
     with directory.locked():

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from fedplat.backends.local import Learner
+from fedplat.pytorch.training import Learner
 from fedplat.simulation import Dataset, Federation, Run, simulate
 from fedplat.simulation.data import deal, partitioners
-from fedplat.simulation.file import parse
+from fedplat.simulation.scenario.file import parse
 
 JOB = """
 name = "hospitals"

@@ -87,7 +87,7 @@ def converted(value: object, function_name: str) -> Parameters:
 def _array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     if isinstance(tensor, np.ndarray):
         return tensor
-    from fedplat.backends import torch as backend
+    from fedplat.pytorch import convert as backend
 
     try:
         return backend.from_state_dict({name: tensor})[name]

@@ -2,9 +2,9 @@
 
 A report names an assignment (`Assignment.kind`), a number of examples, metrics, and the digest of an update if the
 client trained. An update's file must begin with the very header of its base version, an encoded one with the lines that
-follow from the job's codec and that header (`fedplat.updates`). So nothing of a foreign header is parsed or believed
-unless the update is refused anyway, and then only to say why. Norms and weights are judged beside those of other
-clients, by the coordinator (`rounds.influence`).
+follow from the job's codec and that header (`fedplat.codecs.container`). So nothing of a foreign header is parsed or
+believed unless the update is refused anyway, and then only to say why. Norms and weights are judged beside those of
+other clients, by the coordinator (`rounds.influence`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from fedplat import claims, codecs
 from fedplat.aggregate import Rule, l2_norm, unusable
 from fedplat.claims import MetricLimits
+from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import Blocks, ModelFile, Parameters, Schema, header
 from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
-from fedplat.updates import Format
 
 _SPARE_BYTES = 2**20
 """An upload may announce so much more than the exact size, so that a misfit is refused by name."""

@@ -3,7 +3,7 @@
     python benchmarks/collectives/compare.py [--ranks 2] [--max-size 1GB] [--collective all-reduce] [--json]
 
 The options, the measurement and the output are those of `fedplat-server pool bench`, which measures the library alone.
-`--json` prints one object: the `BenchReport` of `fedplat/backends/ranks/bench/records.py`, with
+`--json` prints one object: the `BenchReport` of `fedplat/pytorch/distributed/bench/records.py`, with
 `is_healthy` and `findings`. Each implementation is checked for right results before it is timed.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from fedplat.errors import FedplatError
-from fedplat_server.pool.bench.command import make_command
+from fedplat_server.cli.bench.command import make_command
 
 RANK = Path(__file__).with_name("rank.py")
 

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from collectives import ring, star, tree
-from fedplat.backends.ranks import VectorLayout, Vectors, make_vectors
-from fedplat.backends.ranks.bench.buffers import Buffers
-from fedplat.backends.ranks.bench.library import Operation
-from fedplat.backends.ranks.bench.measure import Trial, make_library_trials
-from fedplat.backends.ranks.shared_memory import SharedMemoryVectors
+from fedplat.pytorch.distributed import VectorLayout, Vectors, make_vectors
+from fedplat.pytorch.distributed.bench.buffers import Buffers
+from fedplat.pytorch.distributed.bench.library import Operation
+from fedplat.pytorch.distributed.bench.measure import Trial, make_library_trials
+from fedplat.pytorch.distributed.shared_memory import SharedMemoryVectors
 
 SHARED = "shared memory"
 POINT_TO_POINT: Mapping[str, Mapping[str, Operation]] = {
@@ -32,7 +32,7 @@ SHARED_MEMORY: Mapping[str, Callable[[Vectors], object]] = {
     "reduce-scatter": lambda vectors: vectors.reduce_scatter(),
     "all-reduce": lambda vectors: vectors.all_reduce(),
 }
-"""The sums of a pool on the CPUs of one host (`fedplat.backends.ranks.shared_memory`)."""
+"""The sums of a pool on the CPUs of one host (`fedplat.pytorch.distributed.shared_memory`)."""
 
 
 def make_trials(buffers: Buffers, collectives: Sequence[str]) -> list[Trial]:

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the ranks do not import from the folder of their program
 
 from collectives.implementations import make_trials
-from fedplat.backends.ranks.bench.__main__ import main
+from fedplat.pytorch.distributed.bench.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(make_trials))

@@ -25,7 +25,7 @@ from reproduction import Cell, Log, Observe, Paper, Value, main, mean
 from fedplat.simulation import Keep, simulate
 from fedplat.simulation.data import Dataset, Federation, partitioners, sources
 from fedplat.simulation.data.sources import Place, data_folder
-from fedplat.simulation.file import SimulationFile
+from fedplat.simulation.scenario.file import SimulationFile
 
 VARIANTS = {
     "fedavg-drops": ('algorithm = "sgd"\npartial_work = false', "0.60 to 0.72"),
@@ -51,7 +51,7 @@ population = "papers"
 trainer = "papers"
 rounds = 100
 [model]
-initial = "fedplat.backends.models:logistic_regression"
+initial = "fedplat.pytorch.models:logistic_regression"
 [config]
 epochs = 10
 batch_size = 10

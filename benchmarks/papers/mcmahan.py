@@ -60,7 +60,7 @@ population = "papers"
 trainer = "papers"
 rounds = {round(1.6 * setting.published)}
 [model]
-initial = "fedplat.backends.models:mcmahan_{setting.model}"
+initial = "fedplat.pytorch.models:mcmahan_{setting.model}"
 [config]
 epochs = {setting.epochs}
 batch_size = {setting.batch_size}

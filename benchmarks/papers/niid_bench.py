@@ -40,7 +40,7 @@ population = "papers"
 trainer = "papers"
 rounds = 50
 [model]
-initial = "fedplat.backends.models:lenet5"
+initial = "fedplat.pytorch.models:lenet5"
 [config]
 epochs = 10
 batch_size = 64

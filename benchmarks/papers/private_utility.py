@@ -38,7 +38,7 @@ population = "papers"
 trainer = "papers"
 rounds = {ROUNDS}
 [model]
-initial = "fedplat.backends.models:mcmahan_2nn"
+initial = "fedplat.pytorch.models:mcmahan_2nn"
 [config]
 epochs = 1
 batch_size = 10

@@ -32,8 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import report  # noqa: E402
 from fedplat.errors import FedplatError  # noqa: E402
 from fedplat.simulation import Keep, simulate  # noqa: E402
-from fedplat.simulation.file import SimulationFile, parse  # noqa: E402
-from fedplat.simulation.result import AttemptRecord  # noqa: E402
+from fedplat.simulation.recording.result import AttemptRecord  # noqa: E402
+from fedplat.simulation.scenario.file import SimulationFile, parse  # noqa: E402
 
 RESULTS = HERE / "results"
 QUICK = Path("runs/papers-quick")

@@ -21,12 +21,12 @@ import numpy as np
 from reproduction import Cell, Log, Observe, Paper, Value, main, mean
 
 from fedplat.simulation import Keep
-from fedplat.simulation.call import execute
+from fedplat.simulation.api import execute
+from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import sources
 from fedplat.simulation.data.sources import Place, data_folder
-from fedplat.simulation.file import SimulationFile
-from fedplat.simulation.fleet import build_fleet
-from fedplat.simulation.play import Simulation
+from fedplat.simulation.run import Simulation
+from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup
 
 NUM_GOOD, NUM_BAD = 20, 5

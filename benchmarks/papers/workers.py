@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedplat.backends import torch as backend
 from fedplat.model import Parameters
+from fedplat.pytorch import convert as backend
 from fedplat.simulation.data import Dataset
-from fedplat.simulation.ports import Trained, Work
+from fedplat.simulation.engines.interface import Trained, Work
 
 BATCH_SIZE = 32
 BATCHES_BEFORE_A_SHUFFLE = 30

@@ -18,6 +18,7 @@ client.run()
 
 from fedplat.errors import MissingExtraError, PrivacyLimitError, TicketError
 from fedplat.model import Parameters
+from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.errors import (
@@ -36,7 +37,6 @@ from fedplat_client.errors import (
     UnknownClientError,
 )
 from fedplat_client.options import ClientOptions
-from fedplat_client.privacy import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 __all__ = [

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fedplat.wire.v1 import model_pb2
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import ServerUnavailableError
 from fedplat_client.options import ClientOptions
-from fedplat_client.stopping import StopSignal
 
 _LONGEST_RETRY_S = 86_400.0
 _Answer = TypeVar("_Answer")

@@ -12,8 +12,8 @@ import click
 
 from fedplat import user_code
 from fedplat.errors import FedplatError, TicketError
-from fedplat.wire import memory
-from fedplat_client import tickets
+from fedplat.wire import process_tuning
+from fedplat_client._auth import tickets
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.errors import DataDirectoryError
@@ -123,9 +123,9 @@ def run(**options: Unpack[_RunOptions]) -> None:
             "give it with --ticket-file FILE or FEDPLAT_TICKET.",
             err=True,
         )
-    memory.reuse_message_memory()
+    process_tuning.reuse_message_memory()
     client = _client(options)
-    memory.keep_what_is_loaded()
+    process_tuning.keep_what_is_loaded()
     try:
         client.run(options["max_tasks"])
     except FedplatError as exc:

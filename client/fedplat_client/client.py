@@ -9,14 +9,21 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from fedplat.identity import Ticket
+from fedplat.auth import Ticket
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import crews, identity, stopping, tickets, transport, worker
-from fedplat_client.access import SignedAccess
+from fedplat_client import cancellation, transport
+from fedplat_client._auth import tickets
+from fedplat_client._auth.authenticator import SignedAccess
+from fedplat_client._auth.calls import Connection
+from fedplat_client._auth.enrollment import Door, Profile, Session
+from fedplat_client._auth.mtls import CertificateAccess
+from fedplat_client._state import data_dir as identity
+from fedplat_client._state.client_state import Memories
+from fedplat_client._state.model_cache import ModelCache
+from fedplat_client._state.privacy_ledger import PrivacyLedger
+from fedplat_client._state.residuals import Residuals
+from fedplat_client._work import assignment, process_group
 from fedplat_client.backoff import Backoff, draw_s
-from fedplat_client.cache import ModelCache
-from fedplat_client.certificates import CertificateAccess
-from fedplat_client.connection import Connection
 from fedplat_client.errors import (
     Cancelled,
     DataDirectoryError,
@@ -25,15 +32,11 @@ from fedplat_client.errors import (
     ServerError,
     UnknownClientError,
 )
-from fedplat_client.memories import Memories
 from fedplat_client.options import ClientOptions
-from fedplat_client.privacy import PrivacyLedger
-from fedplat_client.residuals import Residuals
-from fedplat_client.session import Door, Profile, Session
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-Work: TypeAlias = Callable[[fleet_pb2.Assignment], worker.Outcome]
+Work: TypeAlias = Callable[[fleet_pb2.Assignment], assignment.Outcome]
 _logger = logging.getLogger(__name__)
 
 
@@ -79,7 +82,7 @@ class Client:
         self._options = options or ClientOptions()
         self._trainers: dict[str, TrainFunction] = {}
         self._evaluators: dict[str, EvaluateFunction] = {}
-        self._stop = stopping.StopSignal()
+        self._stop = cancellation.StopSignal()
 
     @classmethod
     def from_ticket(
@@ -124,7 +127,7 @@ class Client:
 
         A trainer that is running gets `Cancelled` from its next `task.progress`.
         """
-        self._stop.set(worker.client_stopped())
+        self._stop.set(assignment.client_stopped())
 
     def run(self, max_tasks: int | None = None) -> None:
         """Works until `stop`, SIGINT or SIGTERM, or until `max_tasks` assignments have ended, well or badly.
@@ -138,9 +141,9 @@ class Client:
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        if crews.followed(self._trainers):
+        if process_group.followed(self._trainers):
             return
-        with crews.leading(), self._started() as (session, work):
+        with process_group.leading(), self._started() as (session, work):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
@@ -172,7 +175,7 @@ class Client:
 
     @contextlib.contextmanager
     def _started(self) -> Generator[tuple[Session, Work]]:
-        with self._directory.locked(), stopping.on_signals(self.stop), contextlib.ExitStack() as stack:
+        with self._directory.locked(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             known = self._directory.identity(self._ticket)
             key = self._directory.signing_key(known)
             channel = stack.enter_context(transport.connect(self._server, tls=known.tls, ca=known.ca))
@@ -192,7 +195,7 @@ class Client:
                 raise DataDirectoryError(
                     f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
                 ) from exc
-            hand = worker.Worker(
+            hand = assignment.Worker(
                 connection=calls,
                 cache=cache,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
@@ -211,7 +214,7 @@ class Client:
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: worker.Outcome, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: assignment.Outcome, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -234,13 +237,13 @@ def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _refused(reply: fleet_pb2.CheckInResponse) -> worker.Outcome:
+def _refused(reply: fleet_pb2.CheckInResponse) -> assignment.Outcome:
     """A check-in without work; a server that names no retry window gets the back-off."""
     refusal = reply.refusal
-    _logger.debug("There is no work: %s", refusal.text, extra={"reason": stopping.reason_name(refusal.reason)})
+    _logger.debug("There is no work: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return worker.Outcome(failed=False, retry=refusal.retry)
-    return worker.Outcome(failed=True)
+        return assignment.Outcome(failed=False, retry=refusal.retry)
+    return assignment.Outcome(failed=True)
 
 
 def _install(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

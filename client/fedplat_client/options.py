@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fedplat import wire
-from fedplat_client.stopping import StopSignal
+from fedplat_client.cancellation import StopSignal
 
 
 @dataclass(frozen=True, kw_only=True)

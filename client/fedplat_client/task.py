@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 
 from fedplat import claims
-from fedplat.memory import Memory
+from fedplat.client_state import Memory
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
+from fedplat_client._state.privacy_ledger import PrivacyLedger
+from fedplat_client.cancellation import Stop, StopSignal
 from fedplat_client.options import ClientOptions
-from fedplat_client.privacy import PrivacyLedger
-from fedplat_client.stopping import Stop, StopSignal
 
 Scalar: TypeAlias = bool | int | float | str
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -12,9 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from fedplat import identity, wire
+from fedplat import auth, wire
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
     CallRefusedError,
     CertificateExpiredError,
@@ -28,7 +29,6 @@ from fedplat_client.errors import (
     UnknownClientError,
     UnreachableError,
 )
-from fedplat_client.stopping import StopSignal
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 Response = TypeVar("Response", bound=Message)
@@ -147,7 +147,7 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
 def translated(exc: grpc.RpcError) -> ServerError:
     """What an error of gRPC means to us."""
     status, text = exc.code(), exc.details() or "no details"
-    said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(identity.METADATA_CODE)
+    said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)
     if (known := _BY_CODE.get(str(said))) is not None:
         return known(status.name, text, _retry_window(exc))
     if status is grpc.StatusCode.UNAVAILABLE and said is None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import model
-from fedplat.backends.torch import load_into
 from fedplat.model import Parameters
+from fedplat.pytorch.convert import load_into
 
 
 @cache

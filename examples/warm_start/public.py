@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shares
-from fedplat.backends.parallel import ServerTrainer
+from fedplat.pytorch.server import ServerTrainer
 
 
 class Logistic(nn.Module):

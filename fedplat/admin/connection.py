@@ -11,8 +11,8 @@ import grpc
 
 from fedplat import __version__, texts, wire
 from fedplat.admin.profile import DEFAULT_SERVER, Profile
+from fedplat.auth import METADATA_CODE, is_address
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
-from fedplat.identity import METADATA_CODE, is_address
 from fedplat.wire import handshake
 
 _CHANNEL_OPTIONS = (

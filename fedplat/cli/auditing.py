@@ -16,11 +16,11 @@ from fedplat.cli.session import FAILED, JsonOption, reporting
 from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
-from fedplat.simulation import audit as audits
-from fedplat.simulation import call
-from fedplat.simulation.audit import Audit
-from fedplat.simulation.file import TABLE, SimulationFile
-from fedplat.simulation.report import folder as folders
+from fedplat.simulation import api
+from fedplat.simulation import privacy_audit as audits
+from fedplat.simulation.privacy_audit import Audit
+from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.user_code import wrap_errors
 
 
@@ -62,7 +62,7 @@ def _audited(out: Output, file: SimulationFile, canaries: int, confidence: float
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
         wrap_errors("the training"),
-        call.prepared(file, tell=tell) as setup,
+        api.prepared(file, tell=tell) as setup,
         progress.showing(out, board) as observe,
     ):
         return audits.audited(

@@ -10,7 +10,7 @@ import typer
 from fedplat.cli import formats
 from fedplat.cli.output import Output, to_record
 from fedplat.cli.session import WRONG_USAGE, JsonOption, ServerOption, session
-from fedplat.privacy.words import ADJACENCY
+from fedplat.privacy.descriptions import ADJACENCY
 from fedplat.wire.v1 import admin_pb2
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from fedplat.auth import is_address
 from fedplat.cli import formats
 from fedplat.cli.output import to_record
 from fedplat.cli.session import JsonOption, LimitOption, ServerOption, session
-from fedplat.identity import is_address
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 

@@ -27,9 +27,9 @@ from fedplat.cli.session import (
     session,
 )
 from fedplat.cli.submission import Submission, load, submit
+from fedplat.codecs.container import options_to_text
 from fedplat.errors import JobFileError, ServerUnreachableError
 from fedplat.job import parse_job, warnings
-from fedplat.updates import options_to_text
 from fedplat.wire.v1 import admin_pb2
 
 app = typer.Typer(no_args_is_help=True, help="Submit jobs, follow them and control them.", rich_markup_mode=None)

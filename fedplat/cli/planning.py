@@ -24,10 +24,10 @@ from fedplat.errors import JobFileError
 from fedplat.job import planning
 from fedplat.job.planning import Noise, Plan
 from fedplat.privacy import Mechanism
-from fedplat.simulation import call
+from fedplat.simulation import api
 from fedplat.simulation.data import Federation
-from fedplat.simulation.file import TABLE, SimulationFile
-from fedplat.simulation.report import folder as folders
+from fedplat.simulation.recording import folder as folders
+from fedplat.simulation.scenario.file import TABLE, SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.user_code import wrap_errors
 
@@ -135,10 +135,10 @@ def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) 
     board = progress.Board(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     with (
         wrap_errors("the training"),
-        call.prepared(file, data) as setup,
+        api.prepared(file, data) as setup,
         progress.showing(out, board) as observe,
     ):
-        last = call.execute(file, setup, observe, begins=board.begin).summary.last
+        last = api.execute(file, setup, observe, begins=board.begin).summary.last
     return None if last is None else last.value
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedplat.cli import formats
 from fedplat.cli.output import Output, table
-from fedplat.simulation.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptRecord
 
 COLUMNS = ("#ROUND", "#TRY", "KIND", "PHASE", "#MERGED", "#LATE", "#FAILED", "#TOOK", "#CLOCK", "METRICS")
 LINE_EVERY_S = 1.0

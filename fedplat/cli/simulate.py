@@ -17,13 +17,13 @@ from fedplat.cli import formats, progress
 from fedplat.cli.output import Output
 from fedplat.cli.session import INTERRUPTED, JsonOption, reporting
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.simulation import call
-from fedplat.simulation import file as files
-from fedplat.simulation.call import Run
-from fedplat.simulation.file import SimulationFile
-from fedplat.simulation.keep import CHECKPOINT_S, Keep
+from fedplat.simulation import api
+from fedplat.simulation.api import Run
+from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.report import data as data_report
-from fedplat.simulation.report import folder as folders
+from fedplat.simulation.run_folder import CHECKPOINT_S, Keep
+from fedplat.simulation.scenario import file as files
+from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
 from fedplat.user_code import wrap_errors
 
@@ -110,11 +110,11 @@ def _command(file: Path, keep: Keep, changes: list[str]) -> str:
 def _run(out: Output, file: SimulationFile, keep: Keep) -> Run:
     board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
-    with wrap_errors("the training"), call.prepared(file, tell=tell) as setup:
+    with wrap_errors("the training"), api.prepared(file, tell=tell) as setup:
         if not out.as_json:
             out.note(_introduction(file, setup.engine, setup.workers, setup.simulation.fleet.num_clients, keep))
         with progress.showing(out, board) as observe:
-            return call.execute(file, setup, observe, keep, board.begin)
+            return api.execute(file, setup, observe, keep, board.begin)
 
 
 def _introduction(file: SimulationFile, engine: str, workers: int, num_clients: int, keep: Keep) -> str:

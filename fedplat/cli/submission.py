@@ -13,7 +13,7 @@ from fedplat.cli.patience import Patience
 from fedplat.errors import FedplatError, JobFileError, ServerUnreachableError
 from fedplat.job import JobSpec
 from fedplat.model import Parameters
-from fedplat.simulation import file as simulation_file
+from fedplat.simulation.scenario import file as simulation_file
 from fedplat.wire.v1 import admin_pb2
 
 

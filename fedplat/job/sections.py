@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from fedplat import aggregate, codecs, labels
-from fedplat.configuration import shown
+from fedplat import aggregate, codecs, label_expressions
 from fedplat.errors import LabelError
 from fedplat.sampling import Policy, Uniform
+from fedplat.toml import shown
 
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -63,7 +63,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         try:
-            labels.compile_expression(self.where)
+            label_expressions.compile_expression(self.where)
         except LabelError as exc:
             raise ValueError(f"where = {shown(self.where)}: {exc}") from exc
 

@@ -9,7 +9,6 @@ from typing import Literal
 from msgspec import Struct
 
 from fedplat import aggregate, modes, privacy
-from fedplat.configuration import read_record, read_toml, shown, shown_key
 from fedplat.job.pool import Pool, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
@@ -25,6 +24,7 @@ from fedplat.job.sections import (
     Updates,
 )
 from fedplat.sampling import Poisson, Uniform
+from fedplat.toml import read_record, read_toml, shown, shown_key
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from fedplat.privacy import accounting
+from fedplat.privacy.descriptions import describe_adjacency
 from fedplat.privacy.options import Privacy
 from fedplat.privacy.releases import Charge, Mechanism
-from fedplat.privacy.words import describe_adjacency
 
 
 class Cost(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 A step draws each example with the same probability, by a trial of its own, and adds noise to the sum of what the drawn
 ones give, each of which is clipped (DP-SGD: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv
 1607.00133, Algorithm 1). Adjacency: one example more or less. Plain numbers: the arithmetic is in
-`fedplat.backends.private`.
+`fedplat.pytorch.dp`.
 """
 
 from __future__ import annotations

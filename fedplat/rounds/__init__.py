@@ -9,7 +9,7 @@ round 1), `restart` (how attempts go on after a crash), `rollback` (how a job go
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
-from fedplat.rounds.memory import Memory, Participation, participations_of, rounds_to_recall
+from fedplat.rounds.participation import Memory, Participation, participations_of, rounds_to_recall
 from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, Crew, JobState, ModelVersion
 from fedplat.rounds.reporting import rebuild_attempt
 from fedplat.rounds.sync import verdict_on_report

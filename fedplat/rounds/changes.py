@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from fedplat.rounds.cohort import cohort_of
-from fedplat.rounds.private import shown_metrics
+from fedplat.rounds.persistent_map import cohort_of
+from fedplat.rounds.privacy_rules import shown_metrics
 from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 
 

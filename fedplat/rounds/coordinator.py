@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import structs
 
-from fedplat.rounds import closing, pacing, private, selection, sync
+from fedplat.rounds import closing, pacing, privacy_rules, selection, sync
 from fedplat.rounds.changes import Change, difference
 from fedplat.rounds.commands import Assign, Command, Refuse
 from fedplat.rounds.events import (
@@ -32,7 +32,7 @@ from fedplat.rounds.events import (
     ServerRestarted,
     TimerFired,
 )
-from fedplat.rounds.memory import Memory, Participation, participations_of
+from fedplat.rounds.participation import Memory, Participation, participations_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.selection import WaitingRoom
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus, Reason
@@ -178,8 +178,8 @@ class Coordinator:
             # Whoever waits for a pool needs all of it there at once, however few it draws.
             num_needed=sum(max(job.spec.num_wanted, job.spec.selection.wait_for) for job in running),
             round_s=min((job.spec.deadlines.training_s for job in running), default=0.0),
-            fleet=max((job.spec.selection.wait_for for job in running if private.hides_sample(job)), default=0),
-            hides=any(private.hides_sample(job) for job in jobs),
+            fleet=max((job.spec.selection.wait_for for job in running if privacy_rules.hides_sample(job)), default=0),
+            hides=any(privacy_rules.hides_sample(job) for job in jobs),
         )
         return outlook
 

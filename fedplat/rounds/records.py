@@ -18,7 +18,7 @@ from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
-from fedplat.rounds.cohort import Cohort, cohort_of
+from fedplat.rounds.persistent_map import Cohort, cohort_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fedplat.rounds import buffered, closing, private, reporting, warm_start
+from fedplat.rounds import buffered, closing, privacy_rules, reporting, warm_start
 from fedplat.rounds.commands import Command, Commit
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.records import Assignment, Attempt, JobState
@@ -53,7 +53,7 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
     """Waits for the others in the time that is left, or for clients anew; whose time is over has had it."""
     attempt = job.open_attempt
     assert attempt is not None
-    closes_at = private.closes_at(job, attempt, context.now)
+    closes_at = privacy_rules.closes_at(job, attempt, context.now)
     if attempt.phase is AttemptPhase.COLLECTING and closes_at is not None:
         # It has all its time anew, whichever clients were drawn: what was left is known only of attempts that drew
         # clients.

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat import labels
+from fedplat import label_expressions
 from fedplat.rounds import reporting
+from fedplat.rounds.eligible import Pool
 from fedplat.rounds.events import ClientCheckedIn
-from fedplat.rounds.memory import Memory
-from fedplat.rounds.pool import Pool
+from fedplat.rounds.participation import Memory
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 from fedplat.sampling import Policy, Uniform
@@ -44,7 +44,7 @@ class Demand:
             client.population == self.population
             and self.handler in installed
             and self.codecs <= client.codecs
-            and labels.compile_expression(self.where)(client.labels)
+            and label_expressions.compile_expression(self.where)(client.labels)
         )
 
 
@@ -102,14 +102,14 @@ def _training_demand(job: JobState, attempt: Attempt, target: int, pool: int | N
 def may_train(job: JobState, client: ClientCheckedIn) -> bool:
     """Whether the job may have this client train, sooner or later."""
     known = job.spec.trainer in client.trainers and job.spec.compression.names <= client.codecs
-    return known and labels.compile_expression(job.spec.selection.where)(client.labels)
+    return known and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
 def may_evaluate(job: JobState, client: ClientCheckedIn) -> bool:
     """Whether the job may have this client evaluate, sooner or later."""
     wanted = job.spec.evaluation.clients
     known = wanted is not None and wanted.evaluator in client.evaluators
-    return known and labels.compile_expression(job.spec.selection.where)(client.labels)
+    return known and label_expressions.compile_expression(job.spec.selection.where)(client.labels)
 
 
 class WaitingRoom:

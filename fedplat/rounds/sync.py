@@ -20,7 +20,7 @@ from fedplat.rounds import (
     closing,
     influence,
     pacing,
-    private,
+    privacy_rules,
     reporting,
     restart,
     rollback,
@@ -85,7 +85,7 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(_open(job, AttemptKind.EVALUATE, context))
     if job.round >= job.spec.rounds:
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
-    if spent := private.budget_is_spent(job):
+    if spent := privacy_rules.budget_is_spent(job):
         return Transition(closing.set_status(job, JobStatus.PAUSED, spent))
     return Transition(_open(job, AttemptKind.TRAIN, context))
 
@@ -110,7 +110,7 @@ def _evaluation_is_due(job: JobState) -> bool:
 def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
     round_ = job.round + 1 if kind is AttemptKind.TRAIN else job.round
     number = job.attempt.key.number + 1 if job.attempt and job.attempt.key.round == round_ else 1
-    goal, minimum, target = job.spec.selection.goal, private.minimum(job), job.spec.num_wanted
+    goal, minimum, target = job.spec.selection.goal, privacy_rules.minimum(job), job.spec.num_wanted
     if kind is AttemptKind.EVALUATE:
         clients = job.spec.evaluation.clients
         assert clients is not None
@@ -142,7 +142,7 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
         possible = [a for a in possible if (Action(a), job.status) not in _WRONG_WORD]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
-    if event.action is Action.RESUME and (spent := private.budget_is_spent(job)):
+    if event.action is Action.RESUME and (spent := privacy_rules.budget_is_spent(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
         return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
@@ -174,15 +174,15 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
     if attempt is None or not reporting.wants_clients(job, attempt):
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
-    if private.trains(job, attempt):
-        found, needed = private.there_and_needed(job, event)
+    if privacy_rules.trains(job, attempt):
+        found, needed = privacy_rules.there_and_needed(job, event)
     if reporting.fills_buffer(job, attempt):
         if not found:
             return closing.close_without_clients(job, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were there to be selected"
         failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
-        if in_vain := private.selects_in_vain(failed.job, event, needed):
+        if in_vain := privacy_rules.selects_in_vain(failed.job, event, needed):
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
         return failed
     return _assign(job, attempt, event.client_ids, context)
@@ -227,7 +227,7 @@ def _assign(job: JobState, attempt: Attempt, client_ids: Iterable[str], context:
         )
     if attempt.phase is AttemptPhase.SELECTING:
         phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-        attempt = structs.replace(attempt, phase=phase, closes_at=private.closes_at(job, attempt, context.now))
+        attempt = structs.replace(attempt, phase=phase, closes_at=privacy_rules.closes_at(job, attempt, context.now))
     after = structs.replace(job, attempt=attempt.with_assignments(given), reason="")
     return Transition(after, tuple(commands))
 
@@ -286,7 +286,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         state=require(ASSIGNMENT_TRANSITIONS, assignment.state, AssignmentState.REPORTED),
         digest=event.digest,
         num_examples=event.num_examples,
-        metrics=private.kept_metrics(job, event.metrics),
+        metrics=privacy_rules.kept_metrics(job, event.metrics),
         took_s=context.now - assignment.assigned_at,
         update_bytes=event.update_bytes,
         norm=event.norm if job.spec.privacy is None else None,

@@ -6,9 +6,9 @@ for updates when virtual time has come to their reports.
 
 from __future__ import annotations
 
-from fedplat.simulation.call import Run, simulate
+from fedplat.simulation.api import Run, simulate
 from fedplat.simulation.data import Dataset, Federation
-from fedplat.simulation.file import SimulationFile
-from fedplat.simulation.keep import Keep
+from fedplat.simulation.run_folder import Keep
+from fedplat.simulation.scenario.file import SimulationFile
 
 __all__ = ["Dataset", "Federation", "Keep", "Run", "SimulationFile", "simulate"]

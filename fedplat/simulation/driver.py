@@ -31,12 +31,12 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AssignmentState, JobStatus, Reason
-from fedplat.simulation.agenda import Agenda
-from fedplat.simulation.fleet import Fleet
-from fedplat.simulation.idle import Idle
-from fedplat.simulation.tally import Tally
-from fedplat.simulation.tasks import Load, Planner, Task
-from fedplat.simulation.training import Training
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.device import Load, Planner, Task
+from fedplat.simulation.clients.event_queue import Agenda
+from fedplat.simulation.clients.idle import Idle
+from fedplat.simulation.federated.interface import Training
+from fedplat.simulation.recording.statistics import Tally
 
 Trace = Callable[[Sequence[Event], float, Proposal], None]
 _PLANS, _COORDINATOR, _CLIENTS = range(1, 4)

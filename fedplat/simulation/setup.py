@@ -12,15 +12,15 @@ from fedplat import initial
 from fedplat.errors import JobFileError, MissingExtraError, ModelError
 from fedplat.job import build_rule, calibrate
 from fedplat.model import Parameters
-from fedplat.simulation import refusals
+from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import Federation, federation
-from fedplat.simulation.file import SimulationFile
-from fedplat.simulation.fleet import build_fleet
-from fedplat.simulation.play import Simulation
-from fedplat.simulation.ports import Engine
+from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.run import Simulation
+from fedplat.simulation.scenario import unsupported
+from fedplat.simulation.scenario.file import SimulationFile
 
 if TYPE_CHECKING:
-    from fedplat.backends.local import Learner
+    from fedplat.pytorch.training import Learner
 
 Tell = Callable[[str], object]
 
@@ -49,7 +49,7 @@ def prepared(
 
     `data` and `learner` replace what the file says of them. Raises `JobFileError`, `DataError`, `MissingExtraError`.
     """
-    refusals.check(file.job)
+    unsupported.check(file.job)
     options = file.simulation
     dealt = data if data is not None else load_data(file, tell)
     num_clients = dealt.num_clients if dealt is not None else 0
@@ -112,10 +112,10 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
             "training needs PyTorch; install it with: pip install 'fedplat[torch]', or use --no-training"
         ) from exc
     del torch
-    from fedplat.backends.local import LocalOptions
-    from fedplat.simulation.engines.opening import open_engine
-    from fedplat.simulation.engines.resident import Task
-    from fedplat.simulation.learner import learner_of
+    from fedplat.pytorch.training import LocalOptions
+    from fedplat.simulation.engines.client_trainer import Task
+    from fedplat.simulation.engines.registry import open_engine
+    from fedplat.simulation.scenario.model import learner_of
 
     options = LocalOptions.from_config(file.job.config)
     if learner is None:

@@ -1,5 +1,5 @@
 """`python -m fedplat_server` is `fedplat-server`."""
 
-from fedplat_server.cli import main
+from fedplat_server.cli.main import main
 
 main()

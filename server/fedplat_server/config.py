@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from fedplat.claims import MetricLimits
-from fedplat_server.tls import TlsFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class TlsFiles:
+    """Where the certificate chain, its key and (for a private authority) the trusted certificates lie, as PEM."""
+
+    certificate: Path
+    key: Path
+    ca: Path | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):

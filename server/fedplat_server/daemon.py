@@ -18,41 +18,44 @@ from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersi
 from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
-from fedplat_server import __version__, audit, folder, logs, tls
-from fedplat_server.aggregation import Accelerators, Aggregation
-from fedplat_server.blobs import BlobStore
-from fedplat_server.bounded_audit import BoundedAudit
-from fedplat_server.budgets import Budgets
-from fedplat_server.chunks import Chunks
-from fedplat_server.cluster.election import Election, open_election
-from fedplat_server.cluster.follower import Follower
-from fedplat_server.cluster.gateway import Entrance
-from fedplat_server.cluster.lease import Candidate, Lease, Tenure
-from fedplat_server.cluster.switch import Nowhere
+from fedplat_server import __version__, logs
+from fedplat_server.aggregation.service import Accelerators, Aggregation
+from fedplat_server.auth import tls
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.audit_limits import BoundedAudit
+from fedplat_server.auth.authentication import Callers
+from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.auth.enrollment import Enrolments, Trust
+from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import ServerConfig
-from fedplat_server.conflicts import Conflicts
-from fedplat_server.desk import Desk
+from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.retention import Retention
+from fedplat_server.coordination.revocation import Revocation
+from fedplat_server.coordination.runner import STORE_RETRY_S, Runner
+from fedplat_server.database.engine import async_url, sqlite_path
+from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
-from fedplat_server.evaluation import Evaluation, Trainers
-from fedplat_server.identity.book import ClientBook
-from fedplat_server.identity.callers import Callers
-from fedplat_server.identity.enrolment import Enrolments, Trust
-from fedplat_server.identity.revocation import Revocation
-from fedplat_server.inline_models import InlineModels
-from fedplat_server.pool.client import WorkerPool
-from fedplat_server.progress import ProgressTracker
-from fedplat_server.retention import Retention
+from fedplat_server.leadership.election import Election, open_election
+from fedplat_server.records import audit
+from fedplat_server.records.lease import Candidate, Lease, Tenure
 from fedplat_server.rpc import serving
-from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.quotas import Quotas
-from fedplat_server.runner import STORE_RETRY_S, Runner
-from fedplat_server.services import JobBook, Services, is_to_begin
-from fedplat_server.spool import Spool
-from fedplat_server.store.engine import async_url, sqlite_path
-from fedplat_server.store.ports import Store, recall_participations
-from fedplat_server.store.sql import open_store
-from fedplat_server.training import ServerTraining
+from fedplat_server.rpc.routing.follower import Follower
+from fedplat_server.rpc.routing.gateway import Entrance
+from fedplat_server.rpc.routing.router import Nowhere
+from fedplat_server.rpc.services import JobBook, Services, is_to_begin
+from fedplat_server.storage import data_dir
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.chunks import Chunks
+from fedplat_server.storage.inline_models import InlineModels
+from fedplat_server.storage.spool import Spool
+from fedplat_server.training.evaluation import Evaluation, Trainers
+from fedplat_server.training.server_training import ServerTraining
+from fedplat_server.workers.client import WorkerPool
 
 FAREWELL_S = 0.5
 OpenStore = Callable[[str], Awaitable[Store]]
@@ -89,8 +92,8 @@ class Daemon:
     async def run(self) -> None:
         """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
         config = self._config
-        with folder.held(config.data_dir, shared=config.is_shared):
-            for warning in folder.protect(config.data_dir, sqlite_path(async_url(config.database))):
+        with data_dir.held(config.data_dir, shared=config.is_shared):
+            for warning in data_dir.protect(config.data_dir, sqlite_path(async_url(config.database))):
                 logs.get().warning(warning)
             async with contextlib.AsyncExitStack() as stack:
                 endpoint = serving.Endpoint(config, self._utc_now)

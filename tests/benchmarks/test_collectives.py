@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from collectives import compare
 from collectives.implementations import POINT_TO_POINT, SHARED, SHARED_MEMORY
 from core.ranks.crew import Zygote
-from fedplat.backends.ranks.bench.records import LIBRARY, BenchReport
+from fedplat.pytorch.distributed.bench.records import LIBRARY, BenchReport
 from fedplat_server.errors import ConfigError
 
 

@@ -19,9 +19,9 @@ from workers import Workers
 from fedplat.simulation import Keep
 from fedplat.simulation.data import sources
 from fedplat.simulation.data.sources import Place
-from fedplat.simulation.file import SimulationFile
-from fedplat.simulation.ports import Work
-from fedplat.simulation.result import AttemptRecord
+from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.scenario.file import SimulationFile
 
 PAPERS: list[Paper] = [importlib.import_module(name).PAPER for name in reproductions_page.PAPERS]
 every_paper = pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)

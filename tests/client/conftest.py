@@ -14,7 +14,7 @@ from client.fake_fleet import FakeFleet, serving
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, ClientOptions
-from fedplat_client.stopping import StopSignal
+from fedplat_client.cancellation import StopSignal
 
 MakeClient = Callable[..., Client]
 

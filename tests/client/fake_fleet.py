@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from fedplat import identity, wire
-from fedplat.identity import Ticket
+from fedplat import auth, wire
+from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
@@ -198,7 +198,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
             self.requests[call].append(request)
             self.changed.notify_all()
         self._fail_as_planned(call, context)
-        session_id = dict(context.invocation_metadata()).get(identity.METADATA_SESSION, "")
+        session_id = dict(context.invocation_metadata()).get(auth.METADATA_SESSION, "")
         if authenticated and session_id not in self.sessions:
             _abort(context, grpc.StatusCode.UNAUTHENTICATED, "SESSION_UNKNOWN")
 
@@ -225,7 +225,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
 
 
 def _abort(context: Any, status: grpc.StatusCode, code: str, text: str = "", retry: str = "") -> None:
-    trailers = ((identity.METADATA_CODE, code), (wire.METADATA_RETRY, retry))
+    trailers = ((auth.METADATA_CODE, code), (wire.METADATA_RETRY, retry))
     context.set_trailing_metadata(tuple(pair for pair in trailers if pair[1]))
     context.abort(status, text or code)
 

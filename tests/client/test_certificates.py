@@ -11,11 +11,11 @@ from cryptography import x509
 
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, DataDirectoryError, EnrolmentError, Task, TrainResult
-from fedplat_client.access import SignedAccess
-from fedplat_client.certificates import CertificateAccess
-from fedplat_client.identity import DataDirectory, Identity
-from fedplat_client.keys import SigningKey, new_signing_key, new_tls_key, signing_request
-from fedplat_client.stopping import StopSignal
+from fedplat_client._auth.authenticator import SignedAccess
+from fedplat_client._auth.mtls import CertificateAccess
+from fedplat_client._state.data_dir import DataDirectory, Identity
+from fedplat_client._state.keys import SigningKey, new_signing_key, new_tls_key, signing_request
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.transport import connect
 
 

@@ -11,8 +11,8 @@ import pytest
 from client.fake_fleet import FakeFleet
 from client.trainers import add_one
 from fedplat import codecs, wire
+from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
-from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, Task, TrainResult
 

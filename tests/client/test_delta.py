@@ -15,11 +15,11 @@ import pytest
 from client.fake_fleet import FakeFleet
 from fedplat import codecs
 from fedplat.aggregate import Accumulator, Contribution, compress_step, seed_of, weighted_mean
+from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import WINDOW, Carry, Parameters
-from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
-from fedplat_client.identity import DataDirectory
+from fedplat_client._state.data_dir import DataDirectory
 
 MakeClient = Callable[..., Client]
 EDEN = codecs.Eden(bits=4)

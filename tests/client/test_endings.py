@@ -21,7 +21,7 @@ from fedplat_client import (
     Task,
     TrainResult,
 )
-from fedplat_client.stopping import StopSignal
+from fedplat_client.cancellation import StopSignal
 
 MakeClient = Callable[..., Client]
 

@@ -11,12 +11,12 @@ import pytest
 
 from client.fake_fleet import FakeFleet
 from fedplat import codecs
+from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
-from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
-from fedplat_client.provisional import Sent
-from fedplat_client.residuals import Residuals
+from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.two_phase import Sent
 
 MakeClient = Callable[..., Client]
 TOPK = codecs.TopK(fraction=0.1, values="fp32")

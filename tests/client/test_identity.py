@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from client.fake_fleet import FakeFleet
-from fedplat.identity import Ticket
+from fedplat.auth import Ticket
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Client, DataDirectoryError, Task, TrainResult
-from fedplat_client.identity import DataDirectory, Identity
+from fedplat_client._state.data_dir import DataDirectory, Identity
 
 MakeClient = Callable[..., Client]
 
@@ -94,7 +94,7 @@ def test_a_leftover_of_a_crash_while_writing_does_no_harm(tmp_path: Path) -> Non
 def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path / "data", fleet.address, "demo")
     holder = (
-        "import sys; from pathlib import Path; from fedplat_client.identity import DataDirectory\n"
+        "import sys; from pathlib import Path; from fedplat_client._state.data_dir import DataDirectory\n"
         "with DataDirectory(Path(sys.argv[1]), sys.argv[2], 'demo').locked():\n"
         "    print('locked', flush=True); sys.stdin.read()\n"
     )

@@ -10,13 +10,13 @@ import pytest
 
 from client.fake_fleet import FakeFleet
 from fedplat import codecs
-from fedplat.memory import Memory
+from fedplat.client_state import Memory
+from fedplat.codecs.container import options_to_text
 from fedplat.model import Parameters
-from fedplat.updates import options_to_text
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, EvaluateResult, Task, TrainResult
-from fedplat_client.memories import Memories
-from fedplat_client.provisional import Sent
+from fedplat_client._state.client_state import Memories
+from fedplat_client._state.two_phase import Sent
 
 MakeClient = Callable[..., Client]
 ABANDONED = fleet_pb2.ReportResponse(refusal=fleet_pb2.Refusal(reason=model_pb2.REASON_ATTEMPT_ABANDONED))

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from client.fake_fleet import FakeFleet
-from fedplat.backends.local import Learner
 from fedplat.errors import PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Cancelled, Client, ClientOptions, DataDirectoryError, PrivacyLimit, Task
-from fedplat_client.privacy import PrivacyLedger
+from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client.task import Control
 from fedplat_client.trainers.torch import TorchTrainer
 

@@ -12,10 +12,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedplat.backends import torch as backend
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
-from fedplat_client import Cancelled, ClientOptions, Task, TrainResult, crews
+from fedplat.pytorch import convert as backend
+from fedplat_client import Cancelled, ClientOptions, Task, TrainResult
+from fedplat_client._work import process_group
 from fedplat_client.task import Control
 from fedplat_client.trainers.torch import TorchTrainer
 
@@ -227,7 +228,7 @@ def test_without_torchrun_parallel_training_is_that_of_one_process() -> None:
 def test_several_processes_do_not_train_what_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(crews, "_crews", [])
+    monkeypatch.setattr(process_group, "_crews", [])
     trainer = TorchTrainer(model=mlp, data=digits(50), parallel="data")
     protected = {"dp": "flat", "dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_delta": 1e-5}
     with pytest.raises(ValueError, match=r'config\.dp = "flat": several processes together cannot protect'):

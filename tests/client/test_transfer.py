@@ -15,9 +15,10 @@ from client.fake_fleet import FakeFleet
 from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import model_pb2
-from fedplat_client import Client, Task, TrainResult, TransferError, transfer
-from fedplat_client.cache import ModelCache
-from fedplat_client.stopping import StopSignal
+from fedplat_client import Client, Task, TrainResult, TransferError
+from fedplat_client._state.model_cache import ModelCache
+from fedplat_client._work import transfer
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.task import Control
 
 MakeClient = Callable[..., Client]

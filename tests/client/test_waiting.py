@@ -13,8 +13,8 @@ from fedplat import wire
 from fedplat.wire.v1 import model_pb2
 from fedplat_client import Cancelled, ClientOptions
 from fedplat_client.backoff import Backoff, draw_s, retry
+from fedplat_client.cancellation import Stop, StopSignal, reason_name
 from fedplat_client.errors import CallRefusedError, ServerUnavailableError
-from fedplat_client.stopping import Stop, StopSignal, reason_name
 
 
 class Extreme(random.Random):

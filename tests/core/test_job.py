@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.aggregate.rules import NEEDED
-from fedplat import aggregate, configuration, model, sampling
+from fedplat import aggregate, model, sampling, toml
 from fedplat.errors import JobFileError
 from fedplat.job import Adaptive, ClientEvaluation, JobSpec, Selection, build_rule, parse_job
 
@@ -313,7 +313,7 @@ def test_every_mistake_has_its_line():
 def test_a_file_of_nothing_but_mistakes_has_a_bounded_message():
     with pytest.raises(JobFileError) as caught:
         parse_job("\n".join(f"key{i} = '{'x' * 1000}'" for i in range(5000)))
-    assert len(str(caught.value).splitlines()) == configuration.MAX_MISTAKES
+    assert len(str(caught.value).splitlines()) == toml.MAX_MISTAKES
     assert len(str(caught.value)) < 7000  # a gRPC status has room for about 8 KiB
 
 

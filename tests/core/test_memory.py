@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.memory import Memory
+from fedplat.client_state import Memory
 from fedplat.model import Parameters
 
 

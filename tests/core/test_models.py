@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedplat.backends import models
+from fedplat.pytorch import models
 from fedplat.simulation.data.sources.text import CHARACTERS
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)

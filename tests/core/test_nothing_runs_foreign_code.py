@@ -51,19 +51,19 @@ ALLOWED = {
         "benchmarks/papers/reproductions_page.py": "the programs of its own folder, whose names stand there",
     },
     "multiprocessing": {
-        "server/fedplat_server/evaluation.py": "pickles between the daemon and its child, which nobody else reaches",
+        "server/fedplat_server/training/evaluation.py": "pickles between the daemon and its own child",
         "fedplat/cli/planning.py": "pickles between the command and the processes that it starts to compute",
-        "fedplat/simulation/engines/crew.py": "forks its workers; what travels is msgpack, over sockets without names",
+        "fedplat/simulation/engines/worker_pool.py": "forks its workers; msgpack over sockets without names",
         "benchmarks/aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/pool_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/robust_aggregation.py": "pickles between the benchmark and its own child",
         "benchmarks/papers/reproduction.py": "pickles between the program and its own workers",
     },
     "ray": {
-        "fedplat/simulation/engines/ray_cluster.py": "pickles between machines of a researcher's own cluster",
+        "fedplat/simulation/engines/ray/cluster.py": "pickles between machines of a researcher's own cluster",
         "benchmarks/peers/flower_simulation.py": "a peer's own simulation, on this machine",
     },
-    "np.load": {"fedplat/simulation/data/sources/place.py": "arrays of the researcher's own file, without pickle"},
+    "np.load": {"fedplat/simulation/data/sources/paths.py": "arrays of the researcher's own file, without pickle"},
     "np.savez": {"benchmarks/peers/nvflare_app/noop_nvflare.py": "writes what a peer would write, and never reads it"},
 }
 """What runs code or unpickles on purpose, where, and why it is nobody else's."""

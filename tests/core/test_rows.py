@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from fedplat import codecs
+from fedplat.codecs.container import Format
 from fedplat.model import BLOCK, WINDOW, Blocks, ModelFile, Parameters, Vector, VectorBlocks
 from fedplat.model.rows import each_column, gram, weighted_sum
-from fedplat.updates import Format
 
 
 class OnlyBlocks:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedplat import identity
+from fedplat import auth
+from fedplat.auth import MAX_TICKET, Ticket
 from fedplat.errors import TicketError
-from fedplat.identity import MAX_TICKET, Ticket
 
 SECRET = "s3cret" * 7
 SERVERS = st.builds("{}:{}".format, st.from_regex(r"[a-z0-9.-]{1,60}", fullmatch=True), st.integers(1, 65535))
@@ -139,7 +139,7 @@ def test_servers_that_can_be(server: str) -> None:
 # --- what is signed --------------------------------------------------------------------------------------------------
 
 NAMES = st.text(max_size=20)
-COUNTERS = st.integers(0, identity.MAX_COUNTER)
+COUNTERS = st.integers(0, auth.MAX_COUNTER)
 CALLS = st.tuples(NAMES, NAMES, COUNTERS, st.binary(max_size=20))
 PROOFS = st.tuples(NAMES, st.binary(max_size=20), st.binary(max_size=20))
 
@@ -157,7 +157,7 @@ def test_different_calls_never_give_the_same_bytes(data: st.DataObject) -> None:
     method, session_id, counter, request = data.draw(CALLS)
     near = (*moved(method, session_id, data.draw), counter, request)
     for other in (near, (method, session_id, data.draw(COUNTERS), request), data.draw(CALLS)):
-        same = identity.call_payload(method, session_id, counter, request) == identity.call_payload(*other)
+        same = auth.call_payload(method, session_id, counter, request) == auth.call_payload(*other)
         assert same == ((method, session_id, counter, request) == other)
 
 
@@ -169,11 +169,11 @@ def test_different_proofs_never_give_the_same_bytes(data: st.DataObject) -> None
     place = data.draw(st.integers(0, len(both)))
     near = (both[:place].decode(errors="replace"), both[place:], request)
     for other in (near, (method, nonce, data.draw(st.binary(max_size=20))), data.draw(PROOFS)):
-        same = identity.proof_payload(method, nonce, request) == identity.proof_payload(*other)
+        same = auth.proof_payload(method, nonce, request) == auth.proof_payload(*other)
         assert same == ((method, nonce, request) == other)
 
 
 @pytest.mark.fault("F21")
 @given(PROOFS, CALLS)
 def test_a_proof_is_never_a_call(proof: tuple[str, bytes, bytes], call: tuple[str, str, int, bytes]) -> None:
-    assert identity.proof_payload(*proof) != identity.call_payload(*call)
+    assert auth.proof_payload(*proof) != auth.call_payload(*call)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedplat.backends import torch as backend
 from fedplat.errors import MissingExtraError, ModelError
 from fedplat.model import Parameters
+from fedplat.pytorch import convert as backend
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -154,8 +154,8 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
             raise ImportError("No module named 'torch'")
         return real_import(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "fedplat.backends.torch")
-    monkeypatch.delattr("fedplat.backends.torch")
+    monkeypatch.delitem(sys.modules, "fedplat.pytorch.convert")
+    monkeypatch.delattr("fedplat.pytorch.convert")
     monkeypatch.setattr(builtins, "__import__", no_torch)
     with pytest.raises(MissingExtraError, match=r"pip install torch .*fedplat\[torch\]"):
-        importlib.import_module("fedplat.backends.torch")
+        importlib.import_module("fedplat.pytorch.convert")

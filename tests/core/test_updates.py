@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fedplat import codecs
+from fedplat.codecs.container import Format, options_from_text, options_to_text
 from fedplat.errors import CodecError, ModelError
 from fedplat.model import BLOCK, Parameters
 from fedplat.model.schema import Carry
-from fedplat.updates import Format, options_from_text, options_to_text
 
 ALL = [record() for record in codecs.CODECS.values()]
 NAMES = list(codecs.CODECS)

@@ -9,13 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fedplat import identity
-from fedplat_client import Task, TrainResult, connection, transport
+from fedplat import auth
+from fedplat_client import Task, TrainResult, transport
+from fedplat_client._auth import calls
 
-SECRET_KEYS = (identity.METADATA_SIGNATURE, identity.METADATA_NONCE, identity.METADATA_SESSION)
+SECRET_KEYS = (auth.METADATA_SIGNATURE, auth.METADATA_NONCE, auth.METADATA_SESSION)
 _file = Path(os.environ["SPY_FILE"])
 _start = transport.Method[Any].start
-_check_in = connection.Connection.check_in
+_check_in = calls.Connection.check_in
 
 
 def _note(secret: str | bytes) -> None:
@@ -39,7 +40,7 @@ def _noting_check_in(self: Any, request: Any, signal: Any) -> Any:
 
 
 transport.Method.start = _noting_start
-connection.Connection.check_in = _noting_check_in
+calls.Connection.check_in = _noting_check_in
 
 
 def train(task: Task) -> TrainResult:

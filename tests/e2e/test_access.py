@@ -11,16 +11,16 @@ import pytest
 from client.trainers import at_work
 from e2e import processes
 from fedplat.admin import AdminClient
+from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrolmentError
-from fedplat_client.stopping import StopSignal
-from fedplat_server import pki
-from fedplat_server.tls import utc_now
+from fedplat_server.auth import ca
+from fedplat_server.auth.tls import utc_now
 
 JOB = """
 name = "again"
@@ -98,7 +98,7 @@ def _tickets_of_no_use(admin: AdminClient, server: processes.Server, used: Ticke
 
 def _another_server(server: processes.Server, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The certificate is not of the authority that the ticket names: nothing is said to whoever that is."""
-    stranger = pki.certificate_pem(pki.Authority.new(utc_now()).certificate).decode()
+    stranger = ca.certificate_pem(ca.Authority.new(utc_now()).certificate).decode()
     ticket = msgspec.structs.replace(Ticket.from_text(server.ticket("demo")), ca=stranger)
     caplog.clear()
     with caplog.at_level("WARNING"):

@@ -16,10 +16,10 @@ from client.trainers import at_work
 from e2e import processes
 from fedplat.admin import AdminClient
 from fedplat.aggregate.scaffold import without_control
-from fedplat.backends.local import Learner
 from fedplat.cli import submission
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client
 from fedplat_client.trainers.torch import TorchTrainer

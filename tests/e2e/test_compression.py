@@ -16,13 +16,14 @@ from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
 from fedplat.cli import submission
+from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredAttempt
-from fedplat.updates import Format
 from fedplat.wire.v1 import admin_pb2
-from fedplat_client import Client, Task, TrainResult, encoding
-from fedplat_client.transfer import Content
+from fedplat_client import Client, Task, TrainResult
+from fedplat_client._work import encoding
+from fedplat_client._work.transfer import Content
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from server.crash import recompute

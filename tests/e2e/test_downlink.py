@@ -19,7 +19,8 @@ from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.rounds.invariants.records import StoredJob
 from fedplat.wire.v1 import admin_pb2
-from fedplat_client import Client, Task, TrainResult, transfer
+from fedplat_client import Client, Task, TrainResult
+from fedplat_client._work import transfer
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from client.trainers import at_work
 from e2e import processes
-from fedplat.backends.private import epsilon
 from fedplat.cli import submission
 from fedplat.model import Parameters
 from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch.dp import epsilon
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, PrivacyLimit
 from fedplat_client.trainers.torch import TorchTrainer

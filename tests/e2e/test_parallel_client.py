@@ -13,9 +13,9 @@ import torch
 
 from e2e import parallel_client, processes
 from fedplat.admin import AdminClient
-from fedplat.backends.local import Learner
 from fedplat.cli import submission
 from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Task
 

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from e2e import processes
 from fedplat.admin import profile
+from fedplat.auth import Ticket
 from fedplat.cli import app as operator
 from fedplat.cli import submission, watch
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import commands
+from fedplat_server.cli import commands
 
 JOB = """
 name = "short"

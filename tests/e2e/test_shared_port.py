@@ -13,7 +13,7 @@ import pytest
 from e2e import processes
 from fedplat.admin import AdminClient, profile
 from fedplat.errors import ServerUnreachableError
-from fedplat_server.store import schema
+from fedplat_server.database import schema
 from server import databases
 
 

@@ -19,15 +19,15 @@ import pytest
 from client.trainers import at_work
 from e2e import processes
 from fedplat.admin import AdminClient, profile
+from fedplat.auth import Ticket
 from fedplat.cli import submission, watch
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerUnreachableError
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_server.store import schema
+from fedplat_server.database import schema
 from server import databases
 
 BOUND_S = 10.0

@@ -31,8 +31,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import honest_fleet, least_squares
-from fedplat import identity, wire
-from fedplat.identity import Ticket
+from fedplat import auth, wire
+from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from hostile import attacks, half_sent
@@ -89,7 +89,7 @@ class Attack:
         try:
             answer = await call
         except aio.AioRpcError as exc:
-            code = dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE)
+            code = dict(exc.trailing_metadata() or ()).get(auth.METADATA_CODE)
             self.answers[str(code or exc.code().name)] += 1
             return None
         self.answers[answer_of(answer)] += 1

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults import least_squares
 from fedplat_client import Client, ClientOptions, Task, TrainResult
-from fedplat_client.access import SignedAccess
-from fedplat_client.connection import Connection
+from fedplat_client._auth.authenticator import SignedAccess
+from fedplat_client._auth.calls import Connection
 
 POPULATION = "honest"
 TRAINER = "least-squares"

@@ -15,7 +15,7 @@ import pytest
 from grpc import aio
 
 from faults import proxy
-from fedplat.identity import Ticket
+from fedplat.auth import Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult

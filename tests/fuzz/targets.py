@@ -14,17 +14,17 @@ from google.protobuf.message import DecodeError
 
 from fedplat import claims, codecs, report_validation
 from fedplat.aggregate import state_from_bytes, state_to_bytes
+from fedplat.auth import Ticket
 from fedplat.codecs import Bf16, Eden, Plain, Quantize, TopK
+from fedplat.codecs.container import Format, open_update
 from fedplat.errors import FedplatError
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
-from fedplat.labels import compile_expression
+from fedplat.label_expressions import compile_expression
 from fedplat.model import Parameters, VectorBlocks
-from fedplat.updates import Format, open_update
 from fedplat.wire.v1 import model_pb2
 from fedplat_client.backoff import draw_s
 from fedplat_server.config import Limits
-from fedplat_server.rpc import convert, requests
+from fedplat_server.rpc import convert, validation
 from hostile import attacks
 from wire import make_golden
 
@@ -122,15 +122,15 @@ def message(data: bytes) -> None:
 def fields(data: bytes) -> None:
     """The checks of texts, names and numbers that callers send."""
     text = _text(data)
-    requests.text(text, 100)
-    requests.wait_s(np.frombuffer(data[:8].ljust(8, b"\0"), np.float64)[0].item(), _LIMITS)
+    validation.text(text, 100)
+    validation.wait_s(np.frombuffer(data[:8].ljust(8, b"\0"), np.float64)[0].item(), _LIMITS)
     convert.reason_from_wire(int.from_bytes(data[:4], "little"))  # pyright: ignore[reportArgumentType]
     for check in (
-        lambda: requests.name(text, "population"),
-        lambda: requests.digest(text),
-        lambda: requests.key(text),
-        lambda: requests.labels({text: text}, _LIMITS),
-        lambda: requests.names([text], "trainer", _LIMITS),
+        lambda: validation.name(text, "population"),
+        lambda: validation.digest(text),
+        lambda: validation.key(text),
+        lambda: validation.labels({text: text}, _LIMITS),
+        lambda: validation.names([text], "trainer", _LIMITS),
         lambda: claims.check_metrics({text: 1.0}, _LIMITS.metrics),
     ):
         with contextlib.suppress(FedplatError):

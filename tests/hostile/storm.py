@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from client.trainers import at_work
 from e2e import processes
-from fedplat import identity, wire
+from fedplat import auth, wire
 from fedplat.admin import AdminClient
+from fedplat.auth import Ticket
 from fedplat.cli import submission
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, fleet_pb2_grpc
 from fedplat_client import Client, Task, TrainResult
@@ -200,8 +200,8 @@ class Attacker:
     async def _proof(self, path: str, request: bytes) -> Any:
         """A nonce of the server's, and a signature over it: without the one nothing is looked up."""
         nonce = (await self._fleet.GetChallenge(CHALLENGE, timeout=ANSWER_S)).nonce
-        signature = self._client.key.sign(identity.proof_payload(path, nonce, request))
-        return (identity.METADATA_NONCE, nonce), (identity.METADATA_SIGNATURE, signature)
+        signature = self._client.key.sign(auth.proof_payload(path, nonce, request))
+        return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, signature)
 
     async def _report(self, content: bytes, num_examples: float, metrics: dict[str, float]) -> str:
         """An update that no training makes, for an assignment that is real."""

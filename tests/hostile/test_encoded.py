@@ -15,11 +15,11 @@ from grpc import aio
 from e2e import processes
 from fedplat import codecs
 from fedplat.admin import AdminClient
+from fedplat.auth import Ticket
 from fedplat.cli import submission
-from fedplat.identity import Ticket
+from fedplat.codecs.container import Format
 from fedplat.job import parse_job
 from fedplat.model import BLOCK, Parameters
-from fedplat.updates import Format
 from server.raw_client import RawClient, digest_of, private_key, reason_name
 
 GROWTH_BYTES = 64 * 2**20

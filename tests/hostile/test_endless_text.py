@@ -17,8 +17,8 @@ from grpc import aio
 
 from e2e import processes
 from fedplat.admin import AdminClient
+from fedplat.auth import Ticket
 from fedplat.cli import submission
-from fedplat.identity import Ticket
 from fedplat.job import parse_job
 from fedplat.model import Parameters
 from server.raw_client import RawClient, digest_of, private_key, reason_name

@@ -13,11 +13,11 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc import aio
 
 from fedplat.wire.v1 import admin_pb2
+from fedplat_server.config import TlsFiles
+from fedplat_server.database.ports import Store
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import OperatorError
-from fedplat_server.operators import OperatorRecord, Role, hash_token
-from fedplat_server.store.ports import Store
-from fedplat_server.store.sql import open_store
-from fedplat_server.tls import TlsFiles
+from fedplat_server.records.operators import OperatorRecord, Role, hash_token
 
 Stub = TypeVar("Stub")
 ADMIN_TOKEN = "fedplat_op_" + "x" * 43

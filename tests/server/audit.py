@@ -28,9 +28,9 @@ from fedplat.privacy import tree_sensitivity
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server.aggregation import Aggregation
-from fedplat_server.blobs import BlobStore
-from fedplat_server.spool import Spool
+from fedplat_server.aggregation.service import Aggregation
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.spool import Spool
 from server.raw_client import digest_of
 
 CLIP = 0.5

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.engine import make_url
 
-from fedplat_server import evaluation
-from fedplat_server.store import schema
+from fedplat_server.database import schema
+from fedplat_server.training import evaluation
 from server import access, databases, harness, storm
 from server.faulty_store import Faults
 

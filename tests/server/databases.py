@@ -17,7 +17,7 @@ import asyncpg
 import pytest
 from sqlalchemy.engine import make_url
 
-from fedplat_server.store import schema
+from fedplat_server.database import schema
 from server import access
 
 _numbers = itertools.count()

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreUnavailableError
-from fedplat_server.store.ports import Store
 
 SPARED = 4
 """Number of equal calls after a failed one that do not fail, so that a caller that tries again succeeds."""

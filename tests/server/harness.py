@@ -19,14 +19,14 @@ import numpy as np
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fedplat.identity import METADATA_CODE, Ticket
+from fedplat.auth import METADATA_CODE, Ticket
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_server.config import Limits, ServerConfig
 from fedplat_server.daemon import Daemon
+from fedplat_server.database.ports import Store
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import Code
-from fedplat_server.store.ports import Store
-from fedplat_server.store.sql import open_store
 from server import access, raw_client
 from server.access import ADMIN_TOKEN, add_operator, authorized
 from server.faulty_store import Faults, FaultyStore

@@ -16,14 +16,16 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import identity
+from fedplat import auth
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_client import Client, ClientOptions, keys
+from fedplat_client import Client, ClientOptions
+from fedplat_client._state import keys
 from fedplat_client.task import TrainFunction
-from fedplat_server import pki, private_pki
-from fedplat_server.pki import Authority, certificate_pem, key_pem
-from fedplat_server.private_pki import PkiFolder
-from fedplat_server.tls import utc_now
+from fedplat_server.auth import ca as pki
+from fedplat_server.auth import pki_folder
+from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
+from fedplat_server.auth.pki_folder import PkiFolder
+from fedplat_server.auth.tls import utc_now
 from server import harness
 from server.harness import RawClient, Site
 from server.raw_client import Metadata
@@ -97,7 +99,7 @@ class Place:
 def make_pki(folder: Path) -> PkiFolder:
     made = PkiFolder.of(folder)
     made.make_authority(utc_now())
-    made.make_server(private_pki.all_hosts([]), utc_now())
+    made.make_server(pki_folder.all_hosts([]), utc_now())
     return made
 
 
@@ -112,7 +114,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     """The status and the code of a call that is refused; no code where TLS itself refuses."""
     with pytest.raises(aio.AioRpcError) as caught:
         await call
-    codes = [value for key, value in caught.value.trailing_metadata() or () if key == identity.METADATA_CODE]
+    codes = [value for key, value in caught.value.trailing_metadata() or () if key == auth.METADATA_CODE]
     return caught.value.code(), str(codes[0]) if codes else ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from fedplat_server.pool.client import WorkerPool
+from fedplat_server.workers.client import WorkerPool
 
 
 class PoolProcess:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 from grpc import aio
 
-from fedplat import identity, wire
+from fedplat import auth, wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2
 
@@ -40,7 +40,7 @@ async def again(call: Callable[[], Awaitable[Response]]) -> Response:
                 raise
             raise unheard from None
         except aio.AioRpcError as exc:
-            said = dict(exc.trailing_metadata() or ()).get(identity.METADATA_CODE)
+            said = dict(exc.trailing_metadata() or ()).get(auth.METADATA_CODE)
             unheard = exc if is_unheard(exc) else None
             if unheard is None and not (is_stormy() and said == "STORE_UNAVAILABLE"):
                 raise
@@ -76,8 +76,8 @@ class Signing:
         self.session_id, self.counter = answer.session_id, itertools.count(1)
 
     def proven(self, method: str, request: Message, nonce: bytes) -> Metadata:
-        signed = identity.proof_payload(FLEET + method, nonce, request.SerializeToString())
-        return (identity.METADATA_NONCE, nonce), (identity.METADATA_SIGNATURE, self.key.sign(signed))
+        signed = auth.proof_payload(FLEET + method, nonce, request.SerializeToString())
+        return (auth.METADATA_NONCE, nonce), (auth.METADATA_SIGNATURE, self.key.sign(signed))
 
     def signed(self, method: str, request: Message | None) -> Metadata:
         """The metadata of the next call in the session."""
@@ -85,11 +85,11 @@ class Signing:
 
     def signed_bytes(self, method: str, data: bytes) -> Metadata:
         counter = next(self.counter)
-        payload = identity.call_payload(FLEET + method, self.session_id, counter, data)
+        payload = auth.call_payload(FLEET + method, self.session_id, counter, data)
         return (
-            (identity.METADATA_SESSION, self.session_id),
-            (identity.METADATA_COUNTER, str(counter)),
-            (identity.METADATA_SIGNATURE, self.key.sign(payload)),
+            (auth.METADATA_SESSION, self.session_id),
+            (auth.METADATA_COUNTER, str(counter)),
+            (auth.METADATA_SIGNATURE, self.key.sign(payload)),
         )
 
 

@@ -13,11 +13,11 @@ from fedplat.job import parse_job
 from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Abort, Assign, Command, Refuse
 from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand
-from fedplat_server.check_in import wait_for_work
-from fedplat_server.desk import Desk
-from fedplat_server.runner import Runner, Timer
-from fedplat_server.store.ports import Store
-from fedplat_server.store.sql import open_store
+from fedplat_server.coordination.check_in import wait_for_work
+from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.runner import Runner, Timer
+from fedplat_server.database.ports import Store
+from fedplat_server.database.store import open_store
 from server import databases
 from server.faulty_store import FaultyStore
 from server.harness import job_file

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from fedplat.backends.parallel import ServerTrainer
+from fedplat.pytorch.server import ServerTrainer
 
 HERE = Path(__file__).parent
 inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))

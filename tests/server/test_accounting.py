@@ -12,7 +12,7 @@ import pytest
 
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import accountant
+from fedplat_server.coordination import accountant
 from server.harness import Operator, Site, initial_model, job_file, update_of
 from server.raw_client import PATIENCE_S
 from server.test_budgets import private

@@ -10,16 +10,15 @@ from typing import Any, cast
 import pytest
 from grpc import aio
 
-from fedplat import identity
+from fedplat import auth
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import audit
-from fedplat_server.cluster import hop
-from fedplat_server.cluster.hop import Hop
+from fedplat_server.auth import addresses, forwarding
+from fedplat_server.auth.addresses import Origin, Origins, origin, parse_network
+from fedplat_server.auth.forwarding import Hop
+from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import ConfigError, RefusedError
-from fedplat_server.rpc import addresses
-from fedplat_server.rpc.addresses import Origin, Origins, origin, parse_network
-from fedplat_server.rpc.quotas import Quotas
+from fedplat_server.records import audit
 from server import harness
 from server.access import ADMIN_TOKEN
 from server.raw_client import CHALLENGE, RawClient, private_key
@@ -32,7 +31,7 @@ async def code_of(call: Any) -> str:
     try:
         await call
     except aio.AioRpcError as exc:
-        return str(dict(exc.trailing_metadata() or ())[identity.METADATA_CODE])
+        return str(dict(exc.trailing_metadata() or ())[auth.METADATA_CODE])
     return "ok"
 
 
@@ -85,10 +84,10 @@ def test_what_trusted_proxies_say_is_believed_and_nothing_else(peer: str, forwar
 class Context:
     """A call that came with this metadata."""
 
-    def __init__(self, metadata: hop.Metadata) -> None:
+    def __init__(self, metadata: forwarding.Metadata) -> None:
         self._metadata = metadata
 
-    def invocation_metadata(self) -> hop.Metadata:
+    def invocation_metadata(self) -> forwarding.Metadata:
         return self._metadata
 
     def peer(self) -> str:
@@ -98,7 +97,7 @@ class Context:
 def test_a_call_by_a_proxy_and_a_gateway_comes_from_its_caller() -> None:
     """The gateway passes on what the proxy says, and the proxy's own address."""
     given = [("x-forwarded-for", "1.1.1.1, 192.0.2.7")]
-    passed_on = hop.marked(given, "secret", Hop("d-1", "", "ipv4:10.0.0.1:4"))
+    passed_on = forwarding.marked(given, "secret", Hop("d-1", "", "ipv4:10.0.0.1:4"))
     assert Origins(["10.0.0.0/8"], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:192.0.2.7"
     assert Origins([], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:10.0.0.1"
 

@@ -16,10 +16,10 @@ from fedplat.job import parse_job
 from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
-from fedplat_server.aggregation import Aggregation
-from fedplat_server.blobs import BlobStore
+from fedplat_server.aggregation.service import Aggregation
 from fedplat_server.errors import BlobFullError
-from fedplat_server.spool import Spool
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.spool import Spool
 from server.harness import digest_of, initial_model, job_file, update_of
 
 KEY = AttemptKey("j", 1, 1)

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedplat_server.audit import Action, AuditEntry, AuditHead, AuditRow, chain, check_chain
+from fedplat_server.records.audit import Action, AuditEntry, AuditHead, AuditRow, chain, check_chain
 
 entries = st.builds(
     AuditEntry,

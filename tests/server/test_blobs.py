@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedplat_server.blobs import Blob, BlobStore
 from fedplat_server.errors import BlobError, BlobFullError, ServerError
+from fedplat_server.storage.blobs import Blob, BlobStore
 
 DATA = b"model" * 1000
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -210,7 +210,7 @@ def test_a_failed_adoption_leaves_the_file_where_it_was(
 FULL = """
 import resource, sys
 from pathlib import Path
-from fedplat_server.blobs import BlobStore
+from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.errors import BlobError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 blobs = BlobStore(Path(sys.argv[1]))

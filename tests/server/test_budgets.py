@@ -15,7 +15,7 @@ from grpc import aio
 from fedplat.job import JobSpec, calibrate
 from fedplat.privacy import Charge, accounting
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import budgets
+from fedplat_server.coordination import budgets
 from server import harness
 from server.harness import Site, job_file
 

@@ -15,9 +15,9 @@ from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.rounds import ModelVersion
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
-from fedplat_server.blobs import BlobStore
 from fedplat_server.config import Limits
-from fedplat_server.inline_models import InlineModels
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.inline_models import InlineModels
 from server import harness
 from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
 

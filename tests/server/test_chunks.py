@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedplat.wire.v1 import model_pb2
-from fedplat_server.chunks import Chunks
 from fedplat_server.errors import BlobError
+from fedplat_server.storage.chunks import Chunks
 
 CONTENT = os.urandom(1050)
 SIZE = len(CONTENT)

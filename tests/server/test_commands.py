@@ -14,11 +14,12 @@ import pytest
 from cryptography import x509
 
 from fedplat.admin import profile
-from fedplat_server import cli, private_pki
-from fedplat_server.audit import AuditRow
-from fedplat_server.command_options import database_url, with_store
-from fedplat_server.operators import OperatorRecord, hash_token
-from fedplat_server.tls import load, utc_now
+from fedplat_server.auth import pki_folder
+from fedplat_server.auth.tls import load, utc_now
+from fedplat_server.cli import main
+from fedplat_server.cli.options import database_url, with_store
+from fedplat_server.records.audit import AuditRow
+from fedplat_server.records.operators import OperatorRecord, hash_token
 
 COMMAND = str(Path(sys.executable).parent / "fedplat-server")
 SECRETS = ("admin.toml", "pki/ca.key", "pki/server.key")
@@ -38,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dat
         monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments, "--data-dir", str(data)])
         before, umask = signal.getsignal(signal.SIGTERM), os.umask(0o022)
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            main.main()
         signal.signal(signal.SIGTERM, before)
         os.umask(umask)
         out, err = capsys.readouterr()
@@ -63,7 +64,7 @@ def audit_of(data: Path) -> list[AuditRow]:
 
 def is_complete(data: Path) -> None:
     """What a server needs to start, and the admin to use it, is there and fits together."""
-    load(private_pki.PkiFolder.of(data).files, utc_now())
+    load(pki_folder.PkiFolder.of(data).files, utc_now())
     token = profile.load(data / "admin.toml").token
     found = with_store(database_url(data, None), lambda store: store.operators.find_operator(hash_token(token)))
     assert found is not None
@@ -152,7 +153,7 @@ KILLED = """
 import os, signal, sys
 from fedplat_server import cli, private_pki, init_command
 from fedplat.admin import profile
-from fedplat_server.store import schema
+from fedplat_server.database import schema
 
 left = int(sys.argv.pop(1))
 

@@ -11,9 +11,9 @@ import pytest
 
 from fedplat import codecs
 from fedplat.aggregate import Accumulator, Contribution
+from fedplat.codecs.container import Format, options_to_text
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
-from fedplat.updates import Format, options_to_text
 from fedplat_server.verify.checker import verify
 from server import harness
 from server.harness import RawClient, Site, digest_of, job_file, reason_name, update_of

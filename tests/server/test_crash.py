@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fedplat_server
-from fedplat_server import crash
+from fedplat_server import crash_points
 
 PROGRAM = """
 from fedplat_server import crash
@@ -32,9 +32,9 @@ ALL = ["0", "1", "failed", "2"]
 
 
 def run(setting: str | None) -> tuple[int, list[str]]:
-    environment = {name: value for name, value in os.environ.items() if name != crash.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != crash_points.VARIABLE}
     if setting is not None:
-        environment[crash.VARIABLE] = setting
+        environment[crash_points.VARIABLE] = setting
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     return done.returncode, done.stdout.split()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fedplat import codecs
+from fedplat.codecs.container import Format, options_to_text
 from fedplat.model import Parameters
-from fedplat.updates import Format, options_to_text
 from fedplat.wire.v1 import fleet_pb2
 from server.harness import RawClient, Site, digest_of, job_file, update_of
 

@@ -20,7 +20,7 @@ from fedplat.aggregate import Accumulator, Contribution
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import spool_file
+from fedplat_server.storage import spool_file
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 

@@ -15,8 +15,8 @@ import pytest
 
 from fedplat.aggregate import FedAvg, Scaffold
 from fedplat.aggregate.scaffold import with_control
-from fedplat_server import evaluation
 from fedplat_server.errors import StoreUnavailableError
+from fedplat_server.training import evaluation
 from server import harness
 from server.harness import Site, initial_model, job_file, update_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
-from fedplat import identity
+from fedplat import auth
 from fedplat.wire.v1 import admin_pb2
 from server import harness
 from server.raw_client import RawClient, private_key
@@ -21,7 +21,7 @@ NUL = "c-0123456789abc\x00ef"
 
 def code_of(error: aio.AioRpcError) -> str:
     """The code of a refusal."""
-    return str(dict(error.trailing_metadata() or ()).get(identity.METADATA_CODE, error.code().name))
+    return str(dict(error.trailing_metadata() or ()).get(auth.METADATA_CODE, error.code().name))
 
 
 async def opened(client: RawClient) -> str:

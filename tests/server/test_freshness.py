@@ -9,16 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedplat import identity
-from fedplat_server.identity import challenges, window
-from fedplat_server.identity.challenges import MAX_USED, RANDOM_BYTES, VALID_S, Challenges
-from fedplat_server.identity.sessions import MAX_OF_CLIENT, Sessions
-from fedplat_server.identity.window import SIZE, Window
+from fedplat import auth
+from fedplat_server.auth import challenges, replay_window
+from fedplat_server.auth.challenges import MAX_USED, RANDOM_BYTES, VALID_S, Challenges
+from fedplat_server.auth.replay_window import SIZE, Window
+from fedplat_server.auth.sessions import MAX_OF_CLIENT, Sessions
 
 pytestmark = pytest.mark.fault("F21")
 NEAR = st.integers(1, 40)
 FAR = st.integers(1, 5 * SIZE)
-ANY = st.integers(-5, identity.MAX_COUNTER)
+ANY = st.integers(-5, auth.MAX_COUNTER)
 
 # --- counters --------------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ ANY = st.integers(-5, identity.MAX_COUNTER)
 @example([1, 1])
 @example([0])
 @example([SIZE, 0, 1, SIZE + 1, 1, 2, 2])
-@example([5, identity.MAX_COUNTER, 5])
+@example([5, auth.MAX_COUNTER, 5])
 def test_each_counter_is_accepted_once_and_none_that_is_too_old(numbers: list[int]) -> None:
     """Against a model that remembers everything."""
     now, seen = Window(), {0}
@@ -64,7 +64,7 @@ def test_a_refused_number_changes_nothing() -> None:
     now = Window().accept(7)
     assert now is not None
     assert now.accept(7) is None
-    assert now == Window(7, window.Window().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
+    assert now == Window(7, replay_window.Window().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
     assert dataclasses.replace(now).accept(6) is not None
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from fedplat_server.database.batch_loader import Gathered
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
-from fedplat_server.gathered import Gathered
 from server.harness import Gate
 
 

@@ -11,14 +11,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from grpc import aio
 
-from fedplat import identity, wire
-from fedplat.identity import Ticket
+from fedplat import auth, wire
+from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
+from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.coordination import revocation
+from fedplat_server.database.clients import Enrolment, EnrolmentToken
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
-from fedplat_server.identity import revocation
-from fedplat_server.identity.book import ClientBook
-from fedplat_server.store.clients import Enrolment, EnrolmentToken
-from fedplat_server.store.sql import open_store
 from server import databases, harness
 from server.faulty_store import FaultyStore
 from server.harness import Gate, RawClient, Site, initial_model, job_file, reason_name, update_of
@@ -31,7 +31,7 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     """The status and the code of a call that is refused."""
     with pytest.raises(aio.AioRpcError) as caught:
         await call
-    codes = [value for key, value in caught.value.trailing_metadata() if key == identity.METADATA_CODE]
+    codes = [value for key, value in caught.value.trailing_metadata() if key == auth.METADATA_CODE]
     return caught.value.code(), str(codes[0])
 
 
@@ -76,8 +76,8 @@ async def test_calls_that_do_not_say_who_makes_them(site: Site) -> None:
     good = dict(client.signed("CheckIn", request))
     cases: list[dict[str, str | bytes]] = [{}, {"authorization": "Bearer abc"}]
     cases += [{key: value for key, value in good.items() if key != missing} for missing in good]
-    cases += [{**good, identity.METADATA_COUNTER: counter} for counter in BAD_COUNTERS if counter.isascii()]
-    cases += [{**good, identity.METADATA_SIGNATURE: signature} for signature in (b"", b"x" * 63, b"x" * 64)]
+    cases += [{**good, auth.METADATA_COUNTER: counter} for counter in BAD_COUNTERS if counter.isascii()]
+    cases += [{**good, auth.METADATA_SIGNATURE: signature} for signature in (b"", b"x" * 63, b"x" * 64)]
     for metadata in cases:
         status, code = await refused(client.stub.CheckIn(request, metadata=tuple(metadata.items())))
         assert (status, code in ("UNAUTHENTICATED", "BAD_SIGNATURE")) == (S.UNAUTHENTICATED, True), metadata
@@ -115,9 +115,9 @@ async def test_a_signature_fits_one_message_of_one_method_of_one_session(site: S
     assert (await refused(client.stub.QueryUpload(altered, metadata=metadata)))[1] == "BAD_SIGNATURE"
     heartbeat = fleet_pb2.HeartbeatRequest.FromString(request.SerializeToString()[:3])
     assert (await refused(client.stub.Heartbeat(heartbeat, metadata=metadata)))[1] == "BAD_SIGNATURE"
-    elsewhere = {**dict(metadata), identity.METADATA_SESSION: other.session_id}
+    elsewhere = {**dict(metadata), auth.METADATA_SESSION: other.session_id}
     assert (await refused(client.stub.QueryUpload(request, metadata=tuple(elsewhere.items()))))[1] == "BAD_SIGNATURE"
-    later = {**dict(metadata), identity.METADATA_COUNTER: "77"}
+    later = {**dict(metadata), auth.METADATA_COUNTER: "77"}
     assert (await refused(client.stub.QueryUpload(request, metadata=tuple(later.items()))))[1] == "BAD_SIGNATURE"
     assert (await refused(client.stub.QueryUpload(request, metadata=metadata)))[1] == "STALE_ASSIGNMENT"
 

@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from faults import proxy
-from fedplat_server.cluster import lease as rules
-from fedplat_server.cluster.election import LeaseElection
-from fedplat_server.cluster.lease import Candidate, Lease, Sighting, Tenure
 from fedplat_server.config import LeaseTimes
+from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.sql_leases import SqlLeases, open_leases
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.store.engine import async_url, create_engine
-from fedplat_server.store.sql_leases import SqlLeases, open_leases
+from fedplat_server.leadership.election import LeaseElection
+from fedplat_server.records import lease as rules
+from fedplat_server.records.lease import Candidate, Lease, Sighting, Tenure
 from server import databases, harness
 from server.harness import digest_of, initial_model, job_file, update_of
 from server.test_gateway import both_agree, code_of, leading

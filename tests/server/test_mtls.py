@@ -17,12 +17,12 @@ from grpc import aio
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
+from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import EnrolmentError, FencedError, IdentityError, RevokedError
-from fedplat_client.stopping import StopSignal
+from fedplat_server.auth.ca import Authority
+from fedplat_server.auth.tls import utc_now
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
-from fedplat_server.pki import Authority
-from fedplat_server.tls import utc_now
 from server import harness
 from server.access import authorized
 from server.harness import job_file

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from fedplat_server import open_files
+from fedplat_server.cli import open_files
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import ServerRefusedError
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, options_pb2
-from fedplat_server import audit
 from fedplat_server.config import Limits
-from fedplat_server.operators import Role, new_operator_token
+from fedplat_server.database.store import open_store
+from fedplat_server.records import audit
+from fedplat_server.records.operators import Role, new_operator_token
 from fedplat_server.rpc import operator_access
 from fedplat_server.rpc.operator_access import NEEDED_ROLES
-from fedplat_server.store.sql import open_store
 from server import access, harness
 from server.access import ADMIN_NAME, ADMIN_TOKEN
 from server.harness import Operator, Site, digest_of, job_file, update_of

@@ -19,7 +19,7 @@ from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.texts import MAX_TEXT_BYTES
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server import audit
+from fedplat_server.records import audit
 from fedplat_server.rpc import pages
 from server import access, harness
 from server.access import ADMIN_TOKEN

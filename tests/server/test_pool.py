@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
+from fedplat_server.cli import workers
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool import client, commands, encryption, protocol
-from fedplat_server.pool.broadcast import TaskEvent
-from fedplat_server.pool.client import WorkerPool
-from fedplat_server.pool.coroutine import Pause, ThreadCoroutine
-from fedplat_server.pool.scheduler import TurnScheduler
-from fedplat_server.pool.tasks import Echo
+from fedplat_server.workers import client, encryption, protocol
+from fedplat_server.workers.broadcast import TaskEvent
+from fedplat_server.workers.client import WorkerPool
+from fedplat_server.workers.coroutine import Pause, ThreadCoroutine
+from fedplat_server.workers.scheduler import TurnScheduler
+from fedplat_server.workers.tasks import Echo
 from server.pool import PoolProcess, pool
 
 
@@ -120,12 +121,12 @@ async def test_a_task_that_fails_reports_the_reason(running: PoolProcess) -> Non
 
 def test_status_shows_the_pool(running: PoolProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(running.ready())
-    commands.status(running.folder, as_json=True)
+    workers.status(running.folder, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"ranks": 2, "device": "cpu"}
-    commands.status(running.folder)
+    workers.status(running.folder)
     assert capsys.readouterr().out == "the pool has 2 ranks; rank 0 computes on cpu\n"
     with pytest.raises(PoolUnavailableError, match=r"there is no pool at .*pool\.sock \(No such file or directory\)"):
-        commands.status(tmp_path)
+        workers.status(tmp_path)
 
 
 def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
@@ -144,13 +145,13 @@ def test_wrong_options_are_told(running: PoolProcess, tmp_path: Path) -> None:
     for options, text in wrong:
         arguments: dict[str, Any] = {"data_dir": tmp_path, "ranks": 1, **options}
         with pytest.raises(ConfigError, match=re.escape(text)):
-            commands.run(**arguments)
+            workers.run(**arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_wants_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no GPU"):
-        commands.run(data_dir=tmp_path, backend="nccl", ranks=1)
+        workers.run(data_dir=tmp_path, backend="nccl", ranks=1)
 
 
 async def test_a_job_that_wants_gpus_does_not_get_others(running: PoolProcess) -> None:

@@ -15,19 +15,19 @@ import torch
 from msgspec import structs
 
 from fedplat.aggregate import Contribution
+from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.job import parse_job
 from fedplat.model import WINDOW, Parameters
 from fedplat.rounds import JobState, ModelVersion
-from fedplat.updates import Format
-from fedplat_server.attempts import pooled
-from fedplat_server.attempts.backend import Aggregate, AggregationBackend
-from fedplat_server.attempts.inputs import AttemptInputs, SpooledUpdate
-from fedplat_server.attempts.local import LocalAggregation
-from fedplat_server.attempts.pooled import Close, PoolAggregation, WithFallback
-from fedplat_server.blobs import BlobStore
+from fedplat_server.aggregation import pooled
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
+from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
 from fedplat_server.errors import BlobFullError
-from fedplat_server.pool.client import WorkerPool
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.workers.attempt_inputs import AttemptInputs, Close, SpooledUpdate
+from fedplat_server.workers.client import WorkerPool
 from server import harness
 from server.harness import Site, job_file
 from server.pool import PoolProcess, pool

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedplat.backends.ranks.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
-from fedplat_server.commands import app
+from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
+from fedplat_server.cli.bench import picture, sizes, tables
+from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
-from fedplat_server.pool.bench import picture, sizes, tables
 
 
 def test_a_measurement_with_ranks(tmp_path: Path) -> None:

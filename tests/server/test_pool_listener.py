@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from fedplat_server.errors import PoolMemoryError, PoolUnavailableError, PoolWorkError
-from fedplat_server.pool import protocol
-from fedplat_server.pool.broadcast import TaskEvent
-from fedplat_server.pool.client import RunningTask, WorkerPool
-from fedplat_server.pool.listener import Rank0Listener
-from fedplat_server.pool.tasks import Echo
+from fedplat_server.workers import protocol
+from fedplat_server.workers.broadcast import TaskEvent
+from fedplat_server.workers.client import RunningTask, WorkerPool
+from fedplat_server.workers.listener import Rank0Listener
+from fedplat_server.workers.tasks import Echo
 
 DAEMON = """
 import asyncio, sys
 from pathlib import Path
-from fedplat_server.pool.client import WorkerPool
-from fedplat_server.pool.protocol import WorkerInfo
+from fedplat_server.workers.client import WorkerPool
+from fedplat_server.workers.protocol import WorkerInfo
 
 async def main():
     async with WorkerPool.at(Path(sys.argv[1])).start_task("train", WorkerInfo(1, "")) as task:
@@ -34,8 +34,8 @@ asyncio.run(main())
 RANK = """
 import os, sys
 from pathlib import Path
-from fedplat_server.pool import protocol
-from fedplat_server.pool.listener import Rank0Listener
+from fedplat_server.workers import protocol
+from fedplat_server.workers.listener import Rank0Listener
 
 listener = Rank0Listener(protocol.socket_path(Path(sys.argv[1])), protocol.WorkerInfo(1, "cpu"))
 listener.events.get(timeout=150.0)

@@ -19,11 +19,11 @@ import msgspec
 import psutil
 import pytest
 
-from fedplat.backends.ranks import Ranks
-from fedplat_server.attempts.pooled import PoolAggregation
-from fedplat_server.pool import broadcast
-from fedplat_server.pool.broadcast import Broadcast, LostRankError, TaskEvent
-from fedplat_server.pool.protocol import TaskRefusal
+from fedplat.pytorch.distributed import Ranks
+from fedplat_server.aggregation.pooled import PoolAggregation
+from fedplat_server.workers import broadcast
+from fedplat_server.workers.broadcast import Broadcast, LostRankError, TaskEvent
+from fedplat_server.workers.protocol import TaskRefusal
 from server import strangers
 from server.pool import PoolProcess, pool
 from server.test_pool_aggregation import BY_COLUMNS, JOBS, Spool

@@ -15,7 +15,7 @@ from grpc import aio
 from fedplat.model import Parameters
 from fedplat.privacy import Charge, Mechanism, accounting
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server.store.ledger import LedgerRow
+from fedplat_server.database.ledger import LedgerRow
 from fedplat_server.verify.checker import verify
 from server import harness
 from server.harness import RawClient, Site, job_file

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server import cli, folder
-from fedplat_server.store import schema
+from fedplat_server.cli import main
+from fedplat_server.database import schema
+from fedplat_server.storage import data_dir as folder
 from server import harness
 
 pytestmark = pytest.mark.calm
@@ -115,10 +116,10 @@ def test_every_command_begins_with_the_umask(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
         return 0
 
-    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(main, "_run", run)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
-        cli.main()
+        main.main()
     signal.signal(signal.SIGTERM, before)
     assert seen == ["0o77\n"]
 

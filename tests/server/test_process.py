@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from fedplat import wire
-from fedplat.identity import Ticket
+from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, model_pb2
-from fedplat_server import cli
+from fedplat_server.cli import main
 from server.access import authorized
 from server.harness import PATIENCE_S, digest_of, initial_model, job_file, reason_name, update_of
 from server.raw_client import CHALLENGE, Metadata, Signing
@@ -49,7 +49,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     monkeypatch.setattr(sys, "argv", ["fedplat-server", *arguments])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main.main()
     signal.signal(signal.SIGTERM, before)
     assert isinstance(caught.value.code, int)
     out, err = capsys.readouterr()

@@ -12,7 +12,7 @@ from grpc import aio
 
 from core.rounds.driver import collecting
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.progress import ProgressSummary, ProgressTracker
+from fedplat_server.coordination.progress import ProgressSummary, ProgressTracker
 from server import harness
 from server.harness import Site, initial_model, job_file, update_of
 

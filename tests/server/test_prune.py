@@ -16,7 +16,7 @@ import pytest
 from grpc import aio
 from typer.testing import CliRunner, Result
 
-from fedplat_server.commands import app
+from fedplat_server.cli.commands import app
 from fedplat_server.errors import ConfigError
 from fedplat_server.verify.checker import verify
 from server import harness

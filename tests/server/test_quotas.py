@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from fedplat import wire
 from fedplat.rounds import AttemptKey
 from fedplat.wire.v1 import fleet_pb2
+from fedplat_server.auth import client_directory, rate_limits
+from fedplat_server.auth.rate_limits import Bucket, Buckets, Progress, Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.identity import book
-from fedplat_server.rpc import quotas
-from fedplat_server.rpc.quotas import Bucket, Buckets, Progress, Quotas
 from server import harness
 from server.harness import RawClient, Site, digest_of, initial_model, job_file, reason_name, update_of
 from server.raw_client import private_key
@@ -44,7 +43,7 @@ async def refusal_of(call: object) -> tuple[grpc.StatusCode, str, tuple[float, .
 
 
 def test_the_examples_of_the_docstrings_are_true() -> None:
-    assert doctest.testmod(quotas).failed == 0
+    assert doctest.testmod(rate_limits).failed == 0
 
 
 @given(per_minute=st.floats(1, 1e6), gaps=st.lists(st.floats(0, 100), min_size=1, max_size=50), backwards=st.booleans())
@@ -52,18 +51,18 @@ def test_a_bucket_gives_no_more_than_its_rate(per_minute: float, gaps: list[floa
     bucket, now, taken = Bucket(per_minute, 0.0), 0.0, 0
     for gap in gaps:
         now += gap
-        bucket, wait_s = quotas.take(bucket, now, per_minute)
+        bucket, wait_s = rate_limits.take(bucket, now, per_minute)
         taken += wait_s == 0.0
         assert 0.0 <= bucket.tokens <= per_minute
         if wait_s:  # and it is right about when there is one
-            assert quotas.take(bucket, now + wait_s * 1.001 + 1e-6, per_minute)[1] == 0.0
+            assert rate_limits.take(bucket, now + wait_s * 1.001 + 1e-6, per_minute)[1] == 0.0
         if backwards:
-            bucket, _ = quotas.take(bucket, now - 5.0, per_minute)  # a clock that jumps gives nothing
+            bucket, _ = rate_limits.take(bucket, now - 5.0, per_minute)  # a clock that jumps gives nothing
     assert taken <= per_minute + now * per_minute / 60.0 + 1e-6
 
 
 def test_callers_do_not_meet_and_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(rate_limits, "MAX_REMEMBERED", 2)
     buckets = Buckets(1.0)
     buckets.take("one", 0.0)
     with pytest.raises(RefusedError) as caught:
@@ -151,7 +150,7 @@ async def test_labels_that_change_with_each_check_in_are_stored_once_a_minute(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(book, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    monkeypatch.setattr(client_directory, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
     async with harness.running(folder) as site:
         restless, other = await site.fleet(2)
 

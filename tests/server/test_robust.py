@@ -10,9 +10,9 @@ import pytest
 
 from fedplat.aggregate import Accumulator, Contribution, seed_of
 from fedplat.codecs import Bf16
+from fedplat.codecs.container import Format
 from fedplat.job import build_rule, parse_job
 from fedplat.model import Parameters
-from fedplat.updates import Format
 from server import harness
 from server.harness import RawClient, Site, initial_model, job_file, update_of
 

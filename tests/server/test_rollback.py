@@ -13,7 +13,7 @@ from grpc import aio
 from fedplat.aggregate import state_from_bytes
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.retention import keep_of
+from fedplat_server.coordination.retention import keep_of
 from fedplat_server.verify.checker import verify
 from server import harness, test_tree_seeds
 from server.harness import RawClient, Site, job_file

@@ -11,9 +11,9 @@ import pytest
 
 from fedplat import aggregate
 from fedplat.model import Parameters
-from fedplat_server import evaluation
-from fedplat_server.pool.local_rank import LocalRank
-from fedplat_server.pool.tasks import Echo
+from fedplat_server.training import evaluation
+from fedplat_server.workers.local_rank import LocalRank
+from fedplat_server.workers.tasks import Echo
 from server.pool import pool
 
 PLANTED = ("torch", "multiprocessing", "msgspec")

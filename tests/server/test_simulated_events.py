@@ -12,9 +12,9 @@ from fedplat.job import parse_job
 from fedplat.rounds import Change, Context, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Command
 from fedplat.simulation.driver import Tokens, coordinator_rng
-from fedplat.simulation.play import Simulation
-from fedplat_server.runner import Runner, Timer
-from fedplat_server.store.sql import open_store
+from fedplat.simulation.run import Simulation
+from fedplat_server.coordination.runner import Runner, Timer
+from fedplat_server.database.store import open_store
 from server import databases
 
 SEED = 9

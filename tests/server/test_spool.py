@@ -17,8 +17,8 @@ from fedplat.rounds import AssignmentId, AttemptKey, Proposal
 from fedplat.rounds.events import Action, ClientRevoked, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
-from fedplat_server.spool import Spool, path_of
-from fedplat_server.spool_file import MemoryFile, SpoolFile
+from fedplat_server.storage.spool import Spool, path_of
+from fedplat_server.storage.spool_file import MemoryFile, SpoolFile
 
 DATA = bytes(range(256)) * 8
 DIGEST = hashlib.sha256(DATA).hexdigest()

@@ -11,11 +11,11 @@ import pytest
 from fedplat.job import Retention, parse_job
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
-from fedplat_server import blobs as blob_files
-from fedplat_server.attempts import backend
-from fedplat_server.blobs import BlobStore
-from fedplat_server.retention import keep_of
-from fedplat_server.store.jobs import Keep
+from fedplat_server.aggregation import backend
+from fedplat_server.coordination.retention import keep_of
+from fedplat_server.database.jobs import Keep
+from fedplat_server.storage import blobs as blob_files
+from fedplat_server.storage.blobs import BlobStore
 from server import test_private
 from server.harness import job_file
 

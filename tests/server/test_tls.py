@@ -17,11 +17,13 @@ from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.errors import ServerUnreachableError
 from fedplat.wire import handshake
-from fedplat_server import pki, private_pki, tls
+from fedplat_server.auth import ca as pki
+from fedplat_server.auth import pki_folder, tls
+from fedplat_server.auth.ca import Authority, certificate_pem, key_pem
+from fedplat_server.auth.pki_folder import PkiFolder
+from fedplat_server.auth.tls import Certificates, utc_now
+from fedplat_server.config import TlsFiles
 from fedplat_server.errors import ConfigError
-from fedplat_server.pki import Authority, certificate_pem, key_pem
-from fedplat_server.private_pki import PkiFolder
-from fedplat_server.tls import Certificates, TlsFiles, utc_now
 from server import harness
 from server.access import ADMIN_TOKEN
 
@@ -33,7 +35,7 @@ DAY = datetime.timedelta(days=1)
 def folder_pki(folder: Path) -> PkiFolder:
     made = PkiFolder.of(folder)
     made.make_authority(utc_now())
-    made.make_server(private_pki.all_hosts([]), utc_now())
+    made.make_server(pki_folder.all_hosts([]), utc_now())
     return made
 
 
@@ -42,8 +44,8 @@ def sign(made: PkiFolder, *, days: float = 10.0, hosts: tuple[str, ...] = ("loca
     key = pki.new_key()
     now = utc_now() - 30 * DAY
     certificate = made.authority().for_server(hosts, key.public_key(), now, (30 + days) * DAY)
-    private_pki.replace(made.files.key, key_pem(key), 0o600)
-    private_pki.replace(made.files.certificate, certificate_pem(certificate), 0o644)
+    pki_folder.replace(made.files.key, key_pem(key), 0o600)
+    pki_folder.replace(made.files.certificate, certificate_pem(certificate), 0o644)
 
 
 def running(folder: Path, made: PkiFolder, **options: Any) -> Any:
@@ -200,10 +202,10 @@ def test_files_that_are_replaced_one_after_the_other_are_no_error(folder_pki: Pk
     before = folder_pki.files.certificate.read_bytes()
     sign(folder_pki)
     after = folder_pki.files.certificate.read_bytes()
-    private_pki.replace(folder_pki.files.certificate, before, 0o644)
+    pki_folder.replace(folder_pki.files.certificate, before, 0o644)
     with structlog.testing.capture_logs() as lines:
         assert not certificates.refresh()  # the new key with the old certificate
-        private_pki.replace(folder_pki.files.certificate, after, 0o644)
+        pki_folder.replace(folder_pki.files.certificate, after, 0o644)
         assert certificates.refresh()
     assert [line["log_level"] for line in lines] == ["info"]
 
@@ -235,7 +237,7 @@ def test_a_server_does_not_start_with_certificates_that_nobody_could_use(folder_
 
 
 def test_a_rotation_that_was_cut_short_can_be_repeated(folder_pki: PkiFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = private_pki.replace, [0]
+    real, left = pki_folder.replace, [0]
 
     def cut(path: Path, content: bytes, mode: int) -> None:
         left[0] -= 1
@@ -244,19 +246,19 @@ def test_a_rotation_that_was_cut_short_can_be_repeated(folder_pki: PkiFolder, mo
         real(path, content, mode)
 
     for steps in range(4):
-        monkeypatch.setattr(private_pki, "replace", cut)
+        monkeypatch.setattr(pki_folder, "replace", cut)
         left[0] = steps
         with pytest.raises(ConfigError, match="power cut"):
             folder_pki.rotate(utc_now())
-        monkeypatch.setattr(private_pki, "replace", real)
+        monkeypatch.setattr(pki_folder, "replace", real)
         tls.load(folder_pki.files, utc_now()) if steps != 2 else None
         folder_pki.authority()
     folder_pki.rotate(utc_now())
-    assert len(private_pki.read(folder_pki.ca)) == 2
+    assert len(pki_folder.read(folder_pki.ca)) == 2
     folder_pki.ca_key.rename(folder_pki.folder / "ca-next.key")  # the last step was missing
     folder_pki.finish_rotation(utc_now())
-    assert len(private_pki.read(folder_pki.ca)) == 1
-    assert len(private_pki.read(folder_pki.files.certificate)) == 1
+    assert len(pki_folder.read(folder_pki.ca)) == 1
+    assert len(pki_folder.read(folder_pki.files.certificate)) == 1
     for again in (folder_pki.finish_rotation,):
         with pytest.raises(ConfigError, match="begin with"):
             again(utc_now())
@@ -265,10 +267,10 @@ def test_a_rotation_that_was_cut_short_can_be_repeated(folder_pki: PkiFolder, mo
 @pytest.mark.parametrize("host", ["", "a b", "h:1", "http://h", "a,b", "-a", "é", "x" * 300])
 def test_hosts_that_no_certificate_can_have(host: str) -> None:
     with pytest.raises(ConfigError, match="expected a host name or an address"):
-        private_pki.all_hosts([host])
+        pki_folder.all_hosts([host])
 
 
 def test_hosts_of_a_certificate(folder_pki: PkiFolder) -> None:
-    folder_pki.renew(private_pki.all_hosts(["fed.example.org", "10.0.0.7", "2001:db8::1"]), utc_now())
+    folder_pki.renew(pki_folder.all_hosts(["fed.example.org", "10.0.0.7", "2001:db8::1"]), utc_now())
     wanted = {"fed.example.org", "10.0.0.7", "2001:db8::1", "localhost", "127.0.0.1", "::1"}
     assert set(folder_pki.hosts()) == wanted

@@ -14,7 +14,7 @@ import pytest
 
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat_server.errors import BlobFullError, UploadError
-from fedplat_server.spool import Spool
+from fedplat_server.storage.spool import Spool
 
 DATA = bytes(range(256)) * 40
 SIZE = len(DATA)

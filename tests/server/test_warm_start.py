@@ -97,7 +97,7 @@ async def failures(site: Site) -> None:
     said = await failure(site, "absent")
     assert said.startswith("the warm start failed 1 times; at last: the trainer cannot be used on rank 0: ")
     assert said.endswith("FileNotFoundError: public.bin is not here")
-    assert "expected fedplat.backends.parallel.ServerTrainer" in await failure(site, "none")
+    assert "expected fedplat.pytorch.server.ServerTrainer" in await failure(site, "none")
     assert "weight" in await failure(site, "other")
     assert "lower learning_rate" in await failure(site, "explodes")
     assert "RuntimeError: no luck today" in await failure(site, "raises")

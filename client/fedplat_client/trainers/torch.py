@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from fedplat.errors import MissingExtraError
-from fedplat_client.privacy import PrivacyLimit
+from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client.task import EvaluateResult, Scalar, Task, TrainResult
 
 try:
@@ -23,12 +23,12 @@ except ImportError as exc:
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedplat.backends import local
-from fedplat_client.trainers import private
-from fedplat_client.trainers.company import ByItself, Company
+from fedplat.pytorch import training
+from fedplat_client.trainers import dp as private
+from fedplat_client.trainers.strategy import ByItself, Company
 
 if TYPE_CHECKING:
-    from fedplat_client.trainers.crew import TorchrunCrew
+    from fedplat_client.trainers.distributed import TorchrunCrew
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
@@ -46,18 +46,18 @@ class TorchTrainer:
     client.add_evaluator("digits", trainer.evaluate)
     ```
 
-    The job's configuration says how it trains: `fedplat.backends.local.LocalOptions`. Equal seeds, data and tasks give
-    equal bits on one CPU; each round draws anew. PyTorch's global random state is left as it was.
+    The job's configuration says how it trains: `fedplat.pytorch.training.LocalOptions`. Equal seeds, data and tasks
+    give equal bits on one CPU; each round draws anew. PyTorch's global random state is left as it was.
     """
 
     model: Callable[[], nn.Module]
     """Makes the module; the server's values replace its initial ones."""
     data: Data
     """A dataset with a length, or a function that makes one for a task."""
-    loss: local.Loss = nn.functional.cross_entropy
+    loss: training.Loss = nn.functional.cross_entropy
     """Mean loss of a batch of (output, target)."""
     personal: tuple[str, ...] = ()
-    """Names of tensors that stay with the client, see `fedplat.backends.local.Learner`; the job's model lacks them."""
+    """Names of tensors that stay with the client, see `fedplat.pytorch.training.Learner`; the model lacks them."""
     optimizer: MakeOptimizer | None = None
     """Makes another optimizer than SGD, from the parameters and the job's configuration."""
     private: PrivacyLimit | None = None
@@ -84,7 +84,7 @@ class TorchTrainer:
         with self._company(task, options) as company:
             trainee, examples = company.agreed(lambda: self._made(task, company))
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
-            work = local.Training(
+            work = training.Training(
                 examples=examples,
                 options=options,
                 seed=seed,
@@ -95,7 +95,7 @@ class TorchTrainer:
                 passes=company.passes(seed),
                 ledger=private.TaskLedger(task, self.private),
             )
-            metrics = local.train(trainee, task.parameters, work)
+            metrics = training.train(trainee, task.parameters, work)
         return TrainResult(parameters=task.parameters, num_examples=len(examples), metrics=metrics)
 
     def evaluate(self, task: Task) -> EvaluateResult:
@@ -105,20 +105,20 @@ class TorchTrainer:
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
-        metrics = local.evaluate(
+        metrics = training.evaluate(
             trainee, task.parameters, examples, size, memory=task.memory, after_batch=task.progress
         )
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 
-    def _options(self, task: Task) -> tuple[local.LocalOptions, local.MakeOptimizer | None]:
+    def _options(self, task: Task) -> tuple[training.LocalOptions, training.MakeOptimizer | None]:
         make = self.optimizer
         if make is None:
-            return local.LocalOptions.from_config(task.config), None
+            return training.LocalOptions.from_config(task.config), None
         # An optimizer of the user's own need not have a learning rate.
-        options = local.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
+        options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
         return options, lambda parameters: make(parameters, task.config)
 
-    def _company(self, task: Task, options: local.LocalOptions) -> AbstractContextManager[Company]:
+    def _company(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[Company]:
         """With whom the task is done."""
         others = self._crew()
         if others is None:
@@ -133,23 +133,23 @@ class TorchTrainer:
     def _crew(self) -> TorchrunCrew | None:
         if self.parallel == "none":
             return None
-        from fedplat_client.trainers import crew
+        from fedplat_client.trainers import distributed
 
-        return crew.of_this_process()
+        return distributed.of_this_process()
 
     def _device(self) -> torch.device:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(automatic if self.device == "auto" else self.device)
 
-    def _made(self, task: Task, company: Company) -> tuple[local.Trainee, local.Examples]:
-        learner = local.Learner(model=self.model, loss=self.loss, personal=self.personal)
-        trainee = local.Trainee(learner, company.device, self.seed)
+    def _made(self, task: Task, company: Company) -> tuple[training.Trainee, training.Examples]:
+        learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal)
+        trainee = training.Trainee(learner, company.device, self.seed)
         examples = self._examples(task, company.device)
         company.check(trainee, len(examples))
         return trainee, examples
 
-    def _examples(self, task: Task, device: torch.device) -> local.Examples:
-        return local.examples_to_use(self.data if isinstance(self.data, Dataset) else self.data(task), device)
+    def _examples(self, task: Task, device: torch.device) -> training.Examples:
+        return training.examples_to_use(self.data if isinstance(self.data, Dataset) else self.data(task), device)
 
 
 @dataclasses.dataclass

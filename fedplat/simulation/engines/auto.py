@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
+from fedplat.simulation.engines.client_trainer import Contents, Task
+from fedplat.simulation.engines.interface import Engine, Trained, Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.resident import Contents, Task
 from fedplat.simulation.engines.vmap import VmapEngine
-from fedplat.simulation.ports import Engine, Trained, Work
 
 ROUNDS = 3
 """Of a trial: the first ones make an engine start, allocate and record."""

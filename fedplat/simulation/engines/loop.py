@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedplat.model import Parameters
-from fedplat.simulation.engines.memories import Memories
-from fedplat.simulation.engines.resident import Contents, Resident, Task, num_examples
-from fedplat.simulation.engines.versions import Versions
-from fedplat.simulation.ports import Trained, Work
+from fedplat.simulation.engines.client_states import Memories
+from fedplat.simulation.engines.client_trainer import Contents, Resident, Task, num_examples
+from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.version_refs import Versions
 
 
 class LoopEngine:

@@ -17,15 +17,15 @@ import numpy as np
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.backlog import Backlog
-from fedplat.simulation.engines.crew import Crew
-from fedplat.simulation.engines.memories import Memories
+from fedplat.simulation.engines.client_states import Memories
+from fedplat.simulation.engines.client_trainer import NO_UPDATE, Contents, Resident, Task, num_examples
+from fedplat.simulation.engines.interface import Trained, Work
 from fedplat.simulation.engines.messages import Done, Note, Score, Train
-from fedplat.simulation.engines.resident import NO_UPDATE, Contents, Resident, Task, num_examples
-from fedplat.simulation.engines.shared import Arrays, Texts
-from fedplat.simulation.engines.versions import Versions
+from fedplat.simulation.engines.shared_memory import Arrays, Texts
+from fedplat.simulation.engines.version_refs import Versions
+from fedplat.simulation.engines.work_queue import Backlog
 from fedplat.simulation.engines.worker import Shared, Worker, serve
-from fedplat.simulation.ports import Trained, Work
+from fedplat.simulation.engines.worker_pool import Crew
 
 _WAITING = 8
 """Requests in the queue for each worker: enough that none waits while this process is busy, and few, because a long

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedplat.backends.flat.cohort import CohortTrainer
-from fedplat.backends.flat.layout import Base, UnsuitableError
+from fedplat.client_state import Memory
 from fedplat.errors import EngineError
-from fedplat.memory import Memory
 from fedplat.model import Parameters
-from fedplat.simulation.engines.memories import Memories
-from fedplat.simulation.engines.resident import Contents, Outcome, Resident, Task, num_examples, one_thread
-from fedplat.simulation.engines.versions import Versions
-from fedplat.simulation.ports import Trained, Work
+from fedplat.pytorch.vectorized.batched import CohortTrainer
+from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
+from fedplat.simulation.engines.client_states import Memories
+from fedplat.simulation.engines.client_trainer import Contents, Outcome, Resident, Task, num_examples, one_thread
+from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.version_refs import Versions
 
 
 class VmapEngine:

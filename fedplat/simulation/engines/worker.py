@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from fedplat.model import Parameters, Schema
-from fedplat.simulation.engines import allocation, messages
+from fedplat.simulation.engines import malloc, messages
+from fedplat.simulation.engines.client_trainer import Resident
+from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.messages import Done, Note, Score, Train
-from fedplat.simulation.engines.resident import Resident
-from fedplat.simulation.engines.shared import Arrays, Texts
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.shared_memory import Arrays, Texts
 
 
 class Shared(NamedTuple):
@@ -72,7 +72,7 @@ def serve(worker: Worker, queue: socket.socket, answers: socket.socket, doing: m
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    allocation.keep()
+    malloc.keep()
     gc.freeze()  # else collections would look through all that was there before the fork, and so copy it
     while content := queue.recv(messages.MAX_BYTES):
         request = messages.requests.decode(content)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data import Federation
+from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
 from fedplat.simulation.report.summary import Summary, federated, series
-from fedplat.simulation.result import Group, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.simulation.result import AttemptRecord, Result
+from fedplat.simulation.recording.result import AttemptRecord, Result
 
 Floats = npt.NDArray[np.float64]
 

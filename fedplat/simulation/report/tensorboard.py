@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import MissingExtraError
-from fedplat.simulation.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptRecord
 
 
 class EventFile:

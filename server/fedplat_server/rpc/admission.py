@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any
 
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server.cluster import hop
+from fedplat_server.auth import forwarding
+from fedplat_server.auth.addresses import Origins
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.memory import Share, UploadMemory
 from fedplat_server.rpc.operator_access import OperatorAccess
 
@@ -248,5 +248,5 @@ class OpenAdmission:
 
 async def _let_gateway_go_ahead(context: Context) -> None:
     """A gateway, which knows neither sessions nor tokens, receives no message before the leader has let a call in."""
-    if hop.is_marked(interceptor.INCOMING.get().metadata.items()):
+    if forwarding.is_marked(interceptor.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

@@ -6,15 +6,15 @@ import time
 
 from typing_extensions import override
 
-from fedplat.identity import is_address
+from fedplat.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
+from fedplat_server.coordination.revocation import Enrolled
+from fedplat_server.database.clients import ClientRecord, EnrolmentToken
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.identity.revocation import Enrolled
-from fedplat_server.rpc import pages, requests
+from fedplat_server.rpc import pages, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
-from fedplat_server.services import Services
-from fedplat_server.store.clients import ClientRecord, EnrolmentToken
+from fedplat_server.rpc.services import Services
 
 
 class ClientsService(admin_pb2_grpc.ClientsServicer):
@@ -28,14 +28,14 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         self, request: admin_pb2.ListClientsRequest, context: Context
     ) -> admin_pb2.ListClientsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        population = requests.name(request.population, "population") if request.population else None
+        population = validation.name(request.population, "population") if request.population else None
         records = await self._services.store.clients.list_clients(population, after=after, limit=size + 1)
         page, token = pages.cut(records, size, self._client, lambda record: record.client_id)
         return admin_pb2.ListClientsResponse(clients=page, next_page_token=token)
 
     @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
-        services, client_id = self._services, requests.client_id(request.client_id, Code.NO_SUCH_CLIENT)
+        services, client_id = self._services, validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
         record = await services.revocation.revoke(client_id, current_operator(), services.runner, services.desk)
         return self._client(record)
 
@@ -46,7 +46,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         if len(request.address) > 255 or not is_address(request.address):
             raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, where clients reach the server")
         token, ticket = await self._services.enrolments.create(
-            requests.name(request.population, "population"),
+            validation.name(request.population, "population"),
             request.num_uses or 1,
             request.expires_s,
             request.address,
@@ -65,10 +65,10 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
 
     @override
     async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        services, enrolment_id = self._services, requests.enrolment_id(request.enrolment_id)
+        services, enrolment_id = self._services, validation.enrolment_id(request.enrolment_id)
         response = _enrolment(await services.enrolments.revoke(enrolment_id, current_operator()))
         if request.with_clients:  # after the token, so that no more clients can enrol with it
-            after = requests.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
+            after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await services.revocation.revoke_clients_of(
                 Enrolled(enrolment_id, after), current_operator(), services.runner, services.desk
             )

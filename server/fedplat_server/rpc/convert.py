@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from fedplat import updates
+from fedplat.codecs import container
 from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat.texts import shortened
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from fedplat_server.progress import ProgressSummary
-from fedplat_server.store.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
+from fedplat_server.coordination.progress import ProgressSummary
+from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
 
 REASONS: Mapping[Reason, model_pb2.Reason.ValueType] = {
     reason: model_pb2.Reason.Value(f"REASON_{reason.name}") for reason in Reason
@@ -65,7 +65,7 @@ def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | 
         digest=version.delta_digest,
         size_bytes=version.delta_size_bytes,
         base_digest=version.delta_base,
-        codec=updates.options_to_text(codec),
+        codec=container.options_to_text(codec),
     )
 
 
@@ -80,7 +80,7 @@ def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
 def uplink(spec: JobSpec, kind: AttemptKind) -> str:
     """The codec of the updates of an attempt, with its options; empty if there are none, or nothing is encoded."""
     codec = spec.compression.uplink
-    return updates.options_to_text(codec) if codec is not None and kind is AttemptKind.TRAIN else ""
+    return container.options_to_text(codec) if codec is not None and kind is AttemptKind.TRAIN else ""
 
 
 def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:

@@ -18,14 +18,14 @@ from fedplat.rounds.events import AssignmentFailed, ClientCheckedIn
 from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__
-from fedplat_server.check_in import SOON, wait_for_work
+from fedplat_server.auth.tokens import hash_secret
+from fedplat_server.coordination.check_in import SOON, wait_for_work
+from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import convert, requests, streams
-from fedplat_server.rpc.membership import MembershipService
+from fedplat_server.rpc import convert, streams, validation
+from fedplat_server.rpc.enrollment import MembershipService
 from fedplat_server.rpc.report_intake import ReportIntake
-from fedplat_server.runner import hash_secret
-from fedplat_server.services import Services
-from fedplat_server.store.clients import ClientRecord
+from fedplat_server.rpc.services import Services
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 DRAINING = RetryWindow(1.0, 5.0)
@@ -42,12 +42,12 @@ class FleetService(MembershipService):
 
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
         """Waits for work."""
-        requests.protocol_version(request.protocol_version)
+        validation.protocol_version(request.protocol_version)
         client = await self._client(context)
-        labels = requests.labels(request.labels, self._limits)
-        trainers = requests.names(request.trainers, "trainer", self._limits)
-        evaluators = requests.names(request.evaluators, "evaluator", self._limits)
-        version = requests.text(request.software_version, 100)
+        labels = validation.labels(request.labels, self._limits)
+        trainers = validation.names(request.trainers, "trainer", self._limits)
+        evaluators = validation.names(request.evaluators, "evaluator", self._limits)
+        version = validation.text(request.software_version, 100)
         client = await self._services.clients.update(client, labels, version)
         response = fleet_pb2.CheckInResponse(protocol_version=wire.PROTOCOL_VERSION, software_version=__version__)
         if reason := self._services.refuse_if_draining():
@@ -59,9 +59,9 @@ class FleetService(MembershipService):
             labels=labels,
             trainers=trainers,
             evaluators=evaluators,
-            codecs=requests.names(request.codecs, "codec", self._limits),
+            codecs=validation.names(request.codecs, "codec", self._limits),
         )
-        wait_s = requests.wait_s(request.wait_s, self._limits)
+        wait_s = validation.wait_s(request.wait_s, self._limits)
         answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
         assignment = await self._assignment(answer) if isinstance(answer, Assign) else None
         await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
@@ -79,7 +79,7 @@ class FleetService(MembershipService):
     ) -> AsyncIterator[bytes]:
         """Sends a model of one of the population's jobs, or a delta, as messages `Chunk`."""
         client = await self._client(context)
-        digest = requests.digest(request.digest)
+        digest = validation.digest(request.digest)
         if not await self._may_read(client, digest):
             raise RefusedError(Code.NO_SUCH_MODEL, digest)
         with self._services.quotas.stream(client.client_id):
@@ -107,7 +107,7 @@ class FleetService(MembershipService):
         """Return where an upload resumes."""
         client = await self._client(context)
         assignment = await self._find_open(client, request.token)
-        digest = requests.digest(request.digest)
+        digest = validation.digest(request.digest)
         received = await asyncio.to_thread(self._services.spool.received, assignment.id, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
@@ -144,20 +144,20 @@ class FleetService(MembershipService):
             )
         assignment = await self._find(client, request.token)
         if assignment is not None and assignment.is_busy:
-            text = requests.text(request.text, self._limits.max_text)
+            text = validation.text(request.text, self._limits.max_text)
             await self._services.runner.submit(AssignmentFailed(*assignment.id, reason, text))
         return fleet_pb2.FailResponse()
 
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
         """Take the progress in; answer "go on" with the time that is left after a while, or "stop" at once."""
         client = await self._client(context)
-        progress = requests.progress(request.progress)
+        progress = validation.progress(request.progress)
         assignment = await self._find(client, request.token)
         if assignment is None:
             return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, SOON))
         if assignment.is_busy:
             self._services.progress.record(assignment, progress)
-            wait_s = requests.wait_s(request.wait_s, self._limits)
+            wait_s = validation.wait_s(request.wait_s, self._limits)
             with self._services.desk.working(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
             await self._services.clients.find(client.client_id)

@@ -14,9 +14,9 @@ from typing import Any, cast
 from grpc_health.v1 import health, health_pb2
 
 from fedplat_server import logs
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
-from fedplat_server.runner import Runner
-from fedplat_server.store.ports import Store
 
 LIVENESS = "liveness"
 CHECK_S = 1.0

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 from typing_extensions import override
 
-from fedplat import identity, wire
+from fedplat import auth, wire
 from fedplat_server import logs
 from fedplat_server.errors import (
     BlobFullError,
@@ -203,7 +203,7 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
 
 
 async def _abort(context: Context, refused: RefusedError) -> None:
-    trailers = [(identity.METADATA_CODE, refused.code.value)]
+    trailers = [(auth.METADATA_CODE, refused.code.value)]
     if refused.retry is not None:
         trailers.append((wire.METADATA_RETRY, f"{refused.retry.min_s:g} {refused.retry.max_s:g}"))
     await context.abort(STATUSES[refused.code], _shorten(str(refused)), tuple(trailers))

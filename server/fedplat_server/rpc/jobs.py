@@ -12,16 +12,17 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.events import Action, OperatorCommand, RollbackOrdered
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
-from fedplat_server import audit, job_checks
-from fedplat_server.audit import AuditEntry
-from fedplat_server.bounded_audit import Recent
+from fedplat_server.auth.audit_limits import Recent
+from fedplat_server.coordination import job_checks
+from fedplat_server.database.jobs import AttemptRecord, JobRecord, VersionRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import convert, pages, requests, streams
+from fedplat_server.records import audit
+from fedplat_server.records.audit import AuditEntry
+from fedplat_server.rpc import convert, pages, streams, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
 from fedplat_server.rpc.progress_events import ProgressEvents
-from fedplat_server.services import Services
-from fedplat_server.store.jobs import AttemptRecord, JobRecord, VersionRecord
+from fedplat_server.rpc.services import Services
 
 _AUDIT_ACTIONS = {
     Action.START: audit.Action.JOB_STARTED,
@@ -58,14 +59,14 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         services, max_bytes = self._services, self._services.config.limits.max_job_file_bytes
         spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes)
         job_checks.check_is_runnable(spec, services.evaluation.names, sorted(services.config.trainers))
-        digest = requests.digest(request.initial_digest)
+        digest = validation.digest(request.initial_digest)
         with services.blobs.held(digest):
             path = services.blobs.path(digest)
             size_bytes = await asyncio.to_thread(job_checks.check_initial_model, path, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
             state = JobState(job_id=services.new_id("j"), spec=spec, latest=initial)
             entry = AuditEntry(current_operator(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
-            key = requests.key(request.idempotency_key)
+            key = validation.key(request.idempotency_key)
             record = await services.budgets.create_job(state, request.job_file, key, [entry])
         services.jobs.add(record)
         return await self._job(services.jobs.find(record.state.job_id))
@@ -123,7 +124,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
     async def WatchJob(self, request: admin_pb2.WatchJobRequest, context: Context) -> AsyncIterator[admin_pb2.JobEvent]:
         services = self._services
         job_id = services.jobs.find(request.job).state.job_id
-        progress = ProgressEvents(services, job_id, requests.progress_every_s(request.progress_every_s))
+        progress = ProgressEvents(services, job_id, validation.progress_every_s(request.progress_every_s))
         sequence = min(request.after_sequence, 2**62)  # more than any database counts to
         while True:
             changed = services.jobs.next_change(job_id)

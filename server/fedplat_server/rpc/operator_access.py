@@ -19,11 +19,11 @@ from google.protobuf.descriptor import ServiceDescriptor
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, options_pb2
 from fedplat_server import logs
-from fedplat_server.audit import Action, AuditEntry
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.operators import OperatorRecord, Role, hash_token, looks_like_token
+from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
 from fedplat_server.rpc.handlers import Context
-from fedplat_server.services import Services
+from fedplat_server.rpc.services import Services
 
 _ROLES = {
     options_pb2.ROLE_VIEWER: Role.VIEWER,

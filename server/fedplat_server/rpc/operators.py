@@ -12,15 +12,17 @@ from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import __version__, files, operators
-from fedplat_server.audit import Action, AuditEntry, AuditRow
-from fedplat_server.cluster import hop
+from fedplat_server import __version__
+from fedplat_server.auth import forwarding
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
-from fedplat_server.operators import OperatorRecord
+from fedplat_server.records import operators
+from fedplat_server.records.audit import Action, AuditEntry, AuditRow
+from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
-from fedplat_server.services import Services
+from fedplat_server.rpc.services import Services
+from fedplat_server.storage import files
 
 
 class OperatorsService(admin_pb2_grpc.OperatorsServicer):
@@ -50,7 +52,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
             leader=services.lease.holder,
             leader_address=services.lease.address,
             term=services.lease.term,
-            gateway=hop.of(context, services.lease.secret).gateway,
+            gateway=forwarding.of(context, services.lease.secret).gateway,
             insecure=services.certificates is None,
             certificate_expires_unix_s=certificates.loaded.expires.timestamp() if certificates else 0.0,
             certificate_days_left=certificates.days_left if certificates else 0.0,

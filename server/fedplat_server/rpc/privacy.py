@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from fedplat.job import JobSpec
-from fedplat.privacy import Charge, words
+from fedplat.privacy import Charge, descriptions
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server import accountant
-from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.coordination import accountant
+from fedplat_server.database.jobs import JobRecord
+from fedplat_server.database.ledger import Account, Budget, Population
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.rpc import convert, pages, requests
+from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.rpc import convert, pages, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
-from fedplat_server.services import Services
-from fedplat_server.store.jobs import JobRecord
-from fedplat_server.store.ledger import Account, Budget, Population
+from fedplat_server.rpc.services import Services
 
 MAX_EPSILON = 1e6
 _TOKEN = re.compile(rf"job:{pages.ID.pattern}|population:{pages.NAME.pattern}")
@@ -50,7 +50,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
     async def SetPrivacyBudget(
         self, request: admin_pb2.SetPrivacyBudgetRequest, context: Context
     ) -> admin_pb2.PopulationPrivacy:
-        name = requests.name(request.population, "population")
+        name = validation.name(request.population, "population")
         if not 0.0 < request.epsilon <= MAX_EPSILON:
             text = f"epsilon is {request.epsilon:g}; expected a number above 0, {MAX_EPSILON:g} at most"
             raise RefusedError(Code.INVALID_REQUEST, text)
@@ -67,7 +67,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
     async def RemovePrivacyBudget(
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
-        name = requests.name(request.population, "population")
+        name = validation.name(request.population, "population")
         await self._services.budgets.remove(name, [AuditEntry(current_operator(), Action.BUDGET_REMOVED, name)])
         return admin_pb2.RemovePrivacyBudgetResponse()
 
@@ -111,9 +111,9 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
     options, mechanism, adaptive = spec.privacy, planned.mechanism, spec.updates.adaptive_clip
     assert options is not None
     return admin_pb2.JobPrivacy(
-        participation=words.participation(mechanism),
-        adjacency=words.adjacency(mechanism),
-        sampling=words.sampling(mechanism),
+        participation=descriptions.participation(mechanism),
+        adjacency=descriptions.adjacency(mechanism),
+        sampling=descriptions.sampling(mechanism),
         delta=options.delta,
         epsilon=options.epsilon,
         noise_multiplier=mechanism.noise_multiplier,
@@ -122,7 +122,7 @@ def _terms(spec: JobSpec, planned: Charge, account: Account) -> admin_pb2.JobPri
         adaptive_clip=adaptive is not None,
         released=_cost(account.released, options.delta),
         planned=_cost((planned,), options.delta),
-        not_covered=words.NOT_COVERED,
+        not_covered=descriptions.NOT_COVERED,
     )
 
 

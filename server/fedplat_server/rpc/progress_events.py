@@ -9,9 +9,9 @@ import time
 
 from fedplat.rounds import AttemptKey
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.progress import ProgressSummary
+from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.rpc import convert
-from fedplat_server.services import Services
+from fedplat_server.rpc.services import Services
 
 
 class ProgressEvents:

@@ -20,9 +20,9 @@ from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import logs
 from fedplat_server.errors import BlobError, BlobFullError, Code, RefusedError, SpoolError, UploadError
-from fedplat_server.rpc import memory, requests, streams
-from fedplat_server.services import Services
-from fedplat_server.spool import Spool
+from fedplat_server.rpc import memory, streams, validation
+from fedplat_server.rpc.services import Services
+from fedplat_server.storage.spool import Spool
 
 Validate = Callable[[Path], float | Verdict]
 """Returns the norm of the update in a file, or its refusal."""
@@ -94,7 +94,7 @@ class ReportIntake:
 
         None if the assignment has ended meanwhile, and the update was deleted: the coordinator has the verdict then.
         """
-        services, digest = self._services, requests.digest(request.digest)
+        services, digest = self._services, validation.digest(request.digest)
         if request.update:
             await self._count_bytes(assignment, len(request.update))
         job = services.jobs.state(assignment.key.job_id)
@@ -152,7 +152,7 @@ class ReportIntake:
     async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
         """End the assignment; return the refusal, or the verdict on an assignment that has ended meanwhile."""
         assert refusal.reason is not None
-        text = requests.text(refusal.text, self._limits.max_text)  # it may quote what the client sent
+        text = validation.text(refusal.text, self._limits.max_text)  # it may quote what the client sent
         verdict = await self._services.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 

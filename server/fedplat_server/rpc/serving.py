@@ -14,13 +14,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
-from fedplat_server.cluster.switch import Collector, Here, Switch
-from fedplat_server.config import ServerConfig
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.certificates import Issuer, Peers
+from fedplat_server.auth.pki_folder import PkiFolder
+from fedplat_server.auth.tls import Certificates
+from fedplat_server.config import ServerConfig, TlsFiles
 from fedplat_server.errors import ConfigError
-from fedplat_server.identity.certificates import Issuer, Peers
-from fedplat_server.private_pki import PkiFolder
 from fedplat_server.rpc import operator_access
-from fedplat_server.rpc.addresses import Origins
 from fedplat_server.rpc.admission import FLEET, Admission, OpenAdmission, Reads
 from fedplat_server.rpc.clients import ClientsService
 from fedplat_server.rpc.fleet import FleetService
@@ -31,10 +31,10 @@ from fedplat_server.rpc.jobs import JobsService
 from fedplat_server.rpc.operator_access import OperatorAccess
 from fedplat_server.rpc.operators import OperatorsService
 from fedplat_server.rpc.privacy import PrivacyService
+from fedplat_server.rpc.routing.router import Collector, Here, Switch
+from fedplat_server.rpc.routing.shared_port import Claim
+from fedplat_server.rpc.services import Services
 from fedplat_server.rpc.streams import Part
-from fedplat_server.services import Services
-from fedplat_server.shared_port import Claim
-from fedplat_server.tls import Certificates, TlsFiles
 
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
 MAX_STREAMS = 100

@@ -15,14 +15,16 @@ from fedplat.model import Parameters
 from fedplat.rounds import AssignmentId
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2
-from fedplat_server import crash, files
-from fedplat_server.blobs import Blob, BlobStore
-from fedplat_server.chunks import Chunks
+from fedplat_server import crash_points
+from fedplat_server.auth import rate_limits
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError, UploadError
-from fedplat_server.rpc import quotas, requests
-from fedplat_server.spool import Spool
-from fedplat_server.spool_file import Upload
+from fedplat_server.rpc import validation
+from fedplat_server.storage import files
+from fedplat_server.storage.blobs import Blob, BlobStore
+from fedplat_server.storage.chunks import Chunks
+from fedplat_server.storage.spool import Spool
+from fedplat_server.storage.spool_file import Upload
 
 
 class Carrier(Protocol):
@@ -56,7 +58,7 @@ class Part(NamedTuple):
 async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
     """The messages of a caller, who may not hold a stream open for (almost) nothing. Raises `RefusedError`."""
     clock = asyncio.get_running_loop().time
-    progress = quotas.Progress(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
+    progress = rate_limits.Progress(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
     while True:
         try:
             async with asyncio.timeout(progress.left_s(clock())):  # `wait_for` would make a task for each message
@@ -91,7 +93,7 @@ async def receive(
     still_wanted: Callable[[], bool],
 ) -> int:
     """Append parts to an upload until they end; return how many bytes there are. Raises `RefusedError`."""
-    digest = requests.digest(header.digest)
+    digest = validation.digest(header.digest)
     try:
         upload = await asyncio.to_thread(spool.open, key, digest, header.size_bytes, header.offset)
         try:
@@ -132,7 +134,7 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
             size += len(data)
             if size > limit_bytes:
                 raise RefusedError(Code.TOO_LARGE, f"at most {limit_bytes}")
-            with crash.step("model.receive"):
+            with crash_points.step("model.receive"):
                 await asyncio.to_thread(durable.write_all, file.fileno(), data)
         try:
             return await asyncio.to_thread(_put_canonical, blobs, Path(file.name))

@@ -9,8 +9,8 @@ from fedplat.job import find_mechanism, plan_charge
 from fedplat.rounds import invariants
 from fedplat.rounds.invariants import Check, attempts, jobs
 from fedplat.rounds.invariants.records import Location, StoredJob, Violation
-from fedplat_server import audit
-from fedplat_server.store.ledger import encode_mechanism
+from fedplat_server.database.ledger import encode_mechanism
+from fedplat_server.records import audit
 from fedplat_server.verify.records import AuditEnd, AuditPart, Finding, Unit
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedplat.rounds import AssignmentId
 from fedplat.rounds.invariants.records import Location
-from fedplat_server import files, spool
+from fedplat_server.storage import files, spool
 from fedplat_server.verify.records import Finding
 
 LOST_BLOB = "Copy the file back from a backup of the blobs; without it this version is lost."

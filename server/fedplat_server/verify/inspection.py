@@ -30,10 +30,10 @@ from fedplat.rounds.invariants.records import (
     VersionRow,
 )
 from fedplat.rounds.states import AttemptKind
-from fedplat_server.audit import AuditHead, AuditRow, head_after
-from fedplat_server.store import rows, schema, tables
-from fedplat_server.store.engine import async_url, create_engine, translate_errors
-from fedplat_server.store.writes import ParticipationLimits
+from fedplat_server.database import rows, schema, tables
+from fedplat_server.database.engine import async_url, create_engine, translate_errors
+from fedplat_server.database.writes import ParticipationLimits
+from fedplat_server.records.audit import AuditHead, AuditRow, head_after
 from fedplat_server.verify.records import AuditEnd, AuditPart, Unit
 
 _Record = TypeVar("_Record")

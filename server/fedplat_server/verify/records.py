@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 
 from fedplat.rounds.invariants.records import JobUnit, Location
-from fedplat_server.audit import AuditHead, AuditRow
+from fedplat_server.records.audit import AuditHead, AuditRow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.invariants import attempts
 from fedplat.rounds.invariants.records import StoredAttempt, StoredJob
 from fedplat.rounds.states import AssignmentState, AttemptKind
-from fedplat_server import files
-from fedplat_server.spool import path_of
+from fedplat_server.storage import files
+from fedplat_server.storage.spool import path_of
 from fedplat_server.verify.records import Unit
 
 _UPLOAD = re.compile("[0-9a-f]{64}/[0-9a-f]{64}-[0-9a-f]{64}")

@@ -38,11 +38,11 @@ from fedplat.aggregate import (
 )
 from fedplat.aggregate.robust import Bucketing, NearestNeighbours
 from fedplat.aggregate.state import Columns
+from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
 from fedplat.model.shards import Across, Terms, alone, shards
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatized
-from fedplat.updates import Format
 
 Updates = Sequence[tuple[Values, Contribution]]
 SMALL = BLOCK + 6

@@ -8,7 +8,7 @@ import pytest
 
 from core.cli.conftest import Run, parsed
 from core.cli.fake_admin import S, State
-from fedplat.privacy import Mechanism, words
+from fedplat.privacy import Mechanism, descriptions
 from fedplat.wire.v1 import admin_pb2
 
 MECHANISM = Mechanism("poisson", 1.2, 0.04)
@@ -21,9 +21,9 @@ def job(**more: object) -> admin_pb2.JobPrivacy:
         population="phones",
         status=S.JOB_STATUS_PAUSED,
         is_private=True,
-        participation=words.participation(MECHANISM),
-        adjacency=words.adjacency(MECHANISM),
-        sampling=words.sampling(MECHANISM),
+        participation=descriptions.participation(MECHANISM),
+        adjacency=descriptions.adjacency(MECHANISM),
+        sampling=descriptions.sampling(MECHANISM),
         delta=1e-6,
         epsilon=2.0,
         noise_multiplier=1.2,
@@ -125,8 +125,11 @@ def test_half_a_budget_is_none(run: Run, options: list[str]):
 
 
 def test_what_fixed_and_separated_participation_take_for_granted():
-    assert words.sampling(Mechanism("fixed", 1.0)) == "a client takes part in any round; who takes part may be known"
-    assert words.sampling(Mechanism("tree", 1.0, separation=4, max_participations=2)) == (
+    assert (
+        descriptions.sampling(Mechanism("fixed", 1.0))
+        == "a client takes part in any round; who takes part may be known"
+    )
+    assert descriptions.sampling(Mechanism("tree", 1.0, separation=4, max_participations=2)) == (
         "a client takes part in one of any 4 consecutive rounds at most, 2 times in all; who takes part may be known"
     )
-    assert words.adjacency(Mechanism("tree", 1.0)) == "zero-out"
+    assert descriptions.adjacency(Mechanism("tree", 1.0)) == "zero-out"

@@ -22,7 +22,7 @@ population = "demo"
 trainer = "digits"
 rounds = 40
 [model]
-initial = "fedplat.backends.models:digits_2nn"
+initial = "fedplat.pytorch.models:digits_2nn"
 [selection]
 goal = 120
 close = "deadline"

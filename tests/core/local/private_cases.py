@@ -9,18 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fedplat.backends import private
-from fedplat.backends.local import (
-    Examples,
-    Learner,
-    LocalOptions,
-    TensorExamples,
-    Trainee,
-    Training,
-    train,
-)
-from fedplat.memory import Memory
+from fedplat.client_state import Memory
 from fedplat.model import Parameters
+from fedplat.pytorch import dp
+from fedplat.pytorch.training import Examples, Learner, LocalOptions, TensorExamples, Trainee, Training, train
 
 Wide = npt.NDArray[np.float64]
 KINDS = ("flat", "per_layer", "ghost")
@@ -82,7 +74,7 @@ def reference(training: Training, drawn: list[npt.NDArray[np.int64]]) -> dict[st
 
 def draws(training: Training) -> list[npt.NDArray[np.int64]]:
     """The examples of each step, by the same randomness."""
-    options, noise = training.options, private.noise_of(training.noise_seed)
+    options, noise = training.options, dp.noise_of(training.noise_seed)
     size = options.batch_size * options.accumulate
     num_steps = options.epochs * -(-len(INPUTS) // size)
     return [noise.drawn(len(INPUTS), min(1.0, size / len(INPUTS))) for _ in range(num_steps)]

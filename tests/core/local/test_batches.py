@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.backends.local import LocalOptions, Plan
+from fedplat.pytorch.training import LocalOptions, Plan
 
 
 def make_plan(num_examples: int, *, fraction: float = 1.0, smallest: int = 1, **options: int) -> Plan:

@@ -13,12 +13,12 @@ from torch import nn
 
 from fedplat.aggregate import Accumulator, Contribution, Rule, first_columns
 from fedplat.aggregate.state import columns_of
-from fedplat.backends import torch as backend
-from fedplat.backends.local import Learner, LocalOptions, TensorExamples, Trainee, Training, train
+from fedplat.client_state import Memory
 from fedplat.errors import ModelError
 from fedplat.job import JobSpec, build_rule
-from fedplat.memory import Memory
 from fedplat.model import Parameters
+from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
 
 NUM_CLIENTS = 4
 RNG = np.random.default_rng(11)

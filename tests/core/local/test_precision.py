@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedplat.backends.local import Learner, LocalOptions, TensorExamples, Trainee, Training, train
 from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
 
 pytestmark = [
     pytest.mark.gpu,

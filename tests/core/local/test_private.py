@@ -28,20 +28,13 @@ from core.local.private_cases import (
     work,
 )
 from fedplat.aggregate import Scaffold
-from fedplat.backends import private
-from fedplat.backends.local import (
-    Learner,
-    LocalOptions,
-    TensorExamples,
-    Trainee,
-    Training,
-    train,
-)
+from fedplat.client_state import Memory
 from fedplat.errors import JobFileError, MissingExtraError
-from fedplat.memory import Memory
 from fedplat.model import Parameters
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch import dp
+from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +78,7 @@ def test_the_noise_is_the_multiplier_times_the_norm_over_the_expected_examples(k
 
 
 def test_draws_are_independent_trials() -> None:
-    noise = private.noise_of(3)
+    noise = dp.noise_of(3)
     counts = np.zeros(500)
     sizes = list[int]()
     for _ in range(400):
@@ -129,7 +122,7 @@ def test_epsilon_is_that_of_all_rounds() -> None:
 
 def _noted(num_steps: int) -> Memory:
     memory = Memory()
-    private.NotedLedger(memory).charge(StepCharge(1.1, 4 / 11, num_steps))
+    dp.NotedLedger(memory).charge(StepCharge(1.1, 4 / 11, num_steps))
     return memory
 
 
@@ -148,7 +141,7 @@ def test_steps_that_were_not_made_are_taken_back() -> None:
         ),
     )
     assert (metrics["local_steps"], metrics["private_steps"]) == (2, 2)
-    assert metrics["epsilon"] == pytest.approx(private.epsilon([StepCharge(1.0, 4 / 11, 2)], 1e-5))
+    assert metrics["epsilon"] == pytest.approx(dp.epsilon([StepCharge(1.0, 4 / 11, 2)], 1e-5))
 
 
 def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
@@ -157,7 +150,7 @@ def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
     assert steps.taken_back([one, other], one) == [other]
     with pytest.raises(ValueError, match="4 steps cannot be taken back"):
         steps.taken_back([one], StepCharge(1.0, 0.1, 4))
-    assert private.epsilon([], 1e-5) == 0.0
+    assert dp.epsilon([], 1e-5) == 0.0
 
 
 def test_scaffold_and_feddyn_remember_noised_gradients_alone() -> None:
@@ -195,11 +188,11 @@ def test_options_that_do_not_go_together_are_named(options: dict[str, Any], mess
 
 
 def test_without_opacus_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("fedplat.backends.private", "opacus"))]:
+    for name in [name for name in sys.modules if name.startswith(("fedplat.pytorch.dp", "opacus"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "fedplat.backends.local.private", raising=False)
-    monkeypatch.delattr("fedplat.backends.private")
-    monkeypatch.delattr("fedplat.backends.local.private", raising=False)
+    monkeypatch.delitem(sys.modules, "fedplat.pytorch.training.dp_sgd", raising=False)
+    monkeypatch.delattr("fedplat.pytorch.dp")
+    monkeypatch.delattr("fedplat.pytorch.training.dp_sgd", raising=False)
     monkeypatch.setitem(sys.modules, "opacus", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'fedplat\[opacus\]', on a client: pip install"):
         trained(work(**QUIET))

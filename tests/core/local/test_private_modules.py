@@ -26,8 +26,11 @@ from core.local.private_cases import (
     trained,
     work,
 )
-from fedplat.backends import private
-from fedplat.backends.local import (
+from fedplat.client_state import Memory
+from fedplat.errors import ModelError
+from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch import dp
+from fedplat.pytorch.training import (
     DatasetExamples,
     Learner,
     LocalOptions,
@@ -38,9 +41,6 @@ from fedplat.backends.local import (
     evaluate,
     train,
 )
-from fedplat.errors import ModelError
-from fedplat.memory import Memory
-from fedplat.privacy.steps import StepCharge
 
 
 class Rows(Dataset[Any]):
@@ -132,7 +132,7 @@ def test_a_parameter_without_a_gradient_is_named_and_costs_nothing(kind: str) ->
     learner, memory = Learner(model=lambda: Watching(unused=True), loss=nn.functional.mse_loss), Memory()
     with pytest.raises(ModelError, match="has no gradient of single examples"):
         train(Trainee(learner), learner.initial(), work(memory=memory, **quiet(dp=kind)))
-    assert private.NotedLedger(memory).settle(StepCharge(1.0, 1.0, 0), 0) == []
+    assert dp.NotedLedger(memory).settle(StepCharge(1.0, 1.0, 0), 0) == []
 
 
 class Scaled(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedplat.backends.local import Sgd
+from fedplat.pytorch.training import Sgd
 
 
 @pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedplat.backends.local import BATCH_NORM, Learner, LocalOptions, Plan, TensorExamples, Trainee, Training
-from fedplat.backends.local import evaluate as score
-from fedplat.backends.local import train as train_in_place
+from fedplat.client_state import Memory
 from fedplat.errors import JobFileError, ModelError
-from fedplat.memory import Memory
 from fedplat.model import Parameters
+from fedplat.pytorch.training import BATCH_NORM, Learner, LocalOptions, Plan, TensorExamples, Trainee, Training
+from fedplat.pytorch.training import evaluate as score
+from fedplat.pytorch.training import train as train_in_place
 
 Wide = npt.NDArray[np.float64]
 RNG = np.random.default_rng(3)

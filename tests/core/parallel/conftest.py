@@ -12,7 +12,7 @@ import torch
 from core.parallel import scenarios
 from core.parallel.scenarios import Arrays
 from core.ranks.crew import RankError, Zygote
-from fedplat.backends.ranks import Ranks, join_group
+from fedplat.pytorch.distributed import Ranks, join_group
 
 HERE = "core.parallel.scenarios"
 

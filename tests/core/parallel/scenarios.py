@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedplat.backends import parallel
-from fedplat.backends.parallel import ServerTrainer, ServerTraining
-from fedplat.backends.ranks import Ranks
 from fedplat.errors import TrainingError
 from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
 from fedplat.model import Parameters
+from fedplat.pytorch import server
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.server import ServerTrainer, ServerTraining
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 NUM_EXAMPLES = 45  # no multiple of anything
@@ -64,7 +64,7 @@ def step(**changes: Any) -> ServerStep:
 def learned(ranks: Ranks, trainer: ServerTrainer, work: ServerTraining, parameters: Parameters | None = None) -> Arrays:
     """The model after a training, as one vector, and the loss of each step."""
     model = trainer.learner.initial(1) if parameters is None else parameters.copy()
-    trained = parallel.train(ranks, trainer, model, work)
+    trained = server.train(ranks, trainer, model, work)
     assert trained is not None
     assert trained.num_examples == NUM_EXAMPLES
     return {**{name: np.array(model[name]) for name in model}, "losses": trained.losses}
@@ -92,7 +92,7 @@ def halves(ranks: Ranks, folder: Path) -> Arrays:
 
 def scored(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=mlp, data=examples, evaluation=examples(1001, 7))
-    found = parallel.evaluate(ranks, trainer, trainer.learner.initial(1), batch_size=32)
+    found = server.evaluate(ranks, trainer, trainer.learner.initial(1), batch_size=32)
     return {name: np.array(value) for name, value in found.items()}
 
 
@@ -100,7 +100,7 @@ def distilled(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=dropout_net, data=examples())
     model = trainer.learner.initial(1)
     work = ServerTraining(options=step(method="distill", temperature=2.0), num_ranks=2)
-    trained = parallel.distill(ranks, trainer, model, [trainer.learner.initial(seed) for seed in (2, 3, 4)], work)
+    trained = server.distill(ranks, trainer, model, [trainer.learner.initial(seed) for seed in (2, 3, 4)], work)
     assert trained is not None
     return {**{name: np.array(model[name]) for name in model}, "losses": trained.losses}
 
@@ -126,7 +126,7 @@ def fewer(ranks: Ranks, folder: Path) -> Arrays:
     """Fewer logical ranks than there are processes."""
     trainer = ServerTrainer(model=mlp, data=examples())
     model = trainer.learner.initial(1)
-    trained = parallel.train(ranks, trainer, model, ServerTraining(options=step(), num_ranks=1))
+    trained = server.train(ranks, trainer, model, ServerTraining(options=step(), num_ranks=1))
     assert (trained is None) == (ranks.rank > 0)
     return {} if trained is None else {"losses": trained.losses}
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from core.parallel import scenarios
-from fedplat.backends import parallel
-from fedplat.backends.parallel import ServerTrainer, ServerTraining, packed
-from fedplat.backends.parallel.distillation import divergence
-from fedplat.backends.parallel.rates import factor
-from fedplat.backends.ranks import Ranks
-from fedplat.backends.torch import from_state_dict, load_into
 from fedplat.model import Parameters
+from fedplat.pytorch import server
+from fedplat.pytorch.convert import from_state_dict, load_into
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.server import ServerTrainer, ServerTraining, packed
+from fedplat.pytorch.server.distillation import divergence
+from fedplat.pytorch.server.lr_schedule import factor
 
 
 def test_the_rate_grows_from_that_of_one_rank_to_that_of_all() -> None:
@@ -61,13 +61,13 @@ def test_distillation_is_that_of_the_paper(alone: Ranks) -> None:
     model, teachers = trainer.learner.initial(1), [trainer.learner.initial(seed) for seed in (2, 3, 4)]
     work = ServerTraining(options=scenarios.step(method="distill", temperature=3.0, steps=20), num_ranks=2)
     student = by_hand(model, teachers, work, 3.0)
-    trained = parallel.distill(alone, trainer, model, iter(teachers), work)
+    trained = server.distill(alone, trainer, model, iter(teachers), work)
     assert trained is not None
     assert trained.losses[-1] < trained.losses[0]
     for name, expected in student.state_dict().items():
         np.testing.assert_allclose(model[name], expected.numpy(), rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="no client's model to distill"):
-        parallel.distill(alone, trainer, model, [], work)
+        server.distill(alone, trainer, model, [], work)
 
 
 def test_a_divergence_is_a_mean_over_positions_too() -> None:
@@ -96,9 +96,9 @@ def test_distillation_mends_the_average_of_clients_that_differ(alone: Ranks) -> 
     start = trainer.learner.initial(1)
     teachers = [client_model(start, classes) for classes in ([0, 1], [1, 2], [0, 2])]
     model = Parameters.from_arrays({name: np.mean([each[name] for each in teachers], 0) for name in start})
-    before = parallel.evaluate(alone, trainer, model)["accuracy"]
+    before = server.evaluate(alone, trainer, model)["accuracy"]
     options = scenarios.step(method="distill", batch_size=32, steps=150, learning_rate=0.5)
-    parallel.distill(alone, trainer, model, teachers, ServerTraining(options=options, num_ranks=2))
-    after = parallel.evaluate(alone, trainer, model)["accuracy"]
+    server.distill(alone, trainer, model, teachers, ServerTraining(options=options, num_ranks=2))
+    after = server.evaluate(alone, trainer, model)["accuracy"]
     assert math.isfinite(after)
     assert after > before + 0.02, (before, after)

@@ -14,11 +14,11 @@ from torch import nn
 
 from core.parallel import scenarios
 from core.parallel.scenarios import Arrays
-from fedplat.backends.parallel import ServerTrainer, ServerTraining
-from fedplat.backends.ranks import Ranks
-from fedplat.backends.torch import load_into
 from fedplat.errors import TrainingError
 from fedplat.model import Parameters
+from fedplat.pytorch.convert import load_into
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.server import ServerTrainer, ServerTraining
 
 Found = Callable[[str], Arrays]
 

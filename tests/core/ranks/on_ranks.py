@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedplat.backends.ranks import Ranks, Transport, VectorLayout, make_vectors
-from fedplat.backends.ranks.bench.buffers import Buffers
-from fedplat.backends.ranks.bench.measure import MakeTrials, measure
-from fedplat.backends.ranks.bench.records import FACTORS, BenchPlan, Step
-from fedplat.backends.ranks.group import prove_key
-from fedplat.backends.ranks.p2p import P2PVectors
+from fedplat.pytorch.distributed import Ranks, Transport, VectorLayout, make_vectors
+from fedplat.pytorch.distributed.bench.buffers import Buffers
+from fedplat.pytorch.distributed.bench.measure import MakeTrials, measure
+from fedplat.pytorch.distributed.bench.records import FACTORS, BenchPlan, Step
+from fedplat.pytorch.distributed.group import prove_key
+from fedplat.pytorch.distributed.p2p import P2PVectors
 
-LIBRARY_TRIALS = "fedplat.backends.ranks.bench.measure:make_library_trials"
+LIBRARY_TRIALS = "fedplat.pytorch.distributed.bench.measure:make_library_trials"
 
 
 def vector_of(logical: int, size: int) -> npt.NDArray[np.float32]:

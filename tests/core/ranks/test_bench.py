@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from core.ranks.crew import Crew, Zygote
-from fedplat.backends.ranks.bench import health
-from fedplat.backends.ranks.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
+from fedplat.pytorch.distributed.bench import health
+from fedplat.pytorch.distributed.bench.records import FACTORS, BenchReport, Link, Measurement, bandwidths
 
 HERE = "core.ranks.on_ranks"
 

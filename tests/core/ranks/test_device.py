@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fedplat.aggregate import Accumulator, Contribution, Shard, clip_by_norm, weighted_mean
-from fedplat.backends.ranks.device import DeviceSum, device_sum
 from fedplat.model import WINDOW, Parameters
+from fedplat.pytorch.distributed.device import DeviceSum, device_sum
 
 SIZE = 2 * WINDOW + 77
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,7 +11,7 @@ import torch
 
 from core.ranks.crew import Zygote
 from core.ranks.on_ranks import vector_of
-from fedplat.backends.ranks.bench.records import BenchReport
+from fedplat.pytorch.distributed.bench.records import BenchReport
 
 HERE = "core.ranks.on_ranks"
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.ranks.crew import Crew, RankError, Zygote
-from fedplat.backends.ranks import join_group
+from fedplat.pytorch.distributed import join_group
 
 HERE = "core.ranks.on_ranks"
 

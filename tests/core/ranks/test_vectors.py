@@ -11,8 +11,8 @@ import pytest
 
 from core.ranks.crew import Crew, RankError, Zygote
 from core.ranks.on_ranks import vector_of
-from fedplat.backends.ranks import VectorLayout
 from fedplat.model import WINDOW
+from fedplat.pytorch.distributed import VectorLayout
 
 HERE = "core.ranks.on_ranks"
 SIZE = 100_000

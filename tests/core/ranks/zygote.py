@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import cast
 
-from fedplat.backends.ranks import Backend, join_group
+from fedplat.pytorch.distributed import Backend, join_group
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from core.rounds.driver import make_job
 from fedplat.rounds.changes import difference
-from fedplat.rounds.cohort import Cohort, cohort_of
+from fedplat.rounds.persistent_map import Cohort, cohort_of
 
 
 def test_it_is_a_dictionary_that_is_never_changed() -> None:

@@ -12,9 +12,9 @@ from core.rounds.fleet import Behaviour, Fleet
 from core.rounds.test_cohort import num_copied
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, Context, Coordinator, Proposal
-from fedplat.rounds.cohort import Cohort
 from fedplat.rounds.commands import Assign, Commit, Fold
 from fedplat.rounds.events import Action, ClientCheckedIn, Event, OperatorCommand, UpdateReported, UploadStarted
+from fedplat.rounds.persistent_map import Cohort
 from fedplat.rounds.selection import Demand
 from fedplat.rounds.states import AttemptPhase, JobStatus
 

@@ -13,9 +13,9 @@ from core.rounds.test_pool import key, names, took_part
 from core.rounds.test_private import private
 from fedplat.rounds import Memory, pacing
 from fedplat.rounds.commands import RetryWindow
+from fedplat.rounds.eligible import Pool
 from fedplat.rounds.events import Action, OperatorCommand
-from fedplat.rounds.pool import Pool
-from fedplat.rounds.private import TRIES_IN_VAIN
+from fedplat.rounds.privacy_rules import TRIES_IN_VAIN
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 

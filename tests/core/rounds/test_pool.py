@@ -7,7 +7,7 @@ import pytest
 
 from core.rounds.driver import make_client
 from fedplat.rounds import AttemptKey, Memory, Participation
-from fedplat.rounds.pool import Pool
+from fedplat.rounds.eligible import Pool
 from fedplat.sampling import Candidates, Uniform
 
 

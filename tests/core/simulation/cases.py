@@ -8,7 +8,7 @@ import msgspec
 
 from core.rounds.driver import make_spec
 from fedplat.job import JobSpec
-from fedplat.simulation.fleet import Fleet, FleetOptions, build_fleet
+from fedplat.simulation.clients import Fleet, FleetOptions, build_fleet
 
 BAD: dict[str, Any] = {
     "speed": {"kind": "lognormal", "median": 5.0, "sigma": 1.0},

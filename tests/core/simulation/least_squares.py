@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedplat.model import Parameters
-from fedplat.simulation.ports import Trained, Work
+from fedplat.simulation.engines.interface import Trained, Work
 
 NUM_WEIGHTS = 8
 

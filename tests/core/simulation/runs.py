@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplat.simulation.result import AttemptRecord, Participation, Result, Totals
+from fedplat.simulation.recording.result import AttemptRecord, Participation, Result, Totals
 
 DIGITS = """
 name = "digits"
@@ -15,7 +15,7 @@ trainer = "digits"
 rounds = 4
 
 [model]
-initial = "fedplat.backends.models:digits_2nn"
+initial = "fedplat.pytorch.models:digits_2nn"
 
 [config]
 epochs = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.simulation.agenda import Agenda, Alarms
+from fedplat.simulation.clients.event_queue import Agenda, Alarms
 
 
 @pytest.mark.parametrize("seed", range(5))

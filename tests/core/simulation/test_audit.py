@@ -14,11 +14,11 @@ from fedplat.cli.app import app
 from fedplat.errors import JobFileError
 from fedplat.job import calibrate
 from fedplat.model import Parameters
-from fedplat.simulation import file as files
-from fedplat.simulation.audit import Audit, audited, canaries_of, chosen
-from fedplat.simulation.fleet import FleetOptions, build_fleet
-from fedplat.simulation.play import Simulation
-from fedplat.simulation.ports import Trained, Work
+from fedplat.simulation.clients import FleetOptions, build_fleet
+from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.privacy_audit import Audit, audited, canaries_of, chosen
+from fedplat.simulation.run import Simulation
+from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
 
 NUM_CLIENTS = 200

@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from core.simulation.runs import DIGITS, write_digits
 from fedplat.errors import DataError, JobFileError
 from fedplat.model import Parameters
-from fedplat.simulation import call
-from fedplat.simulation.call import Run, simulate
+from fedplat.simulation import api
+from fedplat.simulation.api import Run, simulate
 from fedplat.simulation.data import Dataset, deal, partitioners
-from fedplat.simulation.file import parse
-from fedplat.simulation.keep import Every, Keep
+from fedplat.simulation.recording.result import AttemptRecord
 from fedplat.simulation.report import plots
-from fedplat.simulation.result import AttemptRecord
+from fedplat.simulation.run_folder import Every, Keep
+from fedplat.simulation.scenario.file import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_docstrings_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    results = doctest.testmod(call)
+    results = doctest.testmod(api)
     assert results.attempted == 2
     assert not results.failed
 
@@ -137,7 +137,7 @@ def test_own_data_and_an_own_model(tmp_path: Path) -> None:
     """Regression y = x w: a module, a loss and data that exist in Python only."""
     from torch import nn
 
-    from fedplat.backends.local import Learner
+    from fedplat.pytorch.training import Learner
 
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(400, 3)).astype(np.float32)
@@ -169,8 +169,8 @@ def test_modules_and_losses_of_the_users_own(tmp_path: Path) -> None:
     assert set(found.model) == {"1.weight", "1.bias"}
     with pytest.raises(JobFileError, match=r"ownmodel:tensors returned a OrderedDict; expected a PyTorch module"):
         simulate(parse(DIGITS, tmp_path, named))
-    other = 'simulation.model.module="fedplat.backends.models:digits_2nn"'
-    with pytest.raises(JobFileError, match=r"does not fit fedplat.backends.models:digits_2nn"):
+    other = 'simulation.model.module="fedplat.pytorch.models:digits_2nn"'
+    with pytest.raises(JobFileError, match=r"does not fit fedplat.pytorch.models:digits_2nn"):
         simulate(parse(DIGITS, tmp_path, [*named, other]))
     with pytest.raises(JobFileError, match="has tensors and no module"):
         simulate(parse(DIGITS, tmp_path, ['model.initial="x.safetensors"']))

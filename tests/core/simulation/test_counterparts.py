@@ -9,12 +9,12 @@ import pytest
 from torch import nn
 
 from core.simulation.cases import BAD, job, make_fleet
-from fedplat.backends.local import Learner, LocalOptions
 from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
+from fedplat.simulation.engines.client_trainer import Task
 from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.play import Simulation, run
+from fedplat.simulation.run import Simulation, run
 
 NUM_CLIENTS, EACH = 12, 8
 RNG = np.random.default_rng(6)

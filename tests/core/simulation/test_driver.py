@@ -12,11 +12,11 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
-from fedplat.simulation import learning
-from fedplat.simulation.kept import Keeper
-from fedplat.simulation.play import Hooks, Simulation, run
-from fedplat.simulation.ports import Trained, Work
-from fedplat.simulation.result import AttemptRecord, Result
+from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.federated import training
+from fedplat.simulation.federated.retention import Keeper
+from fedplat.simulation.recording.result import AttemptRecord, Result
+from fedplat.simulation.run import Hooks, Simulation, run
 
 EXACT = {"outlier_factor": 0.0, "max_weight_factor": 0.0}
 """Nothing but the rule bounds what one client does."""
@@ -166,7 +166,7 @@ def test_one_client_neither_stops_nor_owns_a_simulated_job(
     assert all(record.total_weight < 1e4 for record in result.rounds)
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
     assert 5 not in engine.memories(), "what was dropped is not remembered"
-    monkeypatch.setattr(learning, "Keeper", functools.partial(Keeper, budget=0))
+    monkeypatch.setattr(training, "Keeper", functools.partial(Keeper, budget=0))
     _, from_files = play()
     assert from_files.model == result.model
 

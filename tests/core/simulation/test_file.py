@@ -9,10 +9,11 @@ import pytest
 
 from fedplat.errors import JobFileError
 from fedplat.job import parse_job
-from fedplat.simulation import file, setup
+from fedplat.simulation import setup
+from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.data import partitioners, sources
-from fedplat.simulation.fleet import FleetOptions, build_fleet
-from fedplat.simulation.play import Simulation, run
+from fedplat.simulation.run import Simulation, run
+from fedplat.simulation.scenario import file
 
 JOB = """# a policy
 name = "digits"
@@ -21,7 +22,7 @@ trainer = "digits"
 rounds = 3 # few
 
 [model]
-initial = "fedplat.backends.models:digits_2nn"
+initial = "fedplat.pytorch.models:digits_2nn"
 
 [selection]
 goal = 2

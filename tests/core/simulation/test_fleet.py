@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from core.simulation.cases import make_fleet
-from fedplat.configuration import read_record, read_toml
 from fedplat.errors import JobFileError
-from fedplat.simulation.fleet import Availability, FleetOptions, build_fleet
-from fedplat.simulation.fleet.availability import DAY_S, HOUR_S
-from fedplat.simulation.fleet.distributions import Distribution, hashed, hashed_normal
+from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
+from fedplat.simulation.clients.availability import DAY_S, HOUR_S
+from fedplat.simulation.clients.distributions import Distribution, hashed, hashed_normal
+from fedplat.toml import read_record, read_toml
 
 
 def is_there(model: Availability, client: int, moments: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -11,8 +11,8 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import LeastSquares, initial
 from fedplat.errors import JournalError
-from fedplat.simulation.play import Hooks, Simulation, run
-from fedplat.simulation.result import AttemptRecord, Result
+from fedplat.simulation.recording.result import AttemptRecord, Result
+from fedplat.simulation.run import Hooks, Simulation, run
 
 JOBS: list[dict[str, Any]] = [
     {},

@@ -11,7 +11,7 @@ import pytest
 from fedplat.errors import DataError
 from fedplat.simulation.data import Dataset, Partition, deal, partitioners
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.data.partitioners import dealing
+from fedplat.simulation.data.partitioners import common
 
 NUM_CLASSES = 10
 NUM_EXAMPLES = 6_000
@@ -145,7 +145,7 @@ def test_power_law_sizes_are_exact() -> None:
 
 def test_whole_sizes_add_up() -> None:
     for total in range(7, 40):
-        assert dealing.whole_sizes(np.array([0.2, 0.5, 0.3]), total, 2).sum() == total
+        assert common.whole_sizes(np.array([0.2, 0.5, 0.3]), total, 2).sum() == total
 
 
 def test_classes_per_client() -> None:

@@ -14,7 +14,7 @@ from fedplat.job import JobSpec
 from fedplat.rounds import JobState, ModelVersion, Proposal
 from fedplat.rounds.events import Event
 from fedplat.simulation.driver import Tokens, coordinator_rng
-from fedplat.simulation.play import Hooks, Simulation, run
+from fedplat.simulation.run import Hooks, Simulation, run
 
 Batch = tuple[Sequence[Event], float, Proposal]
 

@@ -13,7 +13,8 @@ import pytest
 from core.simulation.runs import attempt, result
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data import Dataset, Federation, deal, partitioners
-from fedplat.simulation.report import data, folder, plots
+from fedplat.simulation.recording import folder
+from fedplat.simulation.report import data, plots
 from fedplat.simulation.report.summary import summarize
 from fedplat.simulation.report.tensorboard import EventFile
 

@@ -14,10 +14,10 @@ from fedplat.aggregate import (
     state_from_bytes,
     state_to_bytes,
 )
+from fedplat.codecs.container import Format
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters, Values
 from fedplat.rounds.invariants.records import AssignmentRow, StoredAttempt, StoredJob, VersionRow
-from fedplat.updates import Format
 from fedplat_server.verify import files, inspection
 from server.crash.scenario import World, content_of
 from server.harness import digest_of

@@ -17,8 +17,8 @@ import numpy as np
 from grpc import aio
 
 from fedplat import codecs
+from fedplat.codecs.container import Format, options_from_text
 from fedplat.model import Parameters
-from fedplat.updates import Format, options_from_text
 from fedplat.wire.v1 import admin_pb2, fleet_pb2
 from server import harness
 from server.crash.nursery import Nursery, Order, Process

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.store.sql import open_store
+from fedplat_server.database.store import open_store
 from fedplat_server.verify.checker import verify
 from server import harness, test_tree_seeds
 from server.crash import points, scenario

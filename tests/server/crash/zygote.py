@@ -18,11 +18,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fedplat_server import crash, logs
+from fedplat_server import crash_points, logs
 from fedplat_server.config import ServerConfig
 from fedplat_server.daemon import Daemon, stop_on_signals
-from fedplat_server.store import schema
-from fedplat_server.store.sql_leases import open_leases
+from fedplat_server.database import schema
+from fedplat_server.database.sql_leases import open_leases
 from server import access
 
 
@@ -67,7 +67,7 @@ def _child(order: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         logs.configure("INFO", json=True)
         if order["crash_at"]:
-            crash.arm(order["crash_at"])
+            crash_points.arm(order["crash_at"])
         if order["upgrade"]:
             schema.upgrade(order["database"])
             asyncio.run(access.add_operator_to(order["database"]))

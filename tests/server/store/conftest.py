@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedplat_server.store.sql import SqlStore, open_store
+from fedplat_server.database.store import SqlStore, open_store
 from server import databases
 from server.store.driver import Ticks
 

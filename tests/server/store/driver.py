@@ -40,7 +40,7 @@ from fedplat.rounds.events import (
     UploadStarted,
 )
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat_server.store.ports import Store, recall_participations
+from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.verify import checks, inspection
 
 _Crew = TypeVar("_Crew", bound=Crew)

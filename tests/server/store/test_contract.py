@@ -11,9 +11,9 @@ from msgspec import structs
 from fedplat.rounds import AssignmentId, AttemptKey, HistoryRow
 from fedplat.rounds.events import Action, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat_server.database.jobs import AttemptRecord
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
-from fedplat_server.store.jobs import AttemptRecord
-from fedplat_server.store.ports import Store
 from server.store.driver import (
     JOB_FILE,
     NOW,

@@ -7,8 +7,8 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import Action, AssignmentFailed, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
-from fedplat_server.store.jobs import Staleness
-from fedplat_server.store.ports import Store
+from fedplat_server.database.jobs import Staleness
+from fedplat_server.database.ports import Store
 from server.store.driver import JOB_FILE, Driver, check_invariants, digest_of
 
 BUFFERED = JOB_FILE.replace("rounds = 3", "rounds = 9") + '[mode]\nkind = "buffered"\nconcurrency = 6\n'

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fedplat_server.audit import Action, AuditEntry
+from fedplat_server.database.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import EnrolmentError, StoreError, TokenRefusedError
-from fedplat_server.store.clients import ClientRecord, Enrolment, EnrolmentToken
-from fedplat_server.store.ports import Store
+from fedplat_server.records.audit import Action, AuditEntry
 
 FAR = 9e9
 """A moment that never comes; the stores' clock of the tests begins at 1,000,000."""

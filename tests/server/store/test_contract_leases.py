@@ -10,11 +10,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from fedplat_server.cluster.lease import Candidate
+from fedplat_server.database.ports import LeaseStore
+from fedplat_server.database.sql_leases import SqlLeases, open_leases, require_term
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
-from fedplat_server.store.ports import LeaseStore
-from fedplat_server.store.sql import open_store
-from fedplat_server.store.sql_leases import SqlLeases, open_leases, require_term
+from fedplat_server.records.lease import Candidate
 from server.databases import execute_sql
 from server.store.driver import JOB_FILE, draft
 

@@ -13,11 +13,11 @@ from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
 from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
 from fedplat.rounds.states import AttemptKind, JobStatus
-from fedplat_server.audit import Action as Noted
-from fedplat_server.audit import AuditEntry
+from fedplat_server.database.ledger import Account, Budget, Population
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
-from fedplat_server.store.ledger import Account, Budget, Population
-from fedplat_server.store.ports import Store
+from fedplat_server.records.audit import Action as Noted
+from fedplat_server.records.audit import AuditEntry
 from server.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
 
 PRIVATE = """

@@ -7,9 +7,9 @@ import pytest
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import Action, ClientCheckedIn
+from fedplat_server.database.ports import Store, recall_participations
+from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import ParticipationError
-from fedplat_server.store.ports import Store, recall_participations
-from fedplat_server.store.writes import ParticipationLimits
 from server.store.driver import Driver
 
 PRIVATE = """

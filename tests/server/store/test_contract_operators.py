@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 
 from fedplat.rounds.events import Action, OperatorCommand
-from fedplat_server.audit import SERVER, AuditEntry, AuditHead, check_chain
-from fedplat_server.audit import Action as Noted
+from fedplat_server.database.ports import Store
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
-from fedplat_server.operators import OperatorRecord, Role
-from fedplat_server.store.ports import Store
-from fedplat_server.store.sql import open_store
+from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, check_chain
+from fedplat_server.records.audit import Action as Noted
+from fedplat_server.records.operators import OperatorRecord, Role
 from server.access import ADMIN_NAME
 from server.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
 

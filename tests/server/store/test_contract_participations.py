@@ -9,7 +9,7 @@ from msgspec import structs
 
 from fedplat.rounds import Memory, Participation
 from fedplat.rounds.events import UpdateReported
-from fedplat_server.store.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
+from fedplat_server.database.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
 from server.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
 
 REMEMBERS = JOB_FILE.replace("min_fraction = 0.6", "min_fraction = 0.6, sampling = { policy = 'weighted' }")

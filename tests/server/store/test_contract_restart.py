@@ -9,11 +9,11 @@ import pytest
 
 from fedplat.rounds import Attempt
 from fedplat.rounds.events import Action, OperatorCommand, UpdateReported, UploadStarted
+from fedplat_server.database import tables
+from fedplat_server.database.engine import WRITES, async_url, create_engine
+from fedplat_server.database.ports import Store
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import StaleRevisionError
-from fedplat_server.store import tables
-from fedplat_server.store.engine import WRITES, async_url, create_engine
-from fedplat_server.store.ports import Store
-from fedplat_server.store.sql import open_store
 from server.store.driver import NOW, Driver, digest_of
 
 

@@ -7,9 +7,9 @@ from msgspec import structs
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import RollbackOrdered
+from fedplat_server.database.jobs import Keep, Removable
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
-from fedplat_server.store.jobs import Keep, Removable
-from fedplat_server.store.ports import Store
 from server.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
 
 ROUNDS = 4

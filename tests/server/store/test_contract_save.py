@@ -11,8 +11,8 @@ from msgspec import structs
 from fedplat.rounds import Change, sync
 from fedplat.rounds.events import Action, AttemptAggregated, OperatorCommand, UpdateReported
 from fedplat.rounds.states import JobStatus
+from fedplat_server.database.ports import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
-from fedplat_server.store.ports import Store
 from server.store.driver import (
     JOB_FILE,
     NOW,

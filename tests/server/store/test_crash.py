@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fedplat.rounds.states import JobStatus
-from fedplat_server.store.engine import async_url
-from fedplat_server.store.sql import open_store
+from fedplat_server.database.engine import async_url
+from fedplat_server.database.store import open_store
 from server.store.driver import Driver, check_invariants
 
 TESTS = Path(__file__).parents[2]

@@ -17,11 +17,11 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 from sqlalchemy.engine import URL
 
+from fedplat_server.database import engine as engine_module
+from fedplat_server.database import schema, tables
+from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.store import open_store
 from fedplat_server.errors import ConfigError, SchemaVersionError, StoreUnavailableError
-from fedplat_server.store import engine as engine_module
-from fedplat_server.store import schema, tables
-from fedplat_server.store.engine import async_url, create_engine
-from fedplat_server.store.sql import open_store
 
 
 async def _run(database: str, *statements: str) -> None:

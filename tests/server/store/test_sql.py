@@ -18,11 +18,11 @@ from sqlalchemy import event, text
 from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shortened
+from fedplat_server.database import drivers as transactions
+from fedplat_server.database.engine import async_url, create_engine
+from fedplat_server.database.store import SqlStore, open_store
+from fedplat_server.database.transactions import MAX_TRIES, Database
 from fedplat_server.errors import StoreError, StoreUnavailableError
-from fedplat_server.store import transactions
-from fedplat_server.store.database import MAX_TRIES, Database
-from fedplat_server.store.engine import async_url, create_engine
-from fedplat_server.store.sql import SqlStore, open_store
 from server.databases import execute_sql
 from server.store.driver import JOB_FILE, NOW, Driver, check_invariants, draft, eventful, run_to_the_end, token_hash
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from fedplat_server.store.sql import open_store
+from fedplat_server.database.store import open_store
 from server.store.driver import Driver, eventful
 
 

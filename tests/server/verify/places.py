@@ -9,7 +9,7 @@ from pathlib import Path
 import sqlalchemy
 
 from fedplat.wire.v1 import admin_pb2, model_pb2
-from fedplat_server.store.engine import async_url, create_engine
+from fedplat_server.database.engine import async_url, create_engine
 from server import databases, harness
 from server.harness import Site, initial_model, job_file, update_of
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from fedplat_server.store.engine import async_url, create_blocking_engine
-from fedplat_server.store.sql import open_store
+from fedplat_server.database.engine import async_url, create_blocking_engine
+from fedplat_server.database.store import open_store
 from fedplat_server.verify import inspection
 from fedplat_server.verify.checker import verify
 from fedplat_server.verify.records import Finding

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, class_labels, members
+from fedplat.simulation.data.partitioners.common import Clients, class_labels, members
 
 
 class Classes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="classes"):

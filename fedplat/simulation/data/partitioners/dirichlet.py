@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import (
+from fedplat.simulation.data.partitioners.common import (
     MAX_DRAWS,
     Clients,
     SomeExamples,

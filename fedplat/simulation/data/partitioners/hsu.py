@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, Examples, class_labels, members, require
+from fedplat.simulation.data.partitioners.common import Clients, Examples, class_labels, members, require
 
 
 class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="hsu"):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, Examples, cut, require
+from fedplat.simulation.data.partitioners.common import Clients, Examples, cut, require
 
 
 class Iid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="iid"):

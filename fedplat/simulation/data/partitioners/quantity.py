@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, SomeExamples, cut, require, whole_sizes
+from fedplat.simulation.data.partitioners.common import Clients, SomeExamples, cut, require, whole_sizes
 
 
 class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="quantity"):

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Dataset, Part
-from fedplat.simulation.data.partitioners.dealing import Clients, Examples, class_labels, require
+from fedplat.simulation.data.partitioners.common import Clients, Examples, class_labels, require
 
 
 class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="shards"):

@@ -10,7 +10,7 @@ import numpy as np
 from fedplat import user_code
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Federation
-from fedplat.simulation.data.sources.place import Place
+from fedplat.simulation.data.sources.paths import Place
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="function"):

@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.place import Fraction, Place, hold_out
+from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out
 
 
 class _User(msgspec.Struct):

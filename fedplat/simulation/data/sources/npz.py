@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.place import Fraction, Place, hold_out, numbered, read_arrays
+from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, numbered, read_arrays
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):

@@ -15,7 +15,7 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset, Part
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.place import Fraction, Place, well_known
+from fedplat.simulation.data.sources.paths import Fraction, Place, well_known
 
 _HOW_TO_GET = "It is the plays as text: a speaker's name and a colon on a line, the speech below, an empty line."
 _SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator
 
 import pytest
 
+from fedplat.simulation.engines.client_trainer import Task, one_thread
+from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.engines.ray_cluster import Cluster
-from fedplat.simulation.engines.ray_engine import RayEngine
-from fedplat.simulation.engines.resident import Task, one_thread
+from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.vmap import VmapEngine
-from fedplat.simulation.ports import Engine
 
 MakeEngine = Callable[[Task], Engine]
 ENGINES: dict[str, MakeEngine] = {

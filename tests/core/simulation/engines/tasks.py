@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedplat.backends.local import Learner, LocalOptions
 from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.ports import Engine, Trained, Work
+from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.interface import Engine, Trained, Work
 
 SIDE = 12
 SIZES = (23, 5, 10, 31, 1, 12)

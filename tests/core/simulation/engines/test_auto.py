@@ -10,9 +10,9 @@ from core.simulation.engines.tasks import rounds, task
 from core.simulation.engines.test_contract import personal
 from core.simulation.engines.test_vmap import dropping, normed
 from fedplat.simulation.engines.auto import ROUNDS, AutoEngine
+from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.ports import Work
 
 WORKS = [[Work(client, version, 10 * version + client) for client in range(6)] for version in range(2 * ROUNDS + 2)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fedplat.simulation.engines.backlog import Backlog
-from fedplat.simulation.engines.versions import Versions
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.version_refs import Versions
+from fedplat.simulation.engines.work_queue import Backlog
 
 LENGTHS = {0: 10.0, 1: 30.0, 2: 20.0, 3: 30.0}
 WORKS = [Work(client, 7, 0) for client in LENGTHS]

@@ -1,4 +1,4 @@
-"""All engines give what clients in the field give: the results of `fedplat.backends.local.train`, to 1e-6."""
+"""All engines give what clients in the field give: the results of `fedplat.pytorch.training.trainer`, to 1e-6."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from core.simulation.engines.conftest import ENGINES, MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
-from fedplat.backends import torch as backend
-from fedplat.backends.local import Learner, TensorExamples, Trainee, Training, evaluate, train
+from fedplat.client_state import Memory
 from fedplat.errors import ModelError
-from fedplat.memory import Memory
 from fedplat.model import Parameters
+from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training import Learner, TensorExamples, Trainee, Training, evaluate, train
+from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.interface import Trained, Work
 from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.ports import Trained, Work
 
 ALL = range(len(SIZES))
 WORKS = [

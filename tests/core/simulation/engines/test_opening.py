@@ -6,8 +6,8 @@ import pytest
 
 from core.simulation.engines.conftest import RAY
 from core.simulation.engines.tasks import task
-from fedplat.simulation.engines.opening import ENGINES, open_engine
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.interface import Work
+from fedplat.simulation.engines.registry import ENGINES, open_engine
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=RAY) if name == "ray" else name for name in ENGINES])

@@ -17,9 +17,9 @@ from torch import nn
 
 from core.simulation.engines.tasks import SIDE, rounds, task
 from fedplat.errors import EngineError
+from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.ports import Work
 
 
 class Stuck(nn.Module):
@@ -97,7 +97,7 @@ PROGRAM = """
 import sys
 from core.simulation.engines.tasks import task
 from fedplat.simulation.engines.processes import ProcessEngine
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.interface import Work
 import multiprocessing
 
 given = task()

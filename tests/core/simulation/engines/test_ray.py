@@ -20,14 +20,14 @@ from core.simulation.engines.conftest import RAY
 from core.simulation.engines.tasks import federation, rounds, task
 from core.simulation.engines.test_contract import personal
 from core.simulation.engines.test_processes import Failing, Stuck
-from fedplat.backends.local import Learner
 from fedplat.errors import EngineError, MissingExtraError
+from fedplat.pytorch.training import Learner
+from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.ray_cluster import Cluster
-from fedplat.simulation.engines.ray_engine import RayEngine
-from fedplat.simulation.engines.resident import Task
-from fedplat.simulation.learner import OwnLoss, OwnModule
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.scenario.model import OwnLoss, OwnModule
 
 MakeRay = Callable[[Task, int], RayEngine]
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(4)]
@@ -119,7 +119,7 @@ PROGRAM = """
 import os, sys
 from core.simulation.engines.tasks import task
 from fedplat.errors import EngineError
-from fedplat.simulation.engines.ray_engine import RayEngine
+from fedplat.simulation.engines.ray.engine import RayEngine
 
 try:
     RayEngine(task(), 5)
@@ -149,9 +149,9 @@ def test_a_cluster_that_is_there_is_used_and_left_alone(ray_cluster: Cluster, ma
 ALONE = """
 import sys, psutil
 from core.simulation.engines.tasks import task
-from fedplat.simulation.engines.ray_cluster import _State
-from fedplat.simulation.engines.ray_engine import RayEngine
-from fedplat.simulation.ports import Work
+from fedplat.simulation.engines.ray.cluster import _State
+from fedplat.simulation.engines.ray.engine import RayEngine
+from fedplat.simulation.engines.interface import Work
 
 given = task()
 engine = RayEngine(given, 1)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from core.simulation.engines.tasks import SIDE, lenet, rounds, task
-from fedplat.backends.flat import stacked
 from fedplat.errors import EngineError
+from fedplat.pytorch.vectorized import vmap_gradients
+from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
-from fedplat.simulation.engines.resident import Task
 from fedplat.simulation.engines.vmap import VmapEngine
-from fedplat.simulation.ports import Work
 
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(2)]
 
@@ -55,7 +55,7 @@ def test_both_ways_to_compute_convolutions_are_right(unfold: bool, monkeypatch: 
         return float((len(times) % 2 == 0) != unfold)
 
     times: list[int] = []
-    monkeypatch.setattr(stacked, "_seconds", seconds)
+    monkeypatch.setattr(vmap_gradients, "_seconds", seconds)
     given = task(lenet)
     model = given.learner.initial()
     found = rounds(VmapEngine(given, "cpu"), model, WORKS)

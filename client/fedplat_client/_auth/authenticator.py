@@ -1,0 +1,80 @@
+"""How a client shows who it is: by signed calls, in a session that it opens with its key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from fedplat import wire
+from fedplat.wire.v1 import fleet_pb2
+from fedplat_client._auth import request_signing
+from fedplat_client._state.keys import SigningKey
+from fedplat_client.cancellation import StopSignal
+from fedplat_client.errors import FencedError, ServerError, SessionLostError
+from fedplat_client.transport import Metadata, Method, Response, result
+
+_CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
+_OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one call needs to be let in: a channel, metadata, and the session that these belong to."""
+
+    channel: grpc.Channel
+    metadata: Metadata
+    session_id: str = ""
+
+
+class Access(Protocol):
+    """A way of authentication."""
+
+    def let_in(self, method: str, request: bytes, signal: StopSignal) -> Pass:
+        """A pass for a call. Raises `ServerError`, or `Cancelled` when the signal is set."""
+        ...
+
+    def may_try_again(self, used: Pass, exc: ServerError) -> bool:
+        """Whether a call that failed may be made again at once, with another pass."""
+        ...
+
+
+class SignedAccess:
+    """Signs every call: works also where a proxy ends TLS. `client_id` is known from the enrolment on."""
+
+    def __init__(self, channel: grpc.Channel, key: SigningKey, timeout_s: float) -> None:
+        self.client_id = ""
+        self._channel = channel
+        self._key = key
+        self._timeout_s = timeout_s
+        self._signer = request_signing.Signer(key)
+
+    @property
+    def public_key(self) -> bytes:
+        """What the server shall know the client by."""
+        return self._key.public
+
+    def let_in(self, method: str, request: bytes, signal: StopSignal) -> Pass:
+        """A pass for a call; opens a session if there is none."""
+        use = self._signer.use(method, request, lambda: self._open_session(signal))
+        return Pass(self._channel, use.metadata, use.session_id)
+
+    def may_try_again(self, used: Pass, exc: ServerError) -> bool:
+        """Whether a call that failed may be made again at once, in another session."""
+        if isinstance(exc, SessionLostError):
+            self._signer.forget(used.session_id)
+            return True
+        # A call that was under way while this very process opened a newer session is no rival.
+        return isinstance(exc, FencedError) and not self._signer.is_current(used.session_id)
+
+    def prove(self, method: Method[Response], request: bytes, signal: StopSignal) -> Response:
+        """Makes a call that proves the possession of the key. Raises `ServerError`."""
+        asked = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
+        nonce = result(_CHALLENGE.start(self._channel, asked, self._timeout_s, ()), signal).nonce
+        metadata = request_signing.proof(self._key, method.path, nonce, request)
+        return result(method.start(self._channel, request, self._timeout_s, metadata), signal)
+
+    def _open_session(self, signal: StopSignal) -> str:
+        request = fleet_pb2.OpenSessionRequest(client_id=self.client_id, protocol_version=wire.PROTOCOL_VERSION)
+        return self.prove(_OPEN, request.SerializeToString(), signal).session_id

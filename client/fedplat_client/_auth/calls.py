@@ -1,0 +1,137 @@
+"""The server as a client sees it: the calls of `fleet.proto`, each let in by the client's way of authentication."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+
+import grpc
+from google.protobuf.message import Message
+
+from fedplat import wire
+from fedplat.wire import pieces
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.authenticator import Access, Pass
+from fedplat_client.cancellation import StopSignal
+from fedplat_client.errors import CallRefusedError, IncompatibleServerError, ServerError, ServerUnavailableError
+from fedplat_client.transport import Method, Response, result, translated
+
+_CHECK_IN = Method("CheckIn", fleet_pb2.CheckInResponse)
+_HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
+_QUERY_UPLOAD = Method("QueryUpload", fleet_pb2.QueryUploadResponse)
+_REPORT = Method("Report", fleet_pb2.ReportResponse)
+_FAIL = Method("Fail", fleet_pb2.FailResponse)
+_RENEW_CERTIFICATE = Method("RenewCertificate", fleet_pb2.RenewCertificateResponse)
+_DOWNLOAD = Method("Download", model_pb2.Chunk)  # whose messages are read by `pieces`
+_UPLOAD = Method("Upload", fleet_pb2.UploadResponse)
+
+_MAX_TRIES = 3
+"""Passes that one call uses up at most: its session may be lost again while it is made."""
+
+
+class Connection:
+    """The calls of a client that is enrolled.
+
+    Every call that takes a `signal` is cancelled when the signal is set, and raises `Cancelled` then. All raise
+    `ServerError` when they fail.
+    """
+
+    def __init__(self, access: Access, call_timeout_s: float) -> None:
+        self._access = access
+        self._timeout_s = call_timeout_s
+
+    def check_in(self, request: fleet_pb2.CheckInRequest, signal: StopSignal) -> fleet_pb2.CheckInResponse:
+        """Waits for work, `request.wait_s` at most."""
+        with version_check():
+            return self._call(_CHECK_IN, request, signal, request.wait_s + self._timeout_s)
+
+    def heartbeat(self, request: fleet_pb2.HeartbeatRequest, signal: StopSignal) -> fleet_pb2.HeartbeatResponse:
+        """Send the progress; wait for an order to stop or, after `request.wait_s`, for the time that is left."""
+        return self._call(_HEARTBEAT, request, signal, request.wait_s + self._timeout_s)
+
+    def query_upload(self, token: str, digest: str, signal: StopSignal) -> int:
+        """The number of bytes of an update that the server has."""
+        request = fleet_pb2.QueryUploadRequest(token=token, digest=digest)
+        return self._call(_QUERY_UPLOAD, request, signal, self._timeout_s).received_bytes
+
+    def renew_certificate(
+        self, request: fleet_pb2.RenewCertificateRequest, signal: StopSignal
+    ) -> fleet_pb2.RenewCertificateResponse:
+        """Asks for a certificate for TLS; only a signed call is answered."""
+        return self._call(_RENEW_CERTIFICATE, request, signal, self._timeout_s)
+
+    def report(self, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
+        """Commits an update. No signal cancels it: whether it was accepted is worth the wait."""
+        return self._call(_REPORT, request, StopSignal(), self._timeout_s)
+
+    def fail(self, request: fleet_pb2.FailRequest, timeout_s: float) -> None:
+        """Gives an assignment up. No signal cancels it: it is what a client does when it stops."""
+        self._call(_FAIL, request, StopSignal(), min(timeout_s, self._timeout_s))
+
+    def download(
+        self, request: fleet_pb2.DownloadRequest, timeout_s: float, signal: StopSignal
+    ) -> Generator[pieces.Bytes]:
+        """The bytes of a model from an offset on, in pieces. Close the iterator when you stop early."""
+        data = request.SerializeToString()
+        used = self._access.let_in(_DOWNLOAD.path, data, signal)
+        call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
+        try:
+            with signal.attached(call.cancel):
+                yield from call
+        except grpc.RpcError as exc:
+            signal.check()
+            raise self._final(used, translated(exc)) from exc
+        finally:
+            call.cancel()
+
+    def upload(
+        self, header: fleet_pb2.UploadHeader, parts: Iterator[pieces.Bytes], timeout_s: float, signal: StopSignal
+    ) -> int:
+        """Sends a header and then data; the number of bytes that the server has now."""
+        first = fleet_pb2.UploadRequest(header=header).SerializeToString()
+
+        def requests() -> Iterator[bytes]:
+            yield first
+            for part in parts:
+                yield pieces.framed(pieces.UPLOAD, part)
+
+        used = self._access.let_in(_UPLOAD.path, first, signal)
+        try:
+            return result(
+                _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata), signal
+            ).received_bytes
+        except ServerError as exc:
+            raise self._final(used, exc) from exc
+
+    def _call(self, method: Method[Response], request: Message, signal: StopSignal, timeout_s: float) -> Response:
+        data = request.SerializeToString()
+        tries = 1
+        while True:
+            used = self._access.let_in(method.path, data, signal)
+            try:
+                return result(method.start(used.channel, data, timeout_s, used.metadata), signal)
+            except ServerError as exc:
+                if not self._access.may_try_again(used, exc) or tries == _MAX_TRIES:
+                    raise
+                tries += 1
+
+    def _final(self, used: Pass, exc: ServerError) -> ServerError:
+        """The error of a stream: those who call it know how to resume, so that it need not be tried again here."""
+        if self._access.may_try_again(used, exc):
+            return ServerUnavailableError(exc.code, str(exc), exc.retry)
+        return exc
+
+
+@contextlib.contextmanager
+def version_check() -> Generator[None]:
+    """Within it, FAILED_PRECONDITION means that the server speaks another version of the protocol."""
+    try:
+        yield
+    except CallRefusedError as exc:
+        if exc.code != grpc.StatusCode.FAILED_PRECONDITION.name:
+            raise
+        raise IncompatibleServerError(
+            exc.code,
+            f"the server does not speak version {wire.PROTOCOL_VERSION} of the protocol ({exc}); "
+            "update fedplat-client or the server so that their versions meet",
+        ) from exc

@@ -1,0 +1,30 @@
+"""What a codec has left out of a job's updates, kept in the client's data folder and added to the next one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedplat.model import Vector
+from fedplat_client._state.two_phase import Provisional, Sent, WasMerged
+
+
+class Residuals:
+    """A folder with the residuals of all jobs, of at most `limit_bytes`. Methods raise `OSError`."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._files = Provisional(folder, limit_bytes, "A residual")
+        self.forget = self._files.forget
+
+    def settle(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
+        """The residual of a job, float32 [size], or None; `format` names the job's codec and schema."""
+        data = self._files.settle(job_id, f"{format} {size}", merged)
+        if data is None or len(data) != 4 * size:
+            return None
+        return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+
+    def keep(self, job_id: str, format: str, sent: Sent, residual: Vector) -> bool:
+        """Stores what is left of an update before it is reported; False if it is beyond the limit."""
+        data = residual.astype("<f4", copy=False).data.cast("B")
+        return self._files.keep(job_id, f"{format} {residual.size}", sent, data)

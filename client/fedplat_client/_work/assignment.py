@@ -1,0 +1,334 @@
+"""Work on one assignment: get the model, let the trainer run, send the update, report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from fedplat import codecs
+from fedplat.client_state import Memory
+from fedplat.codecs.container import Format, options_from_text
+from fedplat.errors import CodecError, FedplatError, ModelError, PrivacyLimitError
+from fedplat.model import Parameters
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client._state.client_state import Memories
+from fedplat_client._state.model_cache import ModelCache
+from fedplat_client._state.privacy_ledger import PrivacyLedger
+from fedplat_client._state.residuals import Residuals
+from fedplat_client._state.two_phase import Sent, WasMerged
+from fedplat_client._work import encoding, transfer
+from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client._work.model_download import Models
+from fedplat_client._work.transfer import Content
+from fedplat_client.backoff import retry
+from fedplat_client.cancellation import Stop, StopSignal, reason_name
+from fedplat_client.errors import (
+    CallRefusedError,
+    Cancelled,
+    ClientError,
+    IdentityError,
+    ServerError,
+    ServerUnavailableError,
+    TransferError,
+)
+from fedplat_client.options import ClientOptions
+from fedplat_client.task import Control, EvaluateFunction, EvaluateResult, Scalar, Task, TrainFunction, TrainResult
+
+_TEXT_LIMIT = 500
+_FAIL_ATTEMPTS = 3
+_ASK_ATTEMPTS = 3
+_FAREWELL_S = 5.0
+_DEADLINES = frozenset({model_pb2.REASON_TRAIN_TIMEOUT, model_pb2.REASON_UPLOAD_TIMEOUT})
+# A server that crashed after an upload may have lost its end, and says so to the report.
+_BYTES_MISSING = "ABORTED"
+_logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", TrainFunction, EvaluateFunction)
+Result = TypeVar("Result", TrainResult, EvaluateResult)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an assignment or a check-in ended: whether to back off, and the server's wish when to come back."""
+
+    failed: bool
+    retry: model_pb2.RetryWindow | None = None
+
+
+class _AssignmentFailedError(ClientError):
+    """The assignment is given up; `reason` is what the server is told."""
+
+    def __init__(self, reason: model_pb2.Reason.ValueType, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """Does one assignment after the other; `stop` is the client's own signal."""
+
+    connection: Connection
+    cache: ModelCache
+    residuals: Residuals
+    memories: Memories
+    ledger: PrivacyLedger
+    trainers: Mapping[str, TrainFunction]
+    evaluators: Mapping[str, EvaluateFunction]
+    options: ClientOptions
+    stop: StopSignal
+
+    def work(self, assignment: fleet_pb2.Assignment) -> Outcome:
+        """Works on an assignment to its end, good or bad. Raises `IdentityError` only."""
+        control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
+        fields = _fields(assignment)
+        _logger.info("Work on a task begins.", extra=fields)
+        try:
+            request, content = self._produce(assignment, control)
+            return self._report(request, content, control, fields)
+        except Cancelled:
+            stop = control.signal.stop
+        except _AssignmentFailedError as exc:
+            stop = control.signal.stop or Stop(exc.reason, str(exc)[:_TEXT_LIMIT])
+        except (KeyboardInterrupt, SystemExit):
+            self.stop.set(client_stopped())
+            self._fail(assignment.token, client_stopped())
+            raise
+        assert stop is not None  # only a signal that is set raises Cancelled
+        fields["reason"] = reason_name(stop.reason)
+        if stop.by_server:
+            _logger.info("The server stopped the task: %s", stop.text, extra=fields)
+            return Outcome(failed=False, retry=stop.retry)
+        _logger.warning("The task failed: %s", stop.text, extra=fields)
+        if stop.reason not in _DEADLINES:  # the server's own deadlines have passed before ours
+            self._fail(assignment.token, stop)
+        return Outcome(failed=True)
+
+    def _produce(
+        self, assignment: fleet_pb2.Assignment, control: Control
+    ) -> tuple[fleet_pb2.ReportRequest, Content | None]:
+        """Everything up to the report, under the heartbeat."""
+        run = self._function(assignment)
+        _codec(assignment)  # now: if it is unknown, the training would be for nothing
+        heartbeat = Heartbeat(self.connection, assignment.token, assignment.heartbeat_s, control)
+        with self._stoppable(control), heartbeat:
+            base = self._model(assignment, control)
+            merged = _make_asker(self.connection, self.options, control)
+            training = assignment.task != fleet_pb2.TASK_EVALUATE
+            memory = self.memories.open(assignment.job_id, merged, training=training)
+            result = run(self._task(assignment, base, memory, control))
+            request = fleet_pb2.ReportRequest(
+                token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
+            )
+            content = self._content(assignment, result, base, merged) if isinstance(result, TrainResult) else None
+            if content is not None:
+                control.trained = True
+                self._remember(assignment, content, memory)
+                self._attach(request, content, control)
+        control.signal.check()
+        return request, content
+
+    def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
+        """Within it, the end of the client is the end of the task."""
+        return self.stop.attached(lambda: control.signal.set(client_stopped()))
+
+    def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
+        name = assignment.trainer
+        if assignment.task == fleet_pb2.TASK_EVALUATE:
+            evaluator = _installed(self.evaluators, "evaluator", name)
+            return lambda task: _call(evaluator, task, EvaluateResult)
+        trainer = _installed(self.trainers, "trainer", name)
+        return lambda task: _call(trainer, task, TrainResult)
+
+    def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
+        return Task(
+            name=assignment.trainer,
+            parameters=base.copy(),
+            config={name: _scalar(value) for name, value in assignment.config.items()},
+            job_id=assignment.job_id,
+            job_name=assignment.job_name,
+            round=assignment.round,
+            attempt=assignment.attempt,
+            memory=memory,
+            ledger=self.ledger,
+            control=control,
+        )
+
+    def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
+        try:
+            return Models(self.connection, self.cache, self.options.max_model_bytes).get(assignment, control)
+        except (TransferError, ModelError, OSError) as exc:
+            control.signal.check()
+            raise _AssignmentFailedError(
+                model_pb2.REASON_TRANSFER_FAILED, f"the model could not be got: {exc}"
+            ) from exc
+
+    def _content(
+        self, assignment: fleet_pb2.Assignment, result: TrainResult, base: Parameters, merged: WasMerged
+    ) -> Content:
+        """What is sent of a result: the update, encoded if the job says so."""
+        update, codec = _update(result, base), _codec(assignment)
+        if codec is None:
+            return Content.of(update)
+        seed = self.options.rng.getrandbits(128)
+        try:
+            return encoding.encode(assignment, update, Format(codec, base.schema), seed, self.residuals, merged)
+        except CodecError as exc:
+            raise _AssignmentFailedError(
+                model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
+            ) from exc
+
+    def _remember(self, assignment: fleet_pb2.Assignment, content: Content, memory: Memory) -> None:
+        """Keeps what the trainer remembers, for the case that the update is merged."""
+        said = "there is no room for it (cache_limit_bytes)"
+        try:
+            if self.memories.keep(assignment.job_id, Sent(assignment.token, content.digest), memory):
+                return
+        except (OSError, ModelError) as exc:
+            said = str(exc)
+        raise _AssignmentFailedError(
+            model_pb2.REASON_TRAINER_ERROR, f"what the trainer remembers of the job cannot be kept: {said}"
+        )
+
+    def _attach(self, request: fleet_pb2.ReportRequest, content: Content, control: Control) -> None:
+        """Uploads the update, or puts a small one into the report."""
+        request.digest = content.digest
+        if content.size_bytes > self.options.inline_limit_bytes:
+            self._send(request.token, content, control)
+        else:
+            request.update = content.to_bytes()
+
+    def _send(self, token: str, content: Content, control: Control) -> None:
+        try:
+            transfer.upload(self.connection, token, content, control)
+        except TransferError as exc:
+            control.signal.check()
+            raise _AssignmentFailedError(model_pb2.REASON_TRANSFER_FAILED, str(exc)) from exc
+
+    def _report(
+        self,
+        request: fleet_pb2.ReportRequest,
+        content: Content | None,
+        control: Control,
+        fields: Mapping[str, object],
+    ) -> Outcome:
+        """Report the update until the server answers: a repetition does no harm."""
+
+        def recover(exc: ServerUnavailableError) -> None:
+            if control.remaining_s <= 0:
+                raise exc
+            if exc.code == _BYTES_MISSING and content is not None:
+                with self._stoppable(control):
+                    self._send(request.token, content, control)
+
+        try:
+            response = retry(lambda: self.connection.report(request), self.options, self.stop, recover=recover)
+        except ServerUnavailableError as exc:
+            _logger.warning("The task could not be reported: %s", exc, extra=fields)
+            return Outcome(failed=True)
+        except CallRefusedError as exc:
+            _logger.warning("The server refused the report: %s", exc, extra=fields)
+            return Outcome(failed=True)
+        if not response.HasField("refusal"):
+            _logger.info("The task is done and reported.", extra=fields)
+            return Outcome(failed=False)
+        refusal = response.refusal
+        reason = {"reason": reason_name(refusal.reason)}
+        _logger.warning("The server did not accept the report: %s", refusal.text, extra={**fields, **reason})
+        return Outcome(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
+
+    def _fail(self, token: str, stop: Stop) -> None:
+        """Report a failure, so that the server need not wait for the deadline; best effort."""
+        request = fleet_pb2.FailRequest(token=token, reason=stop.reason, text=stop.text)
+        try:
+            retry(lambda: self.connection.fail(request, _FAREWELL_S), self.options, self.stop, attempts=_FAIL_ATTEMPTS)
+        except ServerUnavailableError as exc:
+            _logger.debug("The failure could not be reported: %s", exc)
+        except IdentityError:
+            raise
+        except ServerError as exc:
+            _logger.warning("The server refused the report of a failure: %s", exc)
+
+
+def _update(result: TrainResult, base: Parameters) -> Parameters:
+    try:
+        return result.to_update(base)
+    except ModelError as exc:
+        raise _AssignmentFailedError(
+            model_pb2.REASON_TRAINER_ERROR, f"the trainer's result does not fit the model: {exc}"
+        ) from exc
+
+
+def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
+    """How the update shall be encoded."""
+    try:
+        return options_from_text(assignment.uplink) if assignment.uplink else None
+    except CodecError as exc:
+        raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
+
+
+def _installed(functions: Mapping[str, Function], kind: str, name: str) -> Function:
+    if name not in functions:
+        there = ", ".join(sorted(functions)) or "none"
+        raise _AssignmentFailedError(
+            model_pb2.REASON_UNKNOWN_TRAINER, f"the client has no {kind} {name!r}; it has: {there}"
+        )
+    return functions[name]
+
+
+def client_stopped() -> Stop:
+    """The stop of a client by its owner."""
+    return Stop(model_pb2.REASON_CLIENT_STOPPED, "the client was stopped")
+
+
+def _call(function: Callable[[Task], Result], task: Task, expected: type[Result]) -> Result:
+    """Runs code of the client's owner, whatever it does."""
+    try:
+        result = cast(object, function(task))
+        if not isinstance(result, expected):
+            raise TypeError(f"{task.name!r} returned {type(result).__name__}; expected {expected.__name__}")
+    except Exception as exc:
+        task.control.signal.check()  # however the trainer put it, it was told to stop
+        if not isinstance(exc, FedplatError):  # what fedplat raises on purpose says all that there is to say
+            _logger.exception("The trainer %r raised an error.", task.name)
+        limited = isinstance(exc, PrivacyLimitError)
+        reason = model_pb2.REASON_PRIVACY_LIMIT if limited else model_pb2.REASON_TRAINER_ERROR
+        raise _AssignmentFailedError(reason, str(exc) if limited else f"{type(exc).__name__}: {exc}") from exc
+    task.control.signal.check()
+    return result
+
+
+def _scalar(value: model_pb2.Value) -> Scalar:
+    kind = value.WhichOneof("kind")
+    return getattr(value, kind) if kind else ""
+
+
+def _fields(assignment: fleet_pb2.Assignment) -> dict[str, object]:
+    return {
+        "job": assignment.job_name or assignment.job_id,
+        "round": assignment.round,
+        "attempt": assignment.attempt,
+        "task": "evaluate" if assignment.task == fleet_pb2.TASK_EVALUATE else "train",
+        "trainer": assignment.trainer,
+    }
+
+
+def _make_asker(connection: Connection, options: ClientOptions, control: Control) -> WasMerged:
+    """Return a function that asks the server, once for each report, whether it was merged. It raises `Cancelled`."""
+
+    @functools.cache
+    def asked(sent: Sent) -> bool:
+        """Report again: after the end of an attempt, only merged updates get a receipt."""
+        request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
+        try:
+            answer = retry(lambda: connection.report(request), options, control.signal, attempts=_ASK_ATTEMPTS)
+        except (CallRefusedError, ServerUnavailableError):
+            control.signal.check()
+            return False
+        return answer.HasField("receipt")
+
+    return asked

@@ -1,0 +1,85 @@
+"""The heartbeat: a thread that sends the progress of a task, and receives its deadline and the order to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+
+from fedplat.wire.v1 import fleet_pb2, model_pb2
+from fedplat_client._auth.calls import Connection
+from fedplat_client.backoff import Backoff
+from fedplat_client.cancellation import Stop, StopSignal, reason_name
+from fedplat_client.errors import Cancelled, IdentityError, ServerError
+from fedplat_client.task import Control
+
+# A server that asks for no pause at all would get a busy loop.
+_SHORTEST_BEAT_S = 0.1
+# A task that ends within this time is not worth a heartbeat: that would be a third of its calls.
+_FIRST_BEAT_S = 0.25
+_logger = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Runs within a `with` block, from the reception of an assignment to the end of its upload.
+
+    Sets the task's deadline to the server's, and its signal when the server orders a stop or the deadline has passed,
+    though the server cannot be reached. Leaving the block cancels the call in flight and joins the thread.
+    """
+
+    def __init__(self, connection: Connection, token: str, heartbeat_s: float, control: Control) -> None:
+        self._connection = connection
+        self._token = token
+        self._heartbeat_s = max(heartbeat_s, _SHORTEST_BEAT_S)
+        self._control = control
+        self._ended = StopSignal()
+        self._thread = threading.Thread(target=self._run, name="fedplat-heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
+        self._ended.set(Stop(model_pb2.REASON_UNSPECIFIED, "the task is over"))
+
+    def _run(self) -> None:
+        backoff, answered = Backoff(self._control.options), True
+        with self._control.signal.attached(self._end):
+            self._ended.wait(_FIRST_BEAT_S)
+            while not self._ended.is_set():
+                remaining_s = self._control.remaining_s
+                if remaining_s <= 0:
+                    self._control.expire()
+                    return
+                try:
+                    # A server that was away may have been restarted, with another deadline: it answers at once.
+                    self._beat(min(self._heartbeat_s, remaining_s) if answered else 0.0)
+                    answered = True
+                    backoff.reset()
+                except Cancelled:
+                    return
+                except IdentityError as exc:
+                    # The next check-in hears the same, and ends the client with it.
+                    self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
+                    return
+                except ServerError as exc:
+                    answered = False
+                    _logger.debug("A heartbeat failed: %s", exc)
+                    self._control.options.wait(self._ended, min(backoff.next_s(exc.retry), remaining_s))
+
+    def _beat(self, wait_s: float) -> None:
+        request = fleet_pb2.HeartbeatRequest(token=self._token, progress=self._control.fraction, wait_s=wait_s)
+        response = self._connection.heartbeat(request, self._ended)
+        if response.HasField("stop"):
+            refusal = response.stop
+            retry = refusal.retry if refusal.HasField("retry") else None
+            text = refusal.text or f"the server said stop ({reason_name(refusal.reason)})"
+            self._control.signal.set(Stop(refusal.reason, text, by_server=True, retry=retry))
+        elif response.HasField("proceed"):
+            proceed = response.proceed
+            self._control.adjust(proceed.remaining_s, uploading=proceed.uploading)

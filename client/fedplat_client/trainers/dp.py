@@ -1,0 +1,74 @@
+"""The owner's privacy limit, for trainers that train by `fedplat.pytorch.training` (extra "opacus")."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from fedplat.errors import PrivacyLimitError
+from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch.training import LocalOptions
+from fedplat_client._state.privacy_ledger import PrivacyLimit
+from fedplat_client.task import Task
+
+_DEFAULT = "default"
+_logger = logging.getLogger(__name__)
+
+
+class TaskLedger:
+    """The client's ledger as local training sees it, with the owner's limit if there is one."""
+
+    def __init__(self, task: Task, limit: PrivacyLimit | None) -> None:
+        self._task, self._limit = task, limit
+        self._dataset = _DEFAULT if limit is None else limit.dataset
+
+    def charge(self, planned: StepCharge) -> None:
+        """Notes steps for good. Raises `PrivacyLimitError` and `DataDirectoryError`."""
+        self._task.ledger.charge(self._dataset, self._task.job_id, planned, self._allowed)
+
+    def settle(self, planned: StepCharge, made: int) -> list[StepCharge]:
+        """Takes back what was not made; what the job has cost so far. Raises `DataDirectoryError`."""
+        unmade = StepCharge(planned.noise_multiplier, planned.sampling_probability, planned.num_steps - made)
+        return self._task.ledger.settle(self._dataset, self._task.job_id, unmade)
+
+    def _allowed(self, charges: Sequence[StepCharge]) -> None:
+        if self._limit is None:
+            return
+        from fedplat.pytorch.dp import epsilon
+
+        after = epsilon(charges, self._limit.delta)
+        if after <= self._limit.max_epsilon:
+            return
+        # Other jobs' costs are no business of this one's server.
+        _logger.info("A training would cost more than is left.", extra={"epsilon": after, "job": self._task.job_id})
+        raise PrivacyLimitError(
+            f"the training would take the data beyond epsilon {self._limit.max_epsilon:g} at delta "
+            f"{self._limit.delta:g}, the limit of their owner; nothing was computed. Expected fewer steps, or noisier "
+            "ones (config.dp_noise_multiplier)"
+        )
+
+
+def check_training(options: LocalOptions, limit: PrivacyLimit | None) -> None:
+    """Raises `PrivacyLimitError` for a training that the owner does not allow, whatever it would cost."""
+    if limit is None:
+        return
+    if not options.is_private:
+        if limit.required:
+            raise PrivacyLimitError(
+                "the owner of the data allows private trainings only; expected config.dp, config.dp_noise_multiplier, "
+                "config.dp_max_grad_norm and config.dp_delta"
+            )
+    elif options.dp_noise_multiplier < limit.min_noise_multiplier:
+        raise PrivacyLimitError(
+            f"config.dp_noise_multiplier = {options.dp_noise_multiplier:g}: expected at least "
+            f"{limit.min_noise_multiplier:g}, the limit of the data's owner"
+        )
+
+
+def check_evaluation(limit: PrivacyLimit | None) -> None:
+    """Raises `PrivacyLimitError` where numbers without noise must not leave."""
+    if limit is not None and limit.required and not limit.evaluates:
+        raise PrivacyLimitError(
+            "the owner of the data allows private trainings only, and what an evaluation tells has no noise; expected "
+            "no [evaluation.clients]"
+        )

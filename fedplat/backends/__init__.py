@@ -1,1 +1,0 @@
-"""Adapters to machine-learning frameworks; each needs its extra."""

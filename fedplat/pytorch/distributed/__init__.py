@@ -1,0 +1,33 @@
+"""Processes that work together (extra "torch"): a `torch.distributed` group, started by torchrun.
+
+`group.py` is the group as the rest of fedplat sees it. NCCL carries tensors on GPUs, Gloo those on CPUs and all small
+messages; the code is the same. `exchange.py` adds up vectors of many ranks: `layout.py` assigns vectors and columns to
+processes, `shared_memory.py` reads the other processes' vectors on one host, `p2p.py` sends them.
+"""
+
+from __future__ import annotations
+
+from fedplat.errors import MissingExtraError
+
+try:
+    from fedplat.pytorch.distributed.exchange import Transport, make_vectors
+    from fedplat.pytorch.distributed.group import COLLECTIVE_S, Backend, Ranks, join_group, make_file_store
+    from fedplat.pytorch.distributed.layout import VectorLayout
+    from fedplat.pytorch.distributed.vectors import Vectors
+except ImportError as exc:
+    raise MissingExtraError(
+        "the server's own accelerators need PyTorch, which is not installed; install it with: "
+        "pip install 'fedplat-server[pool]' (or 'fedplat[torch]')"
+    ) from exc
+
+__all__ = [
+    "COLLECTIVE_S",
+    "Backend",
+    "Ranks",
+    "Transport",
+    "VectorLayout",
+    "Vectors",
+    "join_group",
+    "make_file_store",
+    "make_vectors",
+]

@@ -1,0 +1,23 @@
+"""Example-level privacy with Opacus (extra "opacus"): the model's check, clipped gradients, noise and accounting.
+
+Opacus computes and clips the gradients of single examples, says which layers have none, and accounts. Noise and the
+draws of examples come from a key stream (`fedplat.privacy.noise`) rather than from PyTorch's generator, as Opacus has
+it: that one is no secret to who sees enough of its numbers, and its seed has 32 bits on a CPU.
+"""
+
+from __future__ import annotations
+
+from fedplat.errors import MissingExtraError
+
+try:
+    from fedplat.pytorch.dp.accounting import NotedLedger, epsilon
+    from fedplat.pytorch.dp.clipping import Clipper, Clipping, clipping
+    from fedplat.pytorch.dp.noise import StepNoise, noise_of
+    from fedplat.pytorch.dp.validation import check
+except ImportError as exc:
+    raise MissingExtraError(
+        "example-level privacy (config.dp) needs Opacus, which is not installed; install it with: "
+        "pip install 'fedplat[opacus]', on a client: pip install 'fedplat-client[opacus]'"
+    ) from exc
+
+__all__ = ["Clipper", "Clipping", "NotedLedger", "StepNoise", "check", "clipping", "epsilon", "noise_of"]

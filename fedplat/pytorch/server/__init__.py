@@ -1,0 +1,17 @@
+"""Data-parallel training (extra "torch"): one model, the examples of each step spread over ranks.
+
+`spread.py` computes a step's gradient, with DistributedDataParallel. `training.py` trains on the server's own data,
+`distillation.py` on what clients' models say of it (FedDF), `scoring.py` evaluates. The math is that of the job's
+number of ranks, the logical ones; the processes that there are do their parts, in turn where they are fewer.
+"""
+
+from __future__ import annotations
+
+from fedplat.pytorch.server.data_parallel import Spread
+from fedplat.pytorch.server.distillation import distill
+from fedplat.pytorch.server.evaluation import evaluate
+from fedplat.pytorch.server.packing import packed
+from fedplat.pytorch.server.trainer import ServerTrainer, agreed
+from fedplat.pytorch.server.training import ServerTraining, Trained, train
+
+__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "agreed", "distill", "evaluate", "packed", "train"]

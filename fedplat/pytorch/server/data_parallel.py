@@ -1,0 +1,202 @@
+"""The gradient of one step, computed by several ranks (data parallelism).
+
+Each batch of a step is cut into as many parts as there are logical ranks, as equal as possible. A process computes the
+parts of its logical ranks one after the other; DistributedDataParallel adds up the gradients of all processes, bucket
+by bucket, while the last backward pass of the step still goes on (Li et al. 2020, "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", arXiv 2006.15704, Section 3.2). Each part weighs as much as it has examples, so
+the sum is the gradient of the mean over the step, be its batches short or not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.training import Examples, Indices, Plan, Scores, Sums, Trainee, seeded
+from fedplat.pytorch.training.stepper import Stepper
+
+_LATE = "forward_sync_buffers"  # what PyTorch 2.13 calls it
+_NO_BUFFERS: Any = {
+    _LATE if _LATE in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+}
+
+
+class Part(NamedTuple):
+    """What one logical rank computes of one batch of a step."""
+
+    rank: int
+    seed: int
+    indices: Indices
+    share: float
+    """Of the step's examples; 0 where there are fewer examples than ranks, and another's is borrowed."""
+
+
+class Spread:
+    """The passes of `num_ranks` logical ranks, spread over the processes of a group: `local.Passes`.
+
+    Gradients are added up in the order of logical ranks within a process, then over processes. So two logical ranks
+    give the same bits on one process and on two; more of them may differ by rounding. What is random in a module or a
+    dataset follows from `seed`, the step, the logical rank and the batch, never from the process.
+
+    The module's values that are not trained, such as the running statistics of BatchNorm, are those of logical rank 0
+    at the end of every step, and all ranks begin the next one with them (the meaning of DDP's `broadcast_buffers`).
+    """
+
+    def __init__(self, ranks: Ranks, num_ranks: int, seed: int, begin: int = 0) -> None:
+        """`ranks` are at most `num_ranks`; the first `begin` steps of a plan are left out."""
+        assert ranks.size <= num_ranks
+        self._ranks, self._num_ranks, self._seed, self._begin = ranks, num_ranks, seed, begin
+        self._own = np.array_split(np.arange(num_ranks), ranks.size)[ranks.rank].tolist()
+
+    def smallest_batch(self, trainee: Trainee) -> int:
+        """The fewest examples that a batch may have."""
+        smallest = trainee.smallest_batch
+        return smallest * self._num_ranks if smallest > 1 else 1
+
+    def check(self, trainee: Trainee, num_examples: int) -> None:
+        """Raises `ValueError` where BatchNorm would be trained on a single example."""
+        if num_examples < (least := self.smallest_batch(trainee)):
+            raise ValueError(
+                f"{num_examples} examples for {self._num_ranks} ranks: BatchNorm cannot be trained on a single "
+                f"example; expected at least {least}"
+            )
+
+    def parts(self, plan: Plan) -> Iterator[list[Part]]:
+        """What this process computes of each step."""
+        for number, step in enumerate(itertools.islice(plan.steps(), self._begin, None), self._begin):
+            batches = [np.array_split(batch, self._num_ranks) for batch in plan.batches_of(step)]
+            yield [
+                self._part(number, rank, place, batch[rank], step)
+                for rank in self._own
+                for place, batch in enumerate(batches)
+            ]
+
+    def over(self, trainee: Trainee, stepper: Stepper, plan: Plan, examples: Examples) -> Iterator[Scores]:
+        """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
+        module = DistributedDataParallel(
+            trainee.module.train(),
+            process_group=self._ranks.group,
+            gradient_as_bucket_view=True,
+            **_NO_BUFFERS,
+        )
+        reduction = _Reduction(self._ranks.group)
+        # DDP does not understand annotations that are text; a lambda has none.
+        hook = lambda state, bucket: _summed(state, bucket)  # noqa: E731  # pyright: ignore[reportUnknownLambdaType]
+        module.register_comm_hook(reduction, hook)
+        buffers = _Buffers(trainee.module, self._ranks, in_turn=len(self._own) > 1)
+        steps, ahead = itertools.tee(self.parts(plan))
+        batches = examples.batches(part.indices for step in ahead for part in step)
+        for step in steps:
+            scores = Scores()
+            buffers.begin()
+            for part, following in itertools.zip_longest(step, step[1:]):
+                wait = module.no_sync() if following is not None else nullcontext()
+                with seeded(trainee.device, part.seed), wait:
+                    inputs, targets = next(batches)
+                    with stepper.forward():
+                        outputs = module(inputs)
+                        loss = trainee.learner.loss(outputs, targets)
+                    stepper.backward(loss, part.share)
+                if part.share:
+                    scores.add(loss, outputs, targets)
+                if following is not None and following.rank != part.rank:
+                    reduction.set_aside(trainee.parameters().values())
+                    buffers.next_rank(part.rank)
+            buffers.end()
+            yield scores
+
+    def total(self, scores: Scores) -> Sums:
+        """The scores of all ranks."""
+        return total(self._ranks, scores)
+
+    def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> Part:
+        seed = int(np.random.SeedSequence([self._seed, number, rank, place]).generate_state(1)[0])
+        return Part(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
+
+
+def total(ranks: Ranks, scores: Scores) -> Sums:
+    """The scores of all ranks; all of them get it."""
+    gathered = ranks.all_gather(msgspec.msgpack.encode(scores.sums()))
+    return Sums.total(msgspec.msgpack.decode(each, type=Sums) for each in gathered)
+
+
+@dataclass
+class _Reduction:
+    """Gradients of logical ranks that this process has done already in this step."""
+
+    group: distributed.ProcessGroup | None
+    earlier: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict[torch.Tensor, torch.Tensor])
+
+    def set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the gradients of a logical rank from the module, for the end of the step."""
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                known = self.earlier.get(parameter)
+                self.earlier[parameter] = gradient if known is None else known.add_(gradient)
+                parameter.grad = None
+
+
+def _summed(reduction: _Reduction, bucket: Any) -> Any:
+    """DDP's hook: the future sum of what all logical ranks have found of a `GradBucket`, without a division."""
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        earlier = reduction.earlier.pop(parameter, None)
+        if earlier is not None:
+            gradient.add_(earlier)
+    work = distributed.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
+    assert work is not None
+    return work.get_future().then(_reduced)
+
+
+def _reduced(done: Any) -> torch.Tensor:
+    return done.value()[0]
+
+
+class _Buffers:
+    """The module's values that are not trained, from step to step."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks, *, in_turn: bool) -> None:
+        """`in_turn` where this process has several logical ranks."""
+        self._buffers = list(module.buffers())
+        self._ranks, self._in_turn = ranks, in_turn
+        self._before: list[torch.Tensor] = []
+        self._first: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Keeps the values that every logical rank begins with."""
+        self._before = [buffer.clone() for buffer in self._buffers] if self._in_turn else []
+        self._first = []
+
+    def next_rank(self, done: int) -> None:
+        """Gives the module the values that the step began with, after a logical rank."""
+        if not done:
+            self._first = [buffer.clone() for buffer in self._buffers]
+        self._set(self._before)
+
+    def end(self) -> None:
+        """Gives all ranks what logical rank 0 has made of the values."""
+        if self._first:
+            self._set(self._first)
+        if self._ranks.size == 1:
+            return
+        for dtype in sorted({buffer.dtype for buffer in self._buffers}, key=str):
+            same = [buffer for buffer in self._buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.flatten() for buffer in same])
+            distributed.broadcast(flat, group_src=0, group=self._ranks.group)
+            parts = flat.split([buffer.numel() for buffer in same])
+            for buffer, part in zip(same, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def _set(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)

@@ -1,0 +1,35 @@
+"""Evaluation of a model on the server's own held-out examples."""
+
+from __future__ import annotations
+
+import itertools
+
+from fedplat.client_state import Memory
+from fedplat.model import Parameters
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.server.data_parallel import total
+from fedplat.pytorch.server.trainer import ServerTrainer, agreed, examples_of
+from fedplat.pytorch.training import Examples, Trainee, in_order, scored
+
+_AT_ONCE = 256
+
+
+def evaluate(
+    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, batch_size: int = _AT_ONCE
+) -> dict[str, float]:
+    """`loss` and, where targets are classes, `accuracy` of a model on the trainer's held-out examples.
+
+    Every rank calls it with the same arguments, computes every so-many-th batch, and gets the result. Raises
+    `TrainingError` on all of them alike.
+    """
+
+    def made() -> tuple[Trainee, Examples]:
+        if trainer.evaluation is None:
+            raise ValueError("it has no examples to evaluate on; expected ServerTrainer(evaluation=...)")
+        trainee = Trainee(trainer.learner, ranks.device)
+        trainee.load(parameters, Memory())
+        return trainee, examples_of(trainer.evaluation, ranks.device)
+
+    trainee, examples = agreed(ranks, made)
+    order = itertools.islice(in_order(len(examples), batch_size), ranks.rank, None, ranks.size)
+    return total(ranks, scored(trainee, examples, order)).means()

@@ -1,0 +1,73 @@
+"""What an operator registers for training on the server's own data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from fedplat.errors import TrainingError
+from fedplat.job.pool import ServerLearning
+from fedplat.pytorch import training
+from fedplat.pytorch.distributed import Ranks
+
+Data: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], ServerLearning], torch.optim.Optimizer]
+Made = TypeVar("Made")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTrainer:
+    """A module and the server's own examples; ordinary PyTorch, as a client's `TorchTrainer`.
+
+    ```python
+    trainer = ServerTrainer(model=make_model, data=public_dataset, evaluation=held_out)
+    ```
+
+    Nothing is made of it before a rank trains or evaluates: functions are called on each rank anew.
+    """
+
+    model: Callable[[], nn.Module]
+    """Makes the module; the job's values replace its initial ones."""
+    data: Data
+    """A map-style dataset of (input, target) pairs, or a function that makes one; the same on every rank."""
+    loss: training.Loss = nn.functional.cross_entropy
+    """Mean loss of a batch of (output, target)."""
+    evaluation: Data | None = None
+    """Examples that are held out, for `evaluate`."""
+    optimizer: MakeOptimizer | None = None
+    """Makes another optimizer than SGD, from the parameters and the job's table; what it gives as rates is scaled."""
+
+    @property
+    def learner(self) -> training.Learner:
+        """The module and the loss."""
+        return training.Learner(model=self.model, loss=self.loss)
+
+
+def examples_of(data: Data, device: torch.device) -> training.Examples:
+    """The examples of a trainer's data. Raises `ValueError` for a dataset without a length, and for an empty one."""
+    return training.examples_to_use(data if isinstance(data, Dataset) else data(), device)
+
+
+def agreed(ranks: Ranks, make: Callable[[], Made]) -> Made:
+    """What `make` gives on this rank, if it gives something on all of them; else all raise `TrainingError` alike.
+
+    So code of the operator's that fails on one rank leaves no other one waiting.
+    """
+    made: list[Made] = []
+    text = ""
+    try:
+        made.append(make())
+    except Exception as exc:
+        _logger.exception("The trainer cannot be used.")
+        text = str(exc) if isinstance(exc, ValueError) else f"{type(exc).__name__}: {exc}"
+    for rank, said in enumerate(ranks.all_gather(text.encode())):
+        if said:
+            raise TrainingError(f"the trainer cannot be used on rank {rank}: {said.decode()}")
+    return made[0]

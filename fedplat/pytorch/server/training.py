@@ -1,0 +1,195 @@
+"""Training on the server's own data: a warm start, and steps at the end of rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedplat.aggregate.local import Correction
+from fedplat.client_state import Memory
+from fedplat.job.pool import ServerStep, WarmStart
+from fedplat.model import Parameters
+from fedplat.pytorch.distributed import Ranks
+from fedplat.pytorch.server import profiling
+from fedplat.pytorch.server.checkpoints import Checkpoints, Progress
+from fedplat.pytorch.server.data_parallel import Part, Spread
+from fedplat.pytorch.server.lr_schedule import Rates, factor
+from fedplat.pytorch.server.trainer import ServerTrainer, agreed, examples_of
+from fedplat.pytorch.training import Examples, LocalOptions, Plan, Scores, Sums, Trainee
+from fedplat.pytorch.training.stepper import Stepper
+
+Losses: TypeAlias = npt.NDArray[np.float64]
+
+_KEPT = 256
+"""Steps whose losses stay on the devices, which need not wait for each of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTraining:
+    """One training on the server's data, as a job's table asks for it.
+
+    The options, `num_ranks` and `round_number` decide what comes out; the number of processes does not. With
+    `checkpoints`, a folder of this training alone, a `WarmStart` is saved there every `options.checkpoint_every` steps
+    and at its end, and goes on from what is found there. With `options.profile`, each process writes one trace into
+    `traces`. `note(done, total)` is called on each process after each step; what it raises ends the training there.
+    """
+
+    options: WarmStart | ServerStep
+    num_ranks: int
+    """The logical ranks, `pool.ranks` of the job."""
+    round_number: int = 0
+    """0 of a warm start; each round draws its examples anew."""
+    checkpoints: Path | None = None
+    traces: Path | None = None
+    note: Callable[[int, int], object] = lambda done, total: None
+
+    @property
+    def seed(self) -> int:
+        """Of all that is random."""
+        return int(np.random.SeedSequence([self.options.seed, self.round_number]).generate_state(1, np.uint64)[0])
+
+    def plan(self, num_examples: int, smallest: int) -> Plan:
+        """The examples of each step, for a dataset of so many; a batch has `smallest` or more."""
+        table = self.options
+        options = LocalOptions(
+            epochs=table.epochs if isinstance(table, WarmStart) else 1,
+            batch_size=self.num_ranks * table.batch_size,
+            accumulate=table.accumulate,
+            learning_rate=table.learning_rate,
+            max_grad_norm=table.max_grad_norm,
+            precision=table.precision,
+        )
+        plan = Plan(num_examples=num_examples, options=options, seed=self.seed, smallest=smallest)
+        if isinstance(table, WarmStart):
+            return plan
+        epochs = math.ceil(table.steps / plan.steps_per_epoch)
+        longer = msgspec.structs.replace(options, epochs=epochs)
+        return replace(plan, options=longer, fraction=table.steps / (epochs * plan.steps_per_epoch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of it: the mean loss of each step over its examples, before the weights were moved."""
+
+    losses: Losses
+    num_examples: int
+    """Of the dataset."""
+
+
+def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: ServerTraining) -> Trained | None:
+    """Trains the model in place on the trainer's data, by SGD or the trainer's optimizer.
+
+    Every rank of the pool calls it with the same arguments and `parameters` of the same values. The first
+    `work.num_ranks` of them train and end with the same model; the others have nothing to do and get None. An epoch is
+    a permutation of the data, cut into steps of `num_ranks * batch_size * accumulate` examples. Its last step has what
+    is left, spread over the ranks as evenly as possible, and is a mean over its examples like any other; with
+    BatchNorm, a last batch of fewer than two examples a rank is left out. What the trainer cannot do (its functions
+    raise, the model does not fit) is a `TrainingError` on all ranks alike; what fails within a step is raised where it
+    happens, and that process should end, since the others wait for it.
+    """
+    group = ranks.subgroup(work.num_ranks)
+    return None if group is None else Session(group, trainer, work).run(parameters)
+
+
+class Session:
+    """One training on this process, which is one of `ranks`."""
+
+    def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: ServerTraining) -> None:
+        """Raises `TrainingError` on all ranks alike."""
+        self.ranks, self._trainer, self._work = ranks, trainer, work
+        self.trainee, self.examples = agreed(ranks, self._made)
+        self.plan = work.plan(len(self.examples), self._spread(0).smallest_batch(self.trainee))
+
+    def parts(self) -> Iterator[list[Part]]:
+        """What this process will compute of each step."""
+        return self._spread(0).parts(self.plan)
+
+    def run(self, parameters: Parameters) -> Trained:
+        """Trains the model in place. Raises `TrainingError` where it does not fit."""
+        optimizer = agreed(self.ranks, lambda: self._begun(parameters))
+        progress = Progress(self.trainee.module, optimizer, self.plan.num_steps)
+        checkpoints = self._checkpoints()
+        if checkpoints is not None:
+            newest = checkpoints.newest()
+            agreed(self.ranks, lambda: checkpoints.restore(newest, progress))
+        rates, curve = Rates(optimizer), _Curve(self.ranks, progress)
+        stepper = Stepper(
+            self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
+        )
+        passes = self._spread(progress.done).over(self.trainee, stepper, self.plan, self.examples)
+        traces = self._work.traces if self._work.options.profile else None
+        with profiling.traced(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
+            self._set(rates, progress)
+            for scores in passes:
+                stepper.step()
+                curve.add(scores)
+                if checkpoints is not None and checkpoints.is_due(progress):
+                    curve.close()
+                    checkpoints.save(progress)
+                self._set(rates, progress)
+                trace()
+                self._work.note(progress.done, self.plan.num_steps)
+        curve.close()
+        self.trainee.save(parameters, Memory())
+        return Trained(losses=progress.losses, num_examples=len(self.examples))
+
+    def _made(self) -> tuple[Trainee, Examples]:
+        trainee = Trainee(self._trainer.learner, self.ranks.device, self._work.seed)
+        examples = examples_of(self._trainer.data, self.ranks.device)
+        self._spread(0).check(trainee, len(examples))
+        return trainee, examples
+
+    def _begun(self, parameters: Parameters) -> torch.optim.Optimizer:
+        """Gives the module the values of the model; the optimizer, as it begins."""
+        self.trainee.load(parameters, Memory())
+        table, trained = self._work.options, self.trainee.parameters().values()
+        if self._trainer.optimizer is not None:
+            return self._trainer.optimizer(trained, table)
+        return torch.optim.SGD(
+            trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
+        )
+
+    def _spread(self, begin: int) -> Spread:
+        return Spread(self.ranks, self._work.num_ranks, self._work.seed, begin)
+
+    def _checkpoints(self) -> Checkpoints | None:
+        table, folder = self._work.options, self._work.checkpoints
+        if folder is None or not isinstance(table, WarmStart):
+            return None
+        return Checkpoints(folder, table.checkpoint_every, self.ranks)
+
+    def _set(self, rates: Rates, progress: Progress) -> None:
+        table = self._work.options
+        rates.multiply(factor(table.scaling, self._work.num_ranks, table.warmup_steps, progress.done))
+
+
+class _Curve:
+    """The loss of each step; what the ranks have found stays where it was computed for a while."""
+
+    def __init__(self, ranks: Ranks, progress: Progress) -> None:
+        self._ranks, self._progress = ranks, progress
+        self._open: list[Scores] = []
+
+    def add(self, scores: Scores) -> None:
+        """Notes one more step."""
+        self._open.append(scores)
+        self._progress.done += 1
+        if len(self._open) == _KEPT:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the losses of all steps so far."""
+        mine = msgspec.msgpack.encode([scores.sums() for scores in self._open])
+        gathered = [msgspec.msgpack.decode(each, type=list[Sums]) for each in self._ranks.all_gather(mine)]
+        first = self._progress.done - len(self._open)
+        for step, parts in enumerate(zip(*gathered, strict=True), first):
+            self._progress.losses[step] = Sums.total(parts).means()["loss"]
+        self._open = []

@@ -1,0 +1,45 @@
+"""Local training (extra "torch"): what clients in the field and simulated ones do between two model versions.
+
+`train.py` is the loop. `options.py` says what a job's `[config]` means, `batches.py` which examples make a step, and
+`fedplat/aggregate/local.py` what an algorithm is.
+"""
+
+from __future__ import annotations
+
+from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, examples_of, examples_to_use
+from fedplat.pytorch.training.gradients import Alone, Passes
+from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, seeded
+from fedplat.pytorch.training.metrics import Scores, Sums
+from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.schedule import Indices, Plan, in_order
+from fedplat.pytorch.training.sgd import Sgd
+from fedplat.pytorch.training.stepper import MakeOptimizer
+from fedplat.pytorch.training.trainer import evaluate, scored, train
+from fedplat.pytorch.training.work import Training
+
+__all__ = [
+    "BATCH_NORM",
+    "Alone",
+    "DatasetExamples",
+    "Examples",
+    "Indices",
+    "Learner",
+    "LocalOptions",
+    "Loss",
+    "MakeOptimizer",
+    "Passes",
+    "Plan",
+    "Scores",
+    "Sgd",
+    "Sums",
+    "TensorExamples",
+    "Trainee",
+    "Training",
+    "evaluate",
+    "examples_of",
+    "examples_to_use",
+    "in_order",
+    "scored",
+    "seeded",
+    "train",
+]

@@ -1,0 +1,116 @@
+"""Local training that protects single examples: DP-SGD.
+
+Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv 1607.00133, Algorithm 1. A step draws each
+example with the same probability, sums their clipped gradients, adds noise, and divides by the number of examples that
+it expects, which does not depend on who was drawn. Whatever comes after the noise (momentum, weight decay, the pull of
+FedProx, the variates of SCAFFOLD and FedDyn, an optimizer of the user's own) is computed from noised gradients alone,
+and so costs nothing (Noble, Bellet and Dieuleveut 2022, arXiv 2111.09278, show it for SCAFFOLD).
+
+What is reported: the update, the number of steps, the noise and epsilon. No loss and no accuracy, which would tell of
+single examples, and the module's other values, such as counters, stay as they were given. The number of examples is
+reported as always; it is not protected.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedplat.privacy.steps import StepCharge
+from fedplat.pytorch import dp
+from fedplat.pytorch.training.learner import Trainee
+from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.schedule import Indices, Plan
+from fedplat.pytorch.training.stepper import Stepper
+from fedplat.pytorch.training.work import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonPlan:
+    """The steps of a private training: as many as of another one with these examples, each with draws of its own.
+
+    `noise` is the randomness.
+    """
+
+    plan: Plan
+    noise: dp.StepNoise
+
+    @property
+    def probability(self) -> float:
+        """That of each example to be in a step."""
+        return min(1.0, self.plan.step_size / self.plan.num_examples)
+
+    @property
+    def expected(self) -> float:
+        """Examples of a step, in the mean."""
+        return self.probability * self.plan.num_examples
+
+    def steps(self) -> Iterator[Indices]:
+        """The examples of each step; perhaps none."""
+        for _ in range(self.plan.num_steps):
+            yield self.noise.drawn(self.plan.num_examples, self.probability)
+
+    def charge(self, options: LocalOptions) -> StepCharge:
+        """What all steps cost."""
+        return StepCharge(options.dp_noise_multiplier, self.probability, self.plan.num_steps)
+
+
+def run(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Mapping[str, float], int]:
+    """All steps; the metrics, and the number of steps.
+
+    The ledger is charged before the first step. Raises `PrivacyLimitError` and `ModelError`; no step was made then.
+    """
+    dp.check(trainee.module)
+    plan = PoissonPlan(
+        plan=Plan(num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction),
+        noise=dp.noise_of(work.noise_seed),
+    )
+    ledger = work.ledger or dp.NotedLedger(work.memory)
+    options, planned, made = work.options, plan.charge(work.options), 0
+    module, kind = trainee.module.train(), options.dp
+    assert kind != "none"
+    with (
+        dp.clipping(module, trainee.learner.loss, kind, options.dp_max_grad_norm) as clipper,
+        _kept_values(module),
+    ):
+        ledger.charge(planned)
+        try:
+            for made in _steps(stepper, plan, work, clipper):
+                if not work.after_step(made, planned.num_steps):
+                    break
+        finally:
+            charges = ledger.settle(planned, made)
+    metrics = {
+        "epsilon": dp.epsilon(charges, options.dp_delta),
+        "noise_multiplier": options.dp_noise_multiplier,
+        "private_steps": float(sum(each.num_steps for each in charges)),
+    }
+    return metrics, made
+
+
+def _steps(stepper: Stepper, plan: PoissonPlan, work: Training, clipper: dp.Clipper) -> Iterator[int]:
+    """Makes the steps; after each, how many there were."""
+    deviation = work.options.dp_noise_multiplier * work.options.dp_max_grad_norm
+    steps, ahead = itertools.tee(plan.steps())
+    batches = work.examples.batches(itertools.chain.from_iterable(map(plan.plan.batches_of, ahead)))
+    for number, step in enumerate(steps, 1):
+        for _ in plan.plan.batches_of(step):
+            clipper.add(*next(batches))
+        stepper.give([plan.noise.added(total, deviation) / plan.expected for total in clipper.take()])
+        stepper.step()
+        yield number
+
+
+@contextmanager
+def _kept_values(module: nn.Module) -> Generator[None]:
+    """Within it what is not trained may change; afterwards it is as it was, since nobody has added noise to it."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)

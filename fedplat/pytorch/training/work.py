@@ -1,0 +1,43 @@
+"""The record of one local training, which plain and private training share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fedplat.client_state import Memory
+from fedplat.privacy.steps import StepLedger
+from fedplat.pytorch.training.examples import Examples
+from fedplat.pytorch.training.gradients import Alone, Passes
+from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.stepper import MakeOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One local training: the work of one client in one round.
+
+    `seed` seeds all randomness but that of DP-SGD. `fraction` is the part of the steps that the client has time for.
+    `after_step(done, total)` is called after each step; the training ends when it returns False. `make_optimizer`
+    replaces SGD. `passes` computes the gradients of the steps.
+
+    With DP-SGD, `ledger` counts the privacy loss, by default in `memory`, and `noise_seed` seeds the draws and the
+    noise. It is None except in simulations: with the seed, the noise can be subtracted again.
+    """
+
+    examples: Examples
+    options: LocalOptions
+    seed: int
+    round_number: int = 1
+    fraction: float = 1.0
+    memory: Memory = field(default_factory=Memory)
+    after_step: Callable[[int, int], bool] = lambda done, total: True
+    make_optimizer: MakeOptimizer | None = None
+    passes: Passes = field(default_factory=Alone)
+    ledger: StepLedger | None = None
+    noise_seed: int | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the round."""
+        return self.options.rate(self.round_number)

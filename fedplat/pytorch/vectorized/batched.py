@@ -1,0 +1,213 @@
+"""Local training of many clients at once: the first step of all, then the second of all, and so on.
+
+Clients are sorted by their number of steps, so that those who still train are always the first rows; a short last batch
+is padded, and the padding masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedplat.model import Parameters
+from fedplat.pytorch.training.learner import Trainee
+from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.schedule import Indices, Plan
+from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.vectorized import foreach
+from fedplat.pytorch.vectorized.client_algorithm import Start
+from fedplat.pytorch.vectorized.examples import PartExamples
+from fedplat.pytorch.vectorized.foreach import Tensors
+from fedplat.pytorch.vectorized.layout import Base, Layout, UnsuitableError
+from fedplat.pytorch.vectorized.sgd import Descent
+from fedplat.pytorch.vectorized.vmap_gradients import Stack, StackedGradients
+
+_CACHED = 1 << 21
+"""Weights that are trained at once on a CPU: 8 MiB, which stay in its cache together with their gradients."""
+_GPU_SHARE = 1 / 12
+"""Part of a GPU's free memory for the weights; as much again for gradients, momentum, and what autograd keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One client: its place among the works given, and the examples of each step's batches."""
+
+    place: int
+    work: Training
+    steps: list[list[Indices]]
+    first_of_last_epoch: int
+
+
+class CohortTrainer:
+    """Trains clients of one model version together.
+
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, modules with BatchNorm or
+    other values that change in training, modules that draw random numbers, losses that are no mean over examples.
+    """
+
+    def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
+        if options.precision != "fp32":
+            raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
+        if options.is_private:
+            raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
+        if trainee.has_batch_norm:
+            raise UnsuitableError("BatchNorm keeps means of all batches that it has seen, and a batch here is padded")
+        self.layout = Layout(trainee)
+        if personal := sorted(trainee.personal & set(self.layout.state_names)):
+            raise UnsuitableError(f"{personal[0]!r} is personal, and is not trained")
+        self._trainee, self._options = trainee, options
+        self._half = options.client_half()
+        self._gradients: StackedGradients | None = None
+        self._weights = torch.empty(0, self.layout.size, device=trainee.device)
+
+    def base(self, parameters: Parameters) -> Base:
+        """A model as `train` takes it; it has to fit the module."""
+        return self.layout.base(parameters, self._half.needs_control)
+
+    def at_once(self) -> int:
+        """Clients that are best trained at the same time."""
+        if self._trainee.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._trainee.device)
+            return max(1, int(free * _GPU_SHARE) // (4 * self.layout.size))
+        return max(1, _CACHED // self.layout.size)
+
+    def train(self, base: Base, works: Sequence[Training]) -> list[tuple[Parameters, dict[str, float]]]:
+        """The update and the metrics of each client; their memories are written to."""
+        befores = [self._before(base, work) for work in works]
+        rows = sorted((self._row(place, work) for place, work in enumerate(works)), key=lambda row: -len(row.steps))
+        weights = self._load(base, rows)
+        starts = [Start(self.layout, self._options, base, row.work.memory) for row in rows]
+        descent = Descent(self.layout, self._options, works[0].learning_rate, weights)
+        drift = self._drift(starts)
+        descent.correct(starts[0].correction.pull, base.weights.to(weights.device), drift)
+        scores = self._run(base, descent, weights, rows)
+        results: list[tuple[Parameters, dict[str, float]]] = [(base.parameters, {})] * len(works)
+        for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
+            update = self.layout.update(base, trained, {})
+            ended = start.end(trained, len(row.steps), row.work, update)
+            self.layout.save(trained, {}, row.work.memory)
+            results[row.place] = update, {**score, **befores[row.place], **ended}
+        return results
+
+    def _before(self, base: Base, work: Training) -> dict[str, float]:
+        if not self._options.measure_before:
+            return {}
+        found = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
+        return {"loss_before": found["loss"]}
+
+    def _row(self, place: int, work: Training) -> _Row:
+        plan = Plan(num_examples=len(work.examples), options=self._options, seed=work.seed, fraction=work.fraction)
+        steps = [plan.batches_of(step) for step in plan.steps()]
+        return _Row(place, work, steps, (len(steps) - 1) // plan.steps_per_epoch * plan.steps_per_epoch)
+
+    def _load(self, base: Base, rows: Sequence[_Row]) -> torch.Tensor:
+        """The clients' weights, always in the same memory: what was recorded for it can be run again."""
+        if len(rows) > len(self._weights):
+            self._weights = torch.empty(len(rows), self.layout.size, device=self._trainee.device)
+            self._gradients = None
+        weights = self._weights[: len(rows)]
+        weights[:, : self.layout.num_shared] = base.weights.to(weights.device)
+        for row, own in zip(rows, weights, strict=True):
+            self.layout.load_personal(own, row.work.memory)
+        return weights
+
+    def _drift(self, starts: Sequence[Start]) -> torch.Tensor | None:
+        drifts = [start.drift for start in starts]
+        if all(drift is None for drift in drifts):
+            return None
+        none = torch.zeros(self.layout.num_shared)
+        return torch.stack([none if drift is None else drift for drift in drifts]).to(self._trainee.device)
+
+    def _run(self, base: Base, descent: Descent, weights: torch.Tensor, rows: Sequence[_Row]) -> list[dict[str, float]]:
+        if self._gradients is None:
+            state = {name: value.to(weights.device) for name, value in base.state.items()}
+            learner = self._trainee.learner
+            self._gradients = StackedGradients(self._trainee.module, learner.loss, self.layout.names, state)
+        self._trainee.module.train()
+        scores = _StackedScores(len(rows), weights.device)
+        number = 0
+        while active := [row for row in rows if len(row.steps) > number]:
+            views = self.layout.views(weights[: len(active)])
+            descent.step(views, self._step(number, active, views, scores))
+            number += 1
+        return scores.means()
+
+    def _step(self, number: int, active: Sequence[_Row], views: list[torch.Tensor], scores: _StackedScores) -> Tensors:
+        """The gradients of one step of all clients that are still in training."""
+        assert self._gradients is not None
+        batches = [row.steps[number] for row in active]
+        totals = np.array([sum(map(len, each)) for each in batches])
+        in_last_epoch = np.array([number >= row.first_of_last_epoch for row in active])
+        gradients: Tensors = ()
+        for turn in range(max(map(len, batches))):
+            chosen = [each[turn] if turn < len(each) else each[0][:0] for each in batches]
+            sizes = np.array([len(indices) for indices in chosen])
+            stack = self._stack(active, chosen, sizes)
+            found = self._gradients(views, stack)
+            scores.add(found.losses, found.outputs, stack.targets, sizes * in_last_epoch)
+            if (sizes == totals).all():
+                return found.gradients
+            shares = torch.from_numpy((sizes / totals).astype(np.float32)).to(stack.inputs.device)
+            scaled = [each * shares.view(-1, *[1] * (each.ndim - 1)) for each in found.gradients]
+            gradients = foreach.total(gradients, scaled) if gradients else scaled
+        return gradients
+
+    def _stack(self, rows: Sequence[_Row], chosen: Sequence[Indices], sizes: npt.NDArray[np.int64]) -> Stack:
+        """One batch of each client, padded to the longest with its client's first example."""
+        longest = int(sizes.max())
+        is_full = bool((sizes == longest).all())
+        table = np.empty((len(rows), longest), np.int64)
+        for line, row, indices in zip(table, rows, chosen, strict=True):
+            examples = _examples(row.work)
+            line[: len(indices)] = examples.part[indices]
+            line[len(indices) :] = examples.part[0]
+        examples = _examples(rows[0].work)
+        places = torch.from_numpy(table.reshape(-1)).to(examples.inputs.device)
+        inputs = examples.inputs.index_select(0, places).unflatten(0, table.shape)
+        targets = examples.targets.index_select(0, places).unflatten(0, table.shape)
+        return Stack(inputs, targets, None if is_full else torch.from_numpy(sizes).to(inputs.device))
+
+
+class _StackedScores:
+    """Sums over each client's last epoch, on the device until they are read."""
+
+    def __init__(self, num_clients: int, device: torch.device) -> None:
+        self._losses = torch.zeros(num_clients, dtype=torch.float64, device=device)
+        self._hits = torch.zeros(num_clients, dtype=torch.int64, device=device)
+        self._num_examples = np.zeros(num_clients, np.int64)
+        self._answers_each = 0
+
+    def add(
+        self, losses: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor, sizes: npt.NDArray[np.int64]
+    ) -> None:
+        """Adds batches of the first clients, with as many examples as they count for."""
+        if not sizes.any():
+            return
+        count = len(losses)
+        self._num_examples[:count] += sizes
+        counted = torch.from_numpy(sizes).to(losses.device)
+        self._losses[:count] += losses * counted
+        if outputs.ndim == targets.ndim + 1 and not targets.is_floating_point():
+            there = torch.arange(targets.shape[1], device=counted.device) < counted.unsqueeze(1)
+            hits = (outputs.argmax(2) == targets).reshape(*targets.shape[:2], -1).sum(2)
+            self._hits[:count] += (hits * there).sum(1)
+            self._answers_each = targets[0, 0].numel()
+
+    def means(self) -> list[dict[str, float]]:
+        """For each client `loss`, and `accuracy` where there are classes."""
+        losses, hits = self._losses.tolist(), self._hits.tolist()
+        found = [{"loss": loss / size} for loss, size in zip(losses, self._num_examples.tolist(), strict=True)]
+        if self._answers_each:
+            for each, hit, size in zip(found, hits, self._num_examples.tolist(), strict=True):
+                each["accuracy"] = hit / (size * self._answers_each)
+        return found
+
+
+def _examples(work: Training) -> PartExamples:
+    assert isinstance(work.examples, PartExamples)
+    return work.examples

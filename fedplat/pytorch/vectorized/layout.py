@@ -1,0 +1,166 @@
+"""Where a module's parameters lie in one flat vector, and that vector's way from and to the job's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import torch
+
+from fedplat.aggregate.local import CONTROL
+from fedplat.client_state import Memory
+from fedplat.model import FLOATING, Bytes, Parameters, Schema
+from fedplat.pytorch import convert as backend
+from fedplat.pytorch.training.learner import Trainee
+
+_NOTE = "personal"
+
+
+class UnsuitableError(Exception):
+    """This module cannot be trained on flat vectors; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A model as training begins with it; shared by all clients and never changed.
+
+    `weights` are the shared trainable parameters, `control` their control variates in the same order (empty if the
+    model has none), `state` all else that the module has: buffers, and parameters that are not trained.
+    """
+
+    parameters: Parameters
+    weights: torch.Tensor
+    control: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Entries [start, stop) of the vector, which lie at `offset` (in bytes) of the model's buffer without gaps."""
+
+    offset: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """Trainable parameters one after the other: first the shared ones, then those that stay with the client.
+
+    Raises `UnsuitableError` for parameters that are not of type float32, or that a module has by two names.
+    """
+
+    def __init__(self, trainee: Trainee) -> None:
+        trained, state = trainee.parameters(), trainee.module.state_dict()
+        _check(trained, state)
+        self.shared_names = [name for name in trained if name not in trainee.personal]
+        self.num_shared = sum(trained[name].numel() for name in self.shared_names)
+        self.names = [*self.shared_names, *(name for name in trained if name in trainee.personal)]
+        self.shapes = [tuple(trained[name].shape) for name in self.names]
+        self.sizes = [prod(shape) for shape in self.shapes]
+        self.size = sum(self.sizes)
+        self.state_names = [name for name in state if name not in trained]
+        self.personal = trainee.personal
+        self._first = {name: state[name].detach().clone() for name in trainee.personal}
+        self._runs: dict[int, list[_Run]] = {}
+
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in vectors [..., size], each [..., *shape]; without the personal ones if it is that short."""
+        num_names = len(self.names) if vector.shape[-1] == self.size else len(self.shared_names)
+        parts = vector.split(self.sizes[:num_names], dim=-1)
+        return [part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=False)]
+
+    def named(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same by their names."""
+        return dict(zip(self.names, self.views(vector), strict=False))
+
+    def base(self, parameters: Parameters, with_control: bool) -> Base:
+        """A model as vectors."""
+        weights = torch.empty(self.num_shared)
+        for run in self._runs_of(parameters.schema):
+            weights[run.start : run.stop] = _floats(parameters, run)
+        tensors = backend.to_torch(parameters)
+        state = {name: tensors[name].clone() for name in self.state_names if name not in self.personal}
+        control = torch.empty(0)
+        if with_control:
+            control = torch.cat([tensors[CONTROL + name].reshape(-1) for name in self.shared_names])
+        return Base(parameters, weights, control, state)
+
+    def load_personal(self, weights: torch.Tensor, memory: Memory) -> dict[str, torch.Tensor]:
+        """Gives a client's weights its personal values, and returns all of them: at first the module's initial ones."""
+        if not self.personal:
+            return {}
+        note = memory.get(_NOTE)
+        own = self._first if note is None else backend.to_torch(note)
+        for name, view in self.named(weights).items():
+            if name in own:
+                view.copy_(own[name])
+        return own
+
+    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: Memory) -> None:
+        """Notes a client's personal values, which are among its weights and its state."""
+        if self.personal:
+            values = {**self.named(weights), **state}
+            memory.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
+
+    def update(
+        self, base: Base, weights: torch.Tensor, state: Mapping[str, torch.Tensor], buffer: Bytes | None = None
+    ) -> Parameters:
+        """What a client reports that trained to these weights; `state` are the other values that it has then.
+
+        Floating-point entries are differences, others are taken as they are. It lies in `buffer` if there is one.
+        """
+        update = Parameters(base.parameters.schema, np.empty_like(base.parameters.buffer) if buffer is None else buffer)
+        runs = self._runs_of(update.schema)
+        if 4 * self.num_shared != len(update.buffer):
+            update.buffer.fill(0)
+        for run in runs:
+            torch.sub(weights[run.start : run.stop], base.weights[run.start : run.stop], out=_floats(update, run))
+        for spec in update.schema.tensors:
+            if spec.name in state:
+                trained = backend.to_arrays({spec.name: state[spec.name]})[spec.name]
+                update[spec.name] = trained - base.parameters[spec.name] if spec.dtype in FLOATING else trained
+        return update
+
+    def _runs_of(self, schema: Schema) -> list[_Run]:
+        """Where the shared weights lie in a model; nearly always one run, so that a copy is one call."""
+        if id(schema) not in self._runs:
+            self._runs = {id(schema): list(self._find(schema))}
+            self._schema = schema  # kept, so that no other one gets its id
+        return self._runs[id(schema)]
+
+    def _find(self, schema: Schema) -> Iterator[_Run]:
+        offsets = {spec.name: offset for spec, offset in zip(schema.tensors, schema.offsets, strict=True)}
+        ends = np.cumsum([0, *self.sizes]).tolist()
+        spans = zip(self.shared_names, pairwise(ends), strict=False)
+        pieces = [_Run(offsets[name], *span) for name, span in spans]
+        open_run = pieces[0] if pieces else None
+        for piece in pieces[1:]:
+            assert open_run is not None
+            if piece.offset == open_run.offset + 4 * (open_run.stop - open_run.start):
+                open_run = _Run(open_run.offset, open_run.start, piece.stop)
+            else:
+                yield open_run
+                open_run = piece
+        if open_run is not None:
+            yield open_run
+
+
+def _check(trained: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in trained.items():
+        if parameter.dtype != torch.float32:
+            raise UnsuitableError(f"parameter {name!r} is {parameter.dtype}; expected float32")
+    places = {parameter.data_ptr(): name for name, parameter in trained.items() if parameter.numel()}
+    for name, value in state.items():
+        if (first := places.get(value.data_ptr(), name)) != name:
+            raise UnsuitableError(f"parameter {first!r} is {name!r} too; expected one name for each")
+    if not trained:
+        raise UnsuitableError("the module has no parameters that are trained")
+
+
+def _floats(parameters: Parameters, run: _Run) -> torch.Tensor:
+    values = parameters.buffer[run.offset : run.offset + 4 * (run.stop - run.start)].view(np.float32)
+    # torch warns of arrays that cannot be written to, even if nobody writes.
+    return torch.frombuffer(values, dtype=torch.float32) if values.flags.writeable else torch.tensor(values)

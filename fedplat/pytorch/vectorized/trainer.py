@@ -1,0 +1,106 @@
+"""One client's local training on flat vectors."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from fedplat.client_state import Memory
+from fedplat.model import Bytes, Parameters
+from fedplat.pytorch.training.learner import Trainee, seeded
+from fedplat.pytorch.training.options import LocalOptions
+from fedplat.pytorch.training.schedule import Plan
+from fedplat.pytorch.training.trainer import evaluate
+from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.vectorized import foreach
+from fedplat.pytorch.vectorized.client_algorithm import Start
+from fedplat.pytorch.vectorized.foreach import Tensors
+from fedplat.pytorch.vectorized.gradients import Gradients
+from fedplat.pytorch.vectorized.layout import Base, Layout, UnsuitableError
+from fedplat.pytorch.vectorized.scores import LateScores
+from fedplat.pytorch.vectorized.sgd import Descent
+
+
+class FlatTrainer:
+    """Trains one client after the other with a module that was made once.
+
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that `Layout` or
+    `Gradients` refuses.
+    """
+
+    def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
+        if options.precision != "fp32":
+            raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
+        if options.is_private:
+            raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
+        self.layout = Layout(trainee)
+        self._trainee, self._options = trainee, options
+        self._needs_control = options.client_half().needs_control
+        names = [*self.layout.names, *self.layout.state_names]
+        self._gradients = Gradients(trainee.module, trainee.learner.loss, names, len(self.layout.names))
+        self._weights = torch.zeros(self.layout.size)
+        self._views = self.layout.views(self._weights)
+
+    def base(self, parameters: Parameters) -> Base:
+        """A model as `train` takes it; it has to fit the module."""
+        return self.layout.base(parameters, self._needs_control)
+
+    def train(self, base: Base, work: Training, buffer: Bytes | None = None) -> tuple[Parameters, dict[str, float]]:
+        """The update and the metrics of one client; its memory is written to. `buffer` is memory for the update."""
+        metrics: dict[str, float] = {}
+        if self._options.measure_before:
+            before = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
+            metrics["loss_before"] = before["loss"]
+        state = self._load(base, work.memory)
+        start = Start(self.layout, self._options, base, work.memory)
+        descent = Descent(self.layout, self._options, work.learning_rate, self._weights)
+        descent.correct(start.correction.pull, base.weights, start.drift)
+        scores, num_steps = self._run(descent, list(state.values()), work)
+        update = self.layout.update(base, self._weights, state, buffer)
+        metrics |= start.end(self._weights, num_steps, work, update)
+        self.layout.save(self._weights, state, work.memory)
+        return update, {**scores.means(), **metrics}
+
+    def _load(self, base: Base, memory: Memory) -> dict[str, torch.Tensor]:
+        """Gives the weights the values that training begins with; returns the module's other values."""
+        self._weights[: self.layout.num_shared].copy_(base.weights)
+        state = {**base.state, **self.layout.load_personal(self._weights, memory)}
+        return {name: state[name].clone() for name in self.layout.state_names}
+
+    def _run(self, descent: Descent, state: Tensors, work: Training) -> tuple[LateScores, int]:
+        plan = Plan(
+            num_examples=len(work.examples),
+            options=work.options,
+            seed=work.seed,
+            fraction=work.fraction,
+            smallest=self._trainee.smallest_batch,
+        )
+        steps = [plan.batches_of(step) for step in plan.steps()]
+        batches = work.examples.batches(batch for step in steps for batch in step)
+        tensors = [*self._views, *state]
+        if not self._trainee.module.training:  # an evaluation came between; asking all parts each time takes long
+            self._trainee.module.train()
+        scores = LateScores()
+        randomness = seeded(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
+        with randomness, torch.no_grad():
+            for number, step in enumerate(steps):
+                if number % plan.steps_per_epoch == 0:
+                    scores = LateScores()
+                gradients: Tensors = ()
+                num_examples = sum(len(batch) for batch in step)
+                for batch in step:
+                    inputs, targets = next(batches)
+                    found = self._gradients(tensors, inputs, targets)
+                    scores.add(found.loss, found.outputs, targets)
+                    gradients = added(gradients, found.gradients, len(batch) / num_examples)
+                descent.step(self._views, gradients)
+        return scores, plan.num_steps
+
+
+def added(gradients: Tensors, found: Tensors, share: float) -> Tensors:
+    """The gradients of a step so far, with those of one more batch, which is a share of the step's examples."""
+    if share == 1.0:
+        return found
+    scaled = foreach.scaled(found, share)
+    return foreach.total(gradients, scaled) if gradients else scaled

@@ -1,0 +1,193 @@
+"""The gradients of many clients' batches at once, each at its own weights, by `torch.func.vmap`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedplat.pytorch.training.learner import Loss
+from fedplat.pytorch.vectorized.cuda_graphs import graphed
+from fedplat.pytorch.vectorized.foreach import Tensors
+from fedplat.pytorch.vectorized.gradients import OFTEN, Computation, recorded
+from fedplat.pytorch.vectorized.layout import UnsuitableError
+
+_TRIALS = 2
+"""Runs of each way to compute convolutions, before one is chosen."""
+
+
+class Stack(NamedTuple):
+    """One batch for each client: inputs [clients, batch, ...], targets, and how many examples of each are there.
+
+    The rest is padding. `sizes` is None where there is none.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    sizes: torch.Tensor | None
+
+
+class Found(NamedTuple):
+    """What a stack of batches gave: for each client its gradients, the loss and the outputs."""
+
+    gradients: Tensors
+    losses: torch.Tensor
+    outputs: torch.Tensor
+
+
+class StackedGradients:
+    """Computes gradients of a module in training, for stacked weights. It must not change itself, nor be random."""
+
+    def __init__(self, module: nn.Module, loss: Loss, names: Sequence[str], state: Mapping[str, torch.Tensor]) -> None:
+        """`names` are those of the parameters that are trained, `state` is all else that the module has."""
+        self._module, self._loss, self._names, self._state = module, loss, list(names), dict(state)
+        self._has_convolutions = any(isinstance(part, nn.Conv2d) for part in module.modules())
+        self._unfolds: dict[tuple[object, ...], bool] = {}
+        self._computations: dict[tuple[object, ...], Computation] = {}
+        self._times: dict[tuple[object, ...], int] = {}
+        self._is_mean = False
+
+    def __call__(self, parameters: Sequence[torch.Tensor], stack: Stack) -> Found:
+        """Gradients of the clients' losses. Raises `UnsuitableError` for what `vmap` cannot do."""
+        tensors = (*parameters, *(part for part in stack if part is not None))
+        key = (stack.inputs.shape, stack.targets.shape, stack.sizes is None)
+        with torch.no_grad():
+            computation = self._computations.get(key)
+            if computation is None:
+                computation = self._choose(key, tensors, stack)
+            try:
+                *gradients, losses, outputs = computation(*tensors)
+            except RuntimeError as exc:
+                raise UnsuitableError(f"vmap cannot do it: {str(exc).splitlines()[0]}") from exc
+        return Found(gradients, losses, outputs)
+
+    def _choose(self, key: tuple[object, ...], tensors: Tensors, stack: Stack) -> Computation:
+        self._times[key] = times = self._times.get(key, 0) + 1
+        if stack.sizes is not None and not self._is_mean:
+            self._check_mean(tensors, stack)
+        computation = self._computation(self._is_better_unfolded(key, tensors))
+        if times < OFTEN:
+            return computation
+        recording = recorded(computation, tensors)
+        self._computations[key] = computation if recording is None else graphed(recording.forward, tensors)
+        return self._computations[key]
+
+    def _computation(self, unfold: bool) -> Computation:
+        count = len(self._names)
+
+        def loss_of(
+            parameters: list[torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor, *size: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            named = {**dict(zip(self._names, parameters, strict=True)), **self._state}
+            with _UnfoldedConvolutions() if unfold else nullcontext():
+                outputs = functional_call(self._module, named, (inputs,))
+            if not size:
+                return self._loss(outputs, targets), outputs
+            return _masked(self._each(outputs, targets), size[0]), outputs
+
+        def compute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            batched = vmap(grad_and_value(loss_of, has_aux=True), randomness="error")
+            gradients, (losses, outputs) = batched(list(tensors[:count]), *tensors[count:])
+            return (*gradients, losses, outputs)
+
+        return compute
+
+    def _each(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of each example."""
+
+        def of_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self._loss(output.unsqueeze(0), target.unsqueeze(0))
+
+        return vmap(of_one)(outputs, targets)
+
+    def _check_mean(self, tensors: Tensors, stack: Stack) -> None:
+        """Padding is left out of the mean over a batch, so the loss has to be one."""
+        assert stack.sizes is not None
+        size, parameters = int(stack.sizes[0]), [tensor[0] for tensor in tensors[: len(self._names)]]
+        named = {**dict(zip(self._names, parameters, strict=True)), **self._state}
+        outputs, targets = functional_call(self._module, named, (stack.inputs[0, :size],)), stack.targets[0, :size]
+        whole, mean = self._loss(outputs, targets), self._each(outputs, targets).mean()
+        if not torch.allclose(whole, mean, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise UnsuitableError("the loss is no mean over examples, and so has no value for a padded batch")
+        self._is_mean = size > 1
+
+    def _is_better_unfolded(self, key: tuple[object, ...], tensors: Tensors) -> bool:
+        """Whether convolutions are faster as products of matrices than in groups; measured once for each shape."""
+        if not self._has_convolutions:
+            return False
+        if key not in self._unfolds:
+            seconds = {unfold: _seconds(self._computation(unfold), tensors) for unfold in (False, True)}
+            self._unfolds[key] = seconds[True] < seconds[False]
+        return self._unfolds[key]
+
+
+class _UnfoldedConvolutions(TorchFunctionMode):
+    """Within it, a two-dimensional convolution is one product of matrices for each client."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.conv2d:
+            return _unfolded(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _unfolded(  # noqa: PLR0913 -- the parameters of `torch.conv2d`
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> torch.Tensor:
+    if groups != 1 or isinstance(padding, str):
+        return torch.conv2d(inputs, weight, bias, stride, padding, dilation, groups)
+    columns = functional.unfold(inputs, weight.shape[2:], dilation, padding, stride)  # [batch, entries, places]
+    batch, entries, places = columns.shape
+    product = weight.reshape(len(weight), entries) @ columns.transpose(0, 1).reshape(entries, batch * places)
+    if bias is not None:
+        product = product + bias.unsqueeze(1)
+    height, width = _sides(inputs.shape[2:], weight.shape[2:], _pair(stride), _pair(padding), _pair(dilation))
+    return product.reshape(len(weight), batch, height, width).transpose(0, 1)
+
+
+def _sides(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    numbers = zip(size, kernel, stride, padding, dilation, strict=True)
+    return [(side + 2 * pad - step * (width - 1) - 1) // jump + 1 for side, width, jump, pad, step in numbers]
+
+
+def _pair(value: Any) -> Sequence[int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _masked(losses: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """The mean of the first losses; 0 of none."""
+    there = torch.arange(len(losses), device=losses.device) < size
+    return (losses * there).sum() / size.clamp(min=1)
+
+
+def _seconds(computation: Computation, tensors: Tensors) -> float:
+    best = float("inf")
+    for _ in range(1 + _TRIALS):
+        if tensors[0].is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        computation(*tensors)
+        if tensors[0].is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,167 @@
+"""How long a client takes for what it is assigned, and how that ends: the model of a device at work.
+
+A task is a download (model bytes / bandwidth + latency), local training (examples x epochs / speed, times the noise),
+and an upload (update bytes / bandwidth + latency). An update of at most 256 KiB travels with its report, as the SDK
+sends it; before a larger one the client says that it begins to upload.
+
+Everything random is drawn from the client's number and how many assignments it had before, so that it depends neither
+on the order of events nor on the computer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.rounds import AssignmentId, AttemptKey
+from fedplat.rounds.commands import Assign
+from fedplat.rounds.states import AttemptKind
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.availability import Clients
+from fedplat.simulation.clients.distributions import Floats, hashed, hashed_normal
+from fedplat.simulation.engines.interface import Work
+from fedplat.wire import INLINE_BYTES
+
+_OUTCOME, _MOMENT, _NOISE, _STRAGGLES, _PART = range(5)
+SHORTEST_S = 1e-6
+SPARE = 0.01
+"""The part of its time that a client which sends partial work keeps for what it did not foresee."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Task:
+    """One client at work on one assignment; `number` counts its assignments from 1 on.
+
+    It reports at `report_at`, unless it gives up at `fails_at` or is gone from `gone_at` on (both infinite: never).
+    `begins_upload_at` is infinite where the update travels with the report. `in_time`: it will report before its
+    deadlines. `work` is what an engine is asked for, once it is.
+    """
+
+    client_id: str
+    key: AttemptKey
+    kind: AttemptKind
+    version: int
+    client: int
+    number: int
+    examples: float
+    begins_upload_at: float
+    report_at: float
+    fails_at: float
+    gone_at: float
+    returns_at: float
+    in_time: bool
+    fraction: float
+    work: Work | None = None
+    is_over: bool = False
+
+    @property
+    def id(self) -> AssignmentId:
+        """The name of the assignment, and of its update."""
+        return AssignmentId(self.key, self.client_id)
+
+
+class Sizes(NamedTuple):
+    """What travels, in bytes. `step`: of the encoded step from the version before, if the job has a downlink."""
+
+    model: float
+    update: float
+    step: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a job asks of each client; `partial` if a report with a part of the local steps counts."""
+
+    epochs: float
+    partial: bool
+
+
+class Planner:
+    """Works out how the assignments of a moment will go, all at once."""
+
+    def __init__(self, fleet: Fleet, load: Load, seed: int) -> None:
+        self._fleet, self._load, self._seed = fleet, load, seed
+        self._holds = np.full(fleet.num_clients, -1, np.int32)
+        self._numbers: npt.NDArray[np.int64] = np.zeros(fleet.num_clients, np.int64)
+
+    def plan(self, assigns: Sequence[Assign], now: float, until: Floats, sizes: Sizes) -> tuple[list[Task], Floats]:
+        """The tasks of these assignments, in order, and what each downloads; `until`: how long each client is there."""
+        clients = np.array([int(command.client_id) for command in assigns])
+        self._numbers[clients] += 1
+        numbers = self._numbers[clients]
+        trains = np.array([command.kind is AttemptKind.TRAIN for command in assigns])
+        timeout_s = np.array([command.training_timeout_s for command in assigns])
+        upload_timeout_s = np.array([command.upload_timeout_s for command in assigns])
+        bytes_down = self._to_download(clients, np.array([command.base_version for command in assigns]), sizes)
+        download_s = self._fleet.latency_s[clients] + bytes_down / self._fleet.download[clients]
+        update_bytes = np.where(trains, sizes.update, 0.0)
+        upload_s = self._fleet.latency_s[clients] + update_bytes / self._fleet.upload[clients]
+        inline = update_bytes <= INLINE_BYTES
+        room_s = np.maximum(timeout_s * (1.0 - SPARE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
+        examples = self._examples(clients, trains)
+        work_s = self._work_s(clients, numbers, trains, examples, room_s)
+        fraction = np.ones(len(clients))
+        if self._load.partial:
+            short = trains & (work_s > room_s)
+            fraction[short] = room_s[short] / work_s[short]
+            work_s = np.where(short, room_s, work_s)
+        trained_at = now + download_s + work_s
+        report_at = trained_at + upload_s
+        fails_at, gone_at, returns_at = self._ends(clients, numbers, now, report_at, until)
+        in_time = (report_at < fails_at) & (report_at < gone_at) & (fraction > 0.0)
+        on_time = (trained_at < now + timeout_s) & (upload_s < upload_timeout_s)
+        in_time &= np.where(inline, report_at < now + timeout_s, on_time)
+        begins_upload_at = np.where(inline, np.inf, trained_at)
+        moments = (begins_upload_at, report_at, fails_at, gone_at, returns_at)
+        columns = (clients, numbers, examples, *moments, in_time, fraction)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        tasks = [
+            Task(command.client_id, command.key, command.kind, command.base_version, *row)
+            for command, row in zip(assigns, rows, strict=True)
+        ]
+        return tasks, bytes_down
+
+    def _to_download(self, clients: Clients, versions: Clients, sizes: Sizes) -> Floats:
+        """Nothing if the client has that version, the step if it has the one before."""
+        behind = versions - self._holds[clients]
+        self._holds[clients] = versions
+        step = sizes.model if sizes.step is None else sizes.step
+        return np.where(behind == 0, 0.0, np.where(behind == 1, step, sizes.model))
+
+    def _examples(self, clients: Clients, trains: npt.NDArray[np.bool_]) -> Floats:
+        """How many each has for what it is assigned."""
+        examples, held_out = self._fleet.examples[clients], self._fleet.held_out[clients]
+        return np.where(trains | (held_out == 0.0), examples, held_out)
+
+    def _work_s(
+        self, clients: Clients, numbers: Clients, trains: npt.NDArray[np.bool_], examples: Floats, room_s: Floats
+    ) -> Floats:
+        """How long the local steps take; a straggler's time is enough for a part of them only."""
+        fleet, options = self._fleet, self._fleet.options
+        work_s = np.where(trains, self._load.epochs, 1.0) * examples / fleet.speed[clients]
+        if options.noise:
+            work_s *= np.exp(options.noise * hashed_normal(self._seed, clients, numbers, _NOISE))
+        if options.stragglers:
+            slow = trains & (hashed(self._seed, clients, numbers, _STRAGGLES) < options.stragglers)
+            part = 1.0 - hashed(self._seed, clients, numbers, _PART)  # above 0, at most 1
+            # Slower by so much that its time would just do for that part.
+            work_s = np.where(slow, np.maximum(room_s, SHORTEST_S) / part, work_s)
+        return work_s
+
+    def _ends(
+        self, clients: Clients, numbers: Clients, now: float, report_at: Floats, until: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """When clients give up, when they are gone, and when they are back after that."""
+        options = self._fleet.options
+        outcome = hashed(self._seed, clients, numbers, _OUTCOME)
+        moment = now + (report_at - now) * hashed(self._seed, clients, numbers, _MOMENT)
+        fails = outcome < options.fails
+        vanishes = ~fails & (outcome < options.fails + options.vanishes)
+        fails_at = np.where(fails & (moment < until), moment, np.inf)
+        gone_at = np.where(vanishes & (moment < until), moment, until)
+        returns_at = np.where(vanishes & (moment < until), moment + options.away_s, until)
+        return fails_at, gone_at, returns_at

@@ -1,0 +1,1 @@
+"""The engine that trains clients on the machines of a Ray cluster."""

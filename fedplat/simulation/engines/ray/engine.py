@@ -1,0 +1,230 @@
+"""Several machines: actors of Ray that stay, each with the module, trained clients' data, and the versions in use.
+
+Works go to whichever actor has the least to do, the longest first, with what their client remembers, and come back
+with what it remembers then. Versions and data lie in Ray's object store, which brings them to each machine once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedplat.errors import EngineError
+from fedplat.model import Parameters, Schema
+from fedplat.simulation.engines import messages
+from fedplat.simulation.engines.client_states import Memories
+from fedplat.simulation.engines.client_trainer import NO_UPDATE, Contents, ModuleTrainer, Task, num_examples
+from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.ray.cluster import Cluster
+from fedplat.simulation.engines.ray.data import Pieces
+from fedplat.simulation.engines.ray.worker import Answer, RayWorker, piece_of
+from fedplat.simulation.engines.version_refs import Versions
+from fedplat.simulation.engines.work_queue import Backlog
+
+_AHEAD = 2
+"""Works that an actor has at once: it trains one while the other's data is on its way."""
+_START_S = 120.0
+"""Until all actors answer."""
+
+
+class _Sent(NamedTuple):
+    number: int
+    work: Work
+    worker: int
+
+
+class RayEngine:
+    """Trains clients in `num_workers` actors, one thread each; 0 is one for each core of the cluster.
+
+    `address` or RAY_ADDRESS names the cluster; without, one is started on this machine and ended with the engine.
+    Raises `MissingExtraError`, and `EngineError` for a cluster or actors that do not answer.
+    """
+
+    def __init__(self, task: Task, num_workers: int = 0, address: str | None = None) -> None:
+        self._federation = task.federation
+        self._trainer = ModuleTrainer(task.learner, task.options, task.seed)
+        data = (task.federation.inputs, task.federation.test_inputs)
+        self._cluster = Cluster(num_workers, sum(array.nbytes for array in data), address)
+        self._ray = self._cluster.ray
+        self.num_workers = self._cluster.num_workers
+        self._actors: list[Any] = []
+        self._names: list[str] = []
+        try:
+            self._start(task)
+            self._pieces = Pieces(task.federation, task.federation.parts, self._ray.put)
+            self._held_out = Pieces(task.federation, task.federation.held_out, self._ray.put)
+        except BaseException:
+            self.close()
+            raise
+        self._loads = [0] * self.num_workers
+        self._test: list[tuple[int, Any]] = []
+        self._models: dict[int, Any] = {}
+        self._versions = Versions(self._forget)
+        self._memories = Memories[bytes]()
+        self._backlog = Backlog[Answer](self._versions, self.num_examples)
+        self._sent: dict[Any, _Sent] = {}
+        self._schema: Schema | None = None
+        self._failure = ""
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients that have data."""
+        return self._federation.num_clients
+
+    def num_examples(self, client: int) -> int:
+        """How many examples a client trains on."""
+        return self._federation.num_examples(client)
+
+    def publish(self, version: int, model: Parameters) -> None:
+        """Puts a committed version into the object store."""
+        self._trainer.check(model)
+        self._schema = model.schema
+        self._models[version] = self._ray.put((model.schema, model.buffer))
+
+    def retire(self, version: int) -> None:
+        """No further work begins with this version."""
+        self._versions.retire(version)
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Sends works to the actors, as many as they may have."""
+        self._backlog.begin(works)
+        self._send()
+
+    def result(self, work: Work) -> Trained:
+        """Waits for a work. Raises `EngineError` with the words of what failed, or when an actor was lost."""
+        while not self._backlog.has_answer(work):
+            self._receive()
+        answer = self._backlog.fetch(work)
+        if answer.update is None:
+            raise EngineError(
+                f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {answer.failure}"
+            )
+        if answer.note is not None:
+            self._memories.put(work, answer.note)
+        if work.scores:
+            return Trained(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
+        assert self._schema is not None
+        # A copy, because memory of the store is gone with the cluster, and must not be written to.
+        update = Parameters(self._schema, answer.update.copy())
+        return Trained(update, num_examples(self._federation, work), answer.metrics)
+
+    def drop(self, work: Work) -> None:
+        """Nobody will ask for this result, or its update was not merged."""
+        if work in self._backlog:
+            self._backlog.drop(work)
+        else:
+            self._memories.undo(work)
+
+    def memories(self) -> Mapping[int, Contents]:
+        """What clients remember."""
+        return {client: messages.unpacked(note) for client, note in self._memories}
+
+    def remember(self, memories: Mapping[int, Contents]) -> None:
+        """Replaces what clients remember."""
+        self._memories.replace({client: messages.packed(contents) for client, contents in memories.items()})
+
+    def evaluate(self, model: Parameters) -> Mapping[str, float]:
+        """Scores a model on the data that no client has, each actor a part of it."""
+        total = len(self._federation.test_targets)
+        if not total:
+            return {}
+        if not self._test:
+            self._place_test(total)
+        placed = self._ray.put((model.schema, model.buffer))
+        parts = [
+            (size, actor.score.remote(placed, piece))
+            for actor, (size, piece) in zip(self._actors, self._test, strict=False)
+        ]
+        scores: dict[str, float] = {}
+        for number, (size, reference) in enumerate(parts):
+            answer = self._answer(reference, number, "while it scored a model")
+            if answer.failure:
+                raise EngineError(f"the model could not be scored: {answer.failure}")
+            for name, value in answer.metrics.items():
+                scores[name] = scores.get(name, 0.0) + value * size / total
+        return scores
+
+    def close(self) -> None:
+        """Ends the actors, and the cluster if it was started for them."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        self._cluster.leave()
+
+    def _start(self, task: Task) -> None:
+        """Starts all actors, one core each; in a cluster of our own they are all that it is for."""
+        num_cpus = 0 if self._cluster.is_own else 1
+        make = self._ray.remote(RayWorker).options(num_cpus=num_cpus, scheduling_strategy="SPREAD")
+        self._actors = [make.remote(list(sys.path)) for _ in range(self.num_workers)]
+        try:
+            # Pickled only now, that is once the actors know where the user's modules are.
+            placed = self._ray.put((task.learner, task.options, task.seed))
+            loaded = [actor.load.remote(placed) for actor in self._actors]
+            self._names = self._ray.get(loaded, timeout=_START_S)
+        except self._ray.exceptions.GetTimeoutError as exc:
+            raise EngineError(
+                f'engine = "ray": not all of {self.num_workers} actors began within {_START_S:.0f} s; others may use '
+                "the cluster's cores. Use fewer workers, or wait"
+            ) from exc
+        except self._ray.exceptions.RayError as exc:
+            raise EngineError(f'engine = "ray": an actor could not begin: {_last_line(exc)}') from exc
+        except TypeError as exc:
+            reason = exc.__cause__ or exc  # Ray's own words are a page
+            raise EngineError(f'engine = "ray": the module or its loss cannot be sent to actors: {reason}') from exc
+
+    def _place_test(self, total: int) -> None:
+        data = self._federation
+        bounds = np.linspace(0, total, min(self.num_workers, total) + 1).astype(int).tolist()
+        for start, stop in itertools.pairwise(bounds):
+            piece = piece_of(data.test_inputs[start:stop], data.test_targets[start:stop])
+            self._test.append((stop - start, self._ray.put(piece)))
+
+    def _forget(self, version: int) -> None:
+        del self._models[version]
+        for actor in self._actors:
+            actor.retire.remote(version)
+
+    def _send(self) -> None:
+        while min(self._loads) < _AHEAD and (drawn := self._backlog.draw()):
+            number, work = drawn
+            worker = self._loads.index(min(self._loads))
+            piece, span = (self._held_out if work.scores else self._pieces).place(work.client)
+            answer = self._actors[worker].answer
+            reference = answer.remote(work, span, self._memories.begin(work), self._models[work.version], piece)
+            self._sent[reference] = _Sent(number, work, worker)
+            self._loads[worker] += 1
+
+    def _receive(self) -> None:
+        if self._failure:
+            raise EngineError(self._failure)
+        ready, _ = self._ray.wait(list(self._sent), num_returns=1)
+        for reference in ready:
+            sent = self._sent[reference]
+            first = next(each for each in self._sent.values() if each.worker == sent.worker)  # they are in order
+            answer = self._answer(reference, sent.worker, f"while it trained client {first.work.client}")
+            del self._sent[reference]
+            self._loads[sent.worker] -= 1
+            self._backlog.put(sent.number, answer)
+        self._send()
+
+    def _answer(self, reference: Any, worker: int, about: str) -> Answer:
+        """What an actor answered. Raises `EngineError` when it was lost, and from then on each time."""
+        if not self._failure:
+            try:
+                return self._ray.get(reference)
+            except self._ray.exceptions.RayError as exc:
+                self._failure = (
+                    f"the Ray actor {self._names[worker]} was lost {about} ({type(exc).__name__}); mostly memory runs "
+                    "out then, or the machine is gone: use fewer workers, or smaller batches"
+                )
+                raise EngineError(self._failure) from exc
+        raise EngineError(self._failure)
+
+
+def _last_line(exc: Exception) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return lines[-1] if lines else type(exc).__name__

@@ -1,0 +1,1 @@
+"""Federated training in a simulation: clients' updates through the rules of the server."""

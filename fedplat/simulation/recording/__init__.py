@@ -1,0 +1,1 @@
+"""What a simulation records: the replay log, checkpoints, statistics, and the result."""

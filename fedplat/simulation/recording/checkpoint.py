@@ -1,0 +1,141 @@
+"""What a simulation needs to go on, in a folder: written beside the last one, synced, and renamed when it is complete.
+
+`checkpoint-N` has `checkpoint.json`, `models-V.safetensors` for each version in use, `state.safetensors` of the rule,
+`residuals.safetensors` with a vector for each client, and `memories.safetensors` with tensors `CLIENT/NOTE/TENSOR`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+from msgspec import Struct
+
+from fedplat import durable
+from fedplat.aggregate import state_from_bytes, state_to_bytes
+from fedplat.errors import JournalError, ModelError
+from fedplat.model import Parameters
+from fedplat.simulation.federated.training import Snapshot
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_RECORD, _STATE, _RESIDUALS, _MEMORIES = "checkpoint.json", "state.bin", "residuals.safetensors", "memories.safetensors"
+
+
+class _Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """`num_bytes` is how much of the file of answers comes before it."""
+
+    version: int
+    models: list[int]
+    step: float | None
+    num_bytes: int
+
+
+class Checkpoint(Struct, frozen=True):
+    """A complete checkpoint on the disk."""
+
+    folder: Path
+    num_bytes: int
+
+    @property
+    def version(self) -> int:
+        """The latest version in it."""
+        return int(self.folder.name.partition("-")[2])
+
+
+def find(folder: Path) -> Checkpoint | None:
+    """The last checkpoint of a folder. Raises `JournalError` when it cannot be read."""
+    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    if not found:
+        return None
+    path = max(found)[1]
+    return Checkpoint(path, _record(path).num_bytes)
+
+
+def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
+    """Write a checkpoint and remove those before it."""
+    unfinished = folder / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    record = _Record(snapshot.version, sorted(snapshot.models), snapshot.step, num_bytes)
+    contents = {
+        _RECORD: msgspec.json.encode(record),
+        _STATE: state_to_bytes(snapshot.state, snapshot.scalars),
+        _RESIDUALS: _to_bytes({str(client): vector for client, vector in snapshot.residuals.items()}),
+        _MEMORIES: _to_bytes(_flat(snapshot.memories)),
+    }
+    contents |= {_model_name(version): model.to_bytes() for version, model in snapshot.models.items()}
+    for name, content in contents.items():
+        (unfinished / name).write_bytes(content)
+    target = folder / f"checkpoint-{snapshot.version:06}"
+    shutil.rmtree(target, ignore_errors=True)
+    durable.rename_folder(unfinished, target)
+    for path in folder.glob("checkpoint-*"):
+        if path != target and _NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def read(checkpoint: Checkpoint) -> Snapshot:
+    """What was written. Raises `JournalError` when the files are damaged."""
+    folder, record = checkpoint.folder, _record(checkpoint.folder)
+    try:
+        state, scalars = state_from_bytes((folder / _STATE).read_bytes())
+        residuals = _from_bytes((folder / _RESIDUALS).read_bytes())
+        memories = _from_bytes((folder / _MEMORIES).read_bytes())
+        models = {
+            version: Parameters.from_bytes((folder / _model_name(version)).read_bytes()) for version in record.models
+        }
+    except (OSError, ModelError) as exc:
+        raise JournalError(f"{folder} cannot be used: {exc}; remove it to begin anew") from exc
+    return Snapshot(
+        version=record.version,
+        models=models,
+        state=state,
+        scalars=scalars,
+        residuals={int(client): vector for client, vector in residuals.items()},
+        memories=_nested(memories),
+        step=record.step,
+    )
+
+
+def _model_name(version: int) -> str:
+    return f"model-{version}.safetensors"
+
+
+def _record(folder: Path) -> _Record:
+    try:
+        return msgspec.json.decode((folder / _RECORD).read_bytes(), type=_Record)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise JournalError(f"{folder} cannot be used: {exc}; remove it to begin anew") from exc
+
+
+def _to_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    return Parameters.from_arrays(arrays).to_bytes()
+
+
+def _from_bytes(content: bytes) -> Mapping[str, npt.NDArray[Any]]:
+    return Parameters.from_bytes(content)
+
+
+def _flat(memories: Mapping[int, Mapping[str, Parameters]]) -> dict[str, npt.NDArray[Any]]:
+    return {
+        f"{client}/{note}/{name}": array
+        for client, notes in memories.items()
+        for note, values in notes.items()
+        for name, array in values.items()
+    }
+
+
+def _nested(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[int, dict[str, Parameters]]:
+    grouped: dict[int, dict[str, dict[str, npt.NDArray[Any]]]] = {}
+    for path, array in arrays.items():
+        client, note, name = path.split("/", 2)
+        grouped.setdefault(int(client), {}).setdefault(note, {})[name] = array
+    return {
+        client: {note: Parameters.from_arrays(values) for note, values in notes.items()}
+        for client, notes in grouped.items()
+    }

@@ -1,0 +1,223 @@
+"""Lets a run that was stopped go on: what training answered is written down, and replayed instead of computed again.
+
+All that the driver does follows from the simulation and from what training answers. So a second run that is given the
+answers of the first makes the same decisions, in seconds, without training, until the last checkpoint; there models and
+memories are read back, and training goes on. The result is the same, bit for bit, as that of a run never stopped.
+
+A folder has `answers.jsonl`, one line for each answer, and the last `checkpoint-N`: a folder itself, renamed when it is
+complete, with `checkpoint.json` and safetensors files. Lines after the checkpoint are cut off when the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedplat.errors import JournalError
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.commands import Commit, Fold, Restart
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
+from fedplat.rounds.states import Reason
+from fedplat.simulation.clients.device import Sizes, Task
+from fedplat.simulation.federated.interface import Report
+from fedplat.simulation.federated.training import Learning
+from fedplat.simulation.recording import checkpoint
+
+Answer = dict[str, Any]
+ANSWERS = "answers.jsonl"
+
+
+class Journal:
+    """Training whose answers are written to a folder; where the folder has some already, they are taken from there.
+
+    `identity` is a text that equal simulations share: a folder of another one is refused with a `JournalError`. A
+    checkpoint is made with every `every`-th version, if `due` says that it is time for one.
+    """
+
+    one_at_a_time = True
+
+    def __init__(
+        self,
+        learning: Learning,
+        folder: Path,
+        identity: str,
+        every: int = 1,
+        due: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._learning, self._folder, self._every, self._due = learning, folder, every, due
+        self._expected: dict[tuple[int, int], Task] = {}
+        self._sizes = learning.sizes
+        self._found = checkpoint.find(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ANSWERS
+        self._replay = _read(path, self._found.num_bytes, identity) if self._found is not None else []
+        self._next = 0
+        self._file = path.open("r+b" if self._found is not None else "wb")
+        if self._found is not None:
+            self._file.truncate(self._found.num_bytes)
+            self._file.seek(0, 2)
+        else:
+            self._write({"simulation": identity})
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether answers are still taken from the folder."""
+        return self._next < len(self._replay)
+
+    @property
+    def sizes(self) -> Sizes:
+        """See `Training`."""
+        return self._sizes if self.is_replaying else self._learning.sizes
+
+    @property
+    def learning(self) -> Learning:
+        """What is trained; its model is the latest once nothing is replayed any more."""
+        return self._learning
+
+    def close(self) -> None:
+        """Closes the file of answers; the folder stays."""
+        self._file.close()
+
+    def first_version(self) -> ModelVersion:
+        """See `Training`."""
+        return self._learning.version_zero() if self._replay else self._learning.first_version()
+
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """See `Training`."""
+        if self.is_replaying:
+            self._expected |= {(task.client, task.number): task for task in tasks}
+        else:
+            self._learning.expect(tasks)
+
+    def report(self, task: Task) -> Report:
+        """See `Training`."""
+        if not self.is_replaying:
+            report = self._learning.report(task)
+            self._write(_of_report(task, report))
+            return report
+        self._expected.pop((task.client, task.number), None)
+        return _to_report(task, self._take("client", task.client))
+
+    def drop(self, task: Task) -> None:
+        """See `Training`."""
+        if self.is_replaying:
+            self._expected.pop((task.client, task.number), None)
+        else:
+            self._learning.drop(task)
+
+    def forget(self, key: AttemptKey, client_id: str) -> None:
+        """See `Training`."""
+        self._learning.forget(key, client_id)  # while it replays, it has received nothing
+
+    def fold(self, command: Fold) -> AggregationFailed | None:
+        """See `Training`."""
+        subject = [*command.key[1:], command.assignment.client_id]
+        if not self.is_replaying:
+            failed = self._learning.fold(command)
+            if failed is not None:  # there is no line for all the others
+                self._write({"fold": subject, "failed": failed.text})
+            return failed
+        if self._replay[self._next].get("fold") != subject:
+            return None
+        return AggregationFailed(command.key, self._take("fold", subject)["failed"])
+
+    def restart(self, command: Restart) -> None:
+        """See `Training`."""
+        self._learning.restart(command)  # while it replays, it has folded nothing
+
+    def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
+        """See `Training`."""
+        if self.is_replaying:
+            answer = self._take("attempt", list(command.key[1:]))
+            if "failed" in answer:
+                return AggregationFailed(command.key, answer["failed"])
+            return AttemptAggregated(command.key, ModelVersion(**answer["version"]))
+        outcome = self._learning.commit(command, job)
+        answer: Answer = {"attempt": list(command.key[1:])}
+        if isinstance(outcome, AggregationFailed):
+            answer["failed"] = outcome.text
+        else:
+            answer["version"] = {name: getattr(outcome.version, name) for name in ModelVersion.__struct_fields__}
+        self._write(answer)
+        return outcome
+
+    def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
+        """See `Training`."""
+        if not self.is_replaying:
+            scores = self._learning.settle(key, version)
+            self._write({"settled": list(key[1:]), "scores": dict(scores), "step": self._learning.sizes.step})
+            if version is not None and version % self._every == 0 and self._due():
+                self._keep()
+            return scores
+        answer = self._take("settled", list(key[1:]))
+        self._sizes = self._sizes._replace(step=answer["step"])
+        if not self.is_replaying:
+            assert self._found is not None
+            waiting = [task for task in self._expected.values() if not task.is_over]
+            self._learning.restore(checkpoint.read(self._found), waiting)
+            self._expected.clear()
+        return answer["scores"]
+
+    def _keep(self) -> None:
+        snapshot = self._learning.snapshot()
+        if snapshot is not None:
+            self._file.flush()
+            checkpoint.write(self._folder, snapshot, self._file.tell())
+
+    def _write(self, answer: Answer) -> None:
+        self._file.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+
+    def _take(self, name: str, expected: object) -> Answer:
+        answer = self._replay[self._next]
+        self._next += 1
+        if answer.get(name) != expected:
+            raise JournalError(
+                f"{self._folder / ANSWERS}, line {self._next + 1}: expected an answer for {name} {expected}; it was "
+                "written by another version of fedplat or for other data; remove the folder to begin anew"
+            )
+        return answer
+
+
+def _read(path: Path, num_bytes: int, identity: str) -> list[Answer]:
+    """The answers up to a checkpoint."""
+    try:
+        content = path.read_bytes()[:num_bytes]
+        if len(content) != num_bytes:
+            raise ValueError(f"it has {len(content)} bytes, and its checkpoint {num_bytes}")
+        head, *answers = [json.loads(line) for line in content.splitlines()]
+    except (OSError, ValueError) as exc:
+        raise JournalError(f"{path} cannot be used: {exc}; remove the folder to begin anew") from exc
+    if head != {"simulation": identity}:
+        raise JournalError(
+            f"{path} belongs to another simulation; go on with the same file, seed and data, or give another folder"
+        )
+    return answers
+
+
+def _of_report(task: Task, report: Report) -> Answer:
+    answer: Answer = {"client": task.client}
+    if isinstance(report, UpdateRejected):
+        return answer | {"reason": report.reason.value, "text": report.text}
+    return answer | {
+        "digest": report.digest,
+        "examples": report.num_examples,
+        "metrics": dict(report.metrics),
+        "bytes": report.update_bytes,
+        "norm": report.norm,
+    }
+
+
+def _to_report(task: Task, answer: Answer) -> Report:
+    if "reason" in answer:
+        return UpdateRejected(task.key, task.client_id, Reason(answer["reason"]), answer["text"])
+    return UpdateReported(
+        task.key,
+        task.client_id,
+        answer["digest"],
+        answer["examples"],
+        answer["metrics"],
+        answer["bytes"],
+        answer.get("norm"),
+    )

@@ -1,0 +1,156 @@
+"""Counts what happens in a simulation, from the very changes that a server would store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedplat.rounds import Attempt, AttemptKey, Change, JobState
+from fedplat.rounds.states import BUSY_STATES, AssignmentState
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.clients.availability import Clients
+from fedplat.simulation.recording.result import AttemptRecord, Group, Participation, Totals
+
+Observer = Callable[[AttemptRecord], None]
+_COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
+_DECILES = 10
+
+
+class Tally:
+    """All numbers of a run; `observe` hears of each attempt that has ended, once its version is known everywhere."""
+
+    def __init__(self, fleet: Fleet, observe: Observer | None) -> None:
+        self._fleet, self._observe = fleet, observe
+        self._by_client = {state: np.zeros(fleet.num_clients, np.int64) for state in _COUNTED}
+        self._assigned = np.zeros(fleet.num_clients, np.int64)
+        self._counts: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._collecting_at: dict[AttemptKey, float] = {}
+        self._bytes = (0.0, 0.0)
+        self.attempts: list[AttemptRecord] = []
+        self.lost = self.check_ins = self.refused = self.events = self.batches = 0
+        self.bytes_down = self.bytes_up = 0.0
+
+    def begun(self, key: AttemptKey, now: float, bytes_down: float) -> None:
+        """Clients were assigned, and download so much."""
+        self._collecting_at.setdefault(key, now)
+        self.bytes_down += bytes_down
+
+    def changed(self, change: Change) -> None:
+        """Assignments have moved."""
+        for assignment in change.assignments:
+            state = assignment.state
+            if state in BUSY_STATES:
+                continue
+            if state is AssignmentState.REPORTED:
+                self.bytes_up += assignment.update_bytes
+                continue
+            self._counts[state.value] += 1
+            self._assigned[int(assignment.client_id)] += 1
+            if state is AssignmentState.MERGED:
+                self._staleness[assignment.contribution.staleness] += 1
+            if state in _COUNTED:
+                self._by_client[state][int(assignment.client_id)] += 1
+
+    def ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
+        """An attempt was committed or abandoned."""
+        committed = job.latest.round == attempt.key.round and job.latest.attempt == attempt.key.number
+        record = AttemptRecord(
+            round=attempt.key.round,
+            attempt=attempt.key.number,
+            kind=attempt.kind.value,
+            phase=attempt.phase.value,
+            reason=attempt.reason,
+            opened_at=attempt.opened_at,
+            collecting_at=self._collecting_at.pop(attempt.key, attempt.opened_at),
+            ended_at=attempt.opened_at if attempt.ended_at is None else attempt.ended_at,
+            version=job.latest.version,
+            counts=dict(sorted(self._counts.items())),
+            metrics=dict(attempt.metrics),
+            evaluation=dict(evaluation),
+            staleness=dict(sorted(self._staleness.items())),
+            num_updates=job.latest.num_updates if committed else 0,
+            total_weight=job.latest.total_weight if committed else 0.0,
+            bytes_down=self.bytes_down - self._bytes[0],
+            bytes_up=self.bytes_up - self._bytes[1],
+        )
+        self._counts, self._staleness, self._bytes = Counter(), Counter(), (self.bytes_down, self.bytes_up)
+        self.attempts.append(record)
+        if self._observe is not None:
+            self._observe(record)
+
+    def totals(self, duration_s: float) -> Totals:
+        """The sums over the whole run."""
+        counts: Counter[str] = Counter(self._counts)  # of assignments that ended after the last attempt did
+        for record in self.attempts:
+            counts.update(record.counts)
+        trains = [record for record in self.attempts if record.kind == "TRAIN"]
+        return Totals(
+            duration_s=duration_s,
+            rounds=sum(record.committed for record in trains),
+            attempts=len(trains),
+            abandoned=sum(not record.committed for record in trains),
+            assigned=int(self._assigned.sum()),
+            counts=dict(sorted(counts.items())),
+            lost=self.lost,
+            check_ins=self.check_ins,
+            refused=self.refused,
+            distinct_clients=int(np.count_nonzero(self._assigned)),
+            bytes_down=self.bytes_down,
+            bytes_up=self.bytes_up,
+            events=self.events,
+            batches=self.batches,
+        )
+
+    def participation(self) -> Participation:
+        """How often each client took part, and how that ended."""
+        merged, late, failed = (self._by_client[state] for state in _COUNTED)
+        return Participation(assigned=self._assigned, merged=merged, late=late, failed=failed)
+
+
+def staleness_of(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
+    """All merged updates, by their staleness."""
+    total: Counter[int] = Counter()
+    for record in attempts:
+        total.update(record.staleness)
+    return dict(sorted(total.items()))
+
+
+def groups_of(fleet: Fleet, participation: Participation) -> tuple[Group, ...]:
+    """Who is over-represented: tenths of the fleet by speed, and the values of each label."""
+    return tuple(_group(fleet, participation, name, members) for name, members in _members(fleet))
+
+
+def _members(fleet: Fleet) -> Iterator[tuple[str, Clients]]:
+    if fleet.num_clients >= _DECILES and np.ptp(fleet.speed) > 0.0:
+        by_speed = np.argsort(fleet.speed, kind="stable")
+        for number, members in enumerate(np.array_split(by_speed, _DECILES), 1):
+            yield f"speed {number}/{_DECILES}", members
+    for name, label in fleet.labels.items():
+        for code, value in enumerate(label.values):
+            yield f"{name}={value}", np.flatnonzero(label.codes == code)
+
+
+def _group(fleet: Fleet, participation: Participation, name: str, members: Clients) -> Group:
+    assigned, merged, examples = participation.assigned, participation.merged, fleet.examples
+    share_of_fleet = len(members) / fleet.num_clients
+    share_of_merged = _share(merged, members)
+    return Group(
+        name=name,
+        num_clients=len(members),
+        share_of_fleet=share_of_fleet,
+        share_of_examples=_share(examples, members),
+        share_of_assigned=_share(assigned, members),
+        share_of_merged=share_of_merged,
+        share_of_merged_examples=_share(merged * examples, members),
+        over=share_of_merged / share_of_fleet if share_of_fleet else 0.0,
+    )
+
+
+def _share(values: npt.NDArray[Any], members: Clients) -> float:
+    total = float(values.sum())
+    return float(values[members].sum()) / total if total else 0.0

@@ -1,0 +1,132 @@
+"""The call that runs a simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fedplat.errors import ModelError
+from fedplat.job import JobSpec, build_rule
+from fedplat.model import Parameters
+from fedplat.simulation.clients import Fleet
+from fedplat.simulation.driver import Driver, Trace
+from fedplat.simulation.engines.interface import Engine
+from fedplat.simulation.federated.interface import Scheduling, Training
+from fedplat.simulation.federated.training import Learning
+from fedplat.simulation.recording.replay_log import Journal
+from fedplat.simulation.recording.result import Result
+from fedplat.simulation.recording.statistics import Observer, Tally, groups_of, staleness_of
+from fedplat.simulation.scenario import unsupported
+from fedplat.simulation.scenario.options import YEAR_S
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """A job, its fleet, and how it is trained; equal simulations give equal results, bit for bit.
+
+    With an `engine` the job begins with the model `initial`, to which what the job's rule keeps in it is added, and
+    clients really train; the engine's clients are those of
+    the fleet, and its numbers of examples replace the fleet's. Without one only the schedule is simulated, for a model
+    of `model_bytes`. The run ends with the job, or after `until_s` virtual seconds.
+    """
+
+    spec: JobSpec
+    fleet: Fleet
+    engine: Engine | None = None
+    initial: Parameters | None = None
+    seed: int = 0
+    model_bytes: float = 1e6
+    until_s: float = YEAR_S
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Who hears of a run while it goes on, and where it is written down.
+
+    `observe` hears of each attempt when it has ended, `trace` of each batch of events. With `journal`, a folder, a run
+    that is stopped goes on from its last checkpoint when it is run again (with an engine only), one of which is made
+    with every `checkpoint_every`-th version for which `checkpoint_due` says that it is time; attempts that are replayed
+    are observed again.
+    """
+
+    observe: Observer | None = None
+    trace: Trace | None = None
+    journal: Path | None = None
+    checkpoint_every: int = 1
+    checkpoint_due: Callable[[], bool] = lambda: True
+
+
+def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
+    """Runs a simulation to its end.
+
+    Raises `JobFileError` for what only a server does, `ValueError` when its parts do not fit together, `JournalError`
+    when the journal is of no use, and whatever training raises.
+    """
+    spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
+    unsupported.check(spec)
+    with contextlib.ExitStack() as stack:
+        training: Training
+        learning: Learning | None = None
+        if engine is None:
+            training = Scheduling(_model_bytes(simulation))
+        else:
+            if simulation.initial is None:
+                raise ValueError("a simulation with an engine needs an initial model")
+            fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
+            training = learning = Learning(spec, engine, _extended(spec, simulation.initial), seed)
+            if hooks.journal is not None:
+                journal = Journal(
+                    learning,
+                    hooks.journal,
+                    identity_of(simulation, fleet),
+                    hooks.checkpoint_every,
+                    hooks.checkpoint_due,
+                )
+                training = stack.enter_context(contextlib.closing(journal))
+        tally = Tally(fleet, hooks.observe)
+        driver = Driver(spec, fleet, training, tally, seed, hooks.trace)
+        driver.run(simulation.until_s)
+    participation = tally.participation()
+    return Result(
+        job=spec.name,
+        seed=seed,
+        num_clients=fleet.num_clients,
+        status=driver.job.status.value,
+        reason=driver.job.reason,
+        attempts=tuple(tally.attempts),
+        totals=tally.totals(driver.now),
+        staleness=staleness_of(tally.attempts),
+        groups=groups_of(fleet, participation),
+        participation=participation,
+        model=learning.model if learning is not None else None,
+    )
+
+
+def identity_of(simulation: Simulation, fleet: Fleet) -> str:
+    """A text that only equal simulations share, as far as it can be seen without training."""
+    digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
+    digest.update(fleet.examples.tobytes())
+    if simulation.initial is not None:
+        digest.update(simulation.initial.schema.header)
+        digest.update(simulation.initial.buffer.data)
+    return digest.hexdigest()
+
+
+def _extended(spec: JobSpec, initial: Parameters) -> Parameters:
+    """The model that a submitted job would begin with."""
+    try:
+        return build_rule(spec).counterpart.extend(initial)
+    except ModelError as exc:
+        raise ValueError(f"the initial model does not fit the job's rule: {exc}") from exc
+
+
+def _model_bytes(simulation: Simulation) -> float:
+    initial = simulation.initial
+    if initial is None:
+        return simulation.model_bytes
+    return float(_extended(simulation.spec, initial).schema.file_size_bytes)

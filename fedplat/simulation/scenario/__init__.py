@@ -1,0 +1,1 @@
+"""What is simulated: the simulation file, its options, and the model that clients train."""

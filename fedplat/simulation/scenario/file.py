@@ -1,0 +1,118 @@
+"""The simulation file: a job file with a table `[simulation]`, which says what surrounds the job.
+
+An operator submits the very file that was simulated: `job_text` leaves the table out, so that no server ever sees it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec
+from fedplat.simulation.scenario.options import SimulationOptions
+from fedplat.toml import read_record, read_toml, shown
+
+TABLE = "simulation"
+_HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulationFile:
+    """A job and what surrounds it. `folder` is what paths and modules are relative to; `raw` is what was read."""
+
+    job: JobSpec
+    simulation: SimulationOptions
+    folder: Path
+    raw: Mapping[str, Any]
+
+
+def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
+    """Reads a simulation file, and then changes it as `key=value` texts say. Raises `JobFileError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        raise JobFileError(f"the file cannot be read: {reason}") from exc
+    return parse(text, path.absolute().parent, changes)
+
+
+def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFile:
+    """Reads the text of a simulation file. Raises `JobFileError`, whose message has a line for each mistake."""
+    raw = read_toml(text)
+    for change in changes:
+        _change(raw, change)
+    job = {key: value for key, value in raw.items() if key != TABLE}
+    mistakes: list[str] = []
+    spec, options = None, None
+    try:
+        spec = read_record(job, JobSpec)
+    except JobFileError as exc:
+        mistakes.append(str(exc))
+    table = raw.get(TABLE, {})
+    try:
+        if not isinstance(table, dict):
+            raise JobFileError(f"{TABLE} = {shown(table)}: expected a table, [{TABLE}]")
+        options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.")
+    except JobFileError as exc:
+        mistakes.append(str(exc))
+    if spec is None or options is None:
+        raise JobFileError("\n".join(mistakes))
+    return SimulationFile(spec, options, folder, raw)
+
+
+def job_text(text: str) -> str:
+    """A simulation file without its table `[simulation]`: a job file, as it was written. Raises `JobFileError`."""
+    raw = read_toml(text)
+    if raw.pop(TABLE, None) is None:
+        return text
+    kept: list[str] = []
+    is_job = True
+    for line in text.splitlines(keepends=True):
+        if header := _HEADER.match(line):
+            is_job = header[1].strip("\"'") != TABLE
+        if is_job:
+            kept.append(line)
+    job = "".join(kept)
+    try:
+        if tomllib.loads(job) == raw:
+            return job
+    except tomllib.TOMLDecodeError:
+        pass
+    # Keys such as `simulation.seed = 1` or `simulation = {...}`, or a text of several lines that looks like a header.
+    raise JobFileError(f"{TABLE}: expected a table of its own, [{TABLE}], and tables such as [{TABLE}.data] below it")
+
+
+def _change(raw: dict[str, Any], change: str) -> None:
+    """Sets one key, in place; the value is TOML, or text where it is none."""
+    key, equals, value = change.partition("=")
+    try:
+        path = _path(tomllib.loads(f"{key.strip()} = 0"))
+    except tomllib.TOMLDecodeError:
+        path = []
+    if not equals or not path:
+        raise JobFileError(f"{change!r}: expected KEY=VALUE, such as selection.goal=20 or simulation.seed=1")
+    try:
+        new = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        new = value.strip()
+    table = raw
+    for name in path[:-1]:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise JobFileError(f"{change!r}: {name} is {shown(inner)} in the file, not a table")
+        table = cast(dict[str, Any], inner)
+    table[path[-1]] = new
+
+
+def _path(table: dict[str, Any]) -> list[str]:
+    path: list[str] = []
+    inner: Any = table
+    while isinstance(inner, dict):
+        ((name, inner),) = cast(dict[str, Any], inner).items()
+        path.append(name)
+    return path

@@ -1,0 +1,95 @@
+"""What simulated clients learn: the module and the loss that a simulation file names, and the model to start from.
+
+All of it can be sent to worker processes: functions of the user's own travel by name and folder, as the file has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedplat import initial, user_code
+from fedplat.errors import JobFileError
+from fedplat.model import Parameters
+from fedplat.pytorch.training import Learner, seeded
+from fedplat.simulation.scenario.file import SimulationFile
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cross_entropy": nn.functional.cross_entropy,
+    "mse": nn.functional.mse_loss,
+    "bce_with_logits": nn.functional.binary_cross_entropy_with_logits,
+}
+"""Mean losses of (outputs, targets), by their names in a simulation file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnModule:
+    """A function of the user's own that makes the module."""
+
+    name: str
+    folder: Path
+
+    def __call__(self) -> nn.Module:
+        """Make one. Raises `JobFileError` and `UserCodeError`."""
+        made = user_code.call(self.name, self.folder)
+        if not isinstance(made, nn.Module):
+            raise JobFileError(
+                f"{self.name} returned a {type(made).__name__}; expected a PyTorch module. If model.initial gives "
+                'named tensors, say what makes the module: [simulation.model] module = "module:function"'
+            )
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnLoss:
+    """A loss of the user's own."""
+
+    name: str
+    folder: Path
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        with user_code.importable(self.name, self.folder):
+            return user_code.load_function(self.name, self.folder)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a batch."""
+        return self._function(outputs, targets)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"name": self.name, "folder": self.folder}  # the function itself belongs to this process
+
+
+def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
+    """What is trained, and the model of round 0, whose random values are those of the seed.
+
+    Raises `JobFileError` and `UserCodeError`.
+    """
+    named, options = file.job.model.initial, file.simulation.model
+    is_tensors = named.endswith(".safetensors")
+    if is_tensors and not options.module:
+        raise JobFileError(
+            f"model.initial = {named!r} has tensors and no module; say what makes the module: "
+            '[simulation.model] module = "module:function"'
+        )
+    loss = LOSSES.get(options.loss) or OwnLoss(options.loss, file.folder)
+    module = OwnModule(options.module or named, file.folder)
+    learner = Learner(model=module, loss=loss, personal=tuple(options.personal))
+    seed = file.simulation.seed
+    try:
+        if not options.module:
+            return learner, learner.initial(seed)
+        with seeded(torch.device("cpu"), seed):
+            start = initial.resolve(named, file.folder)
+        expected = learner.initial(seed)
+    except ValueError as exc:  # a personal layer that is none
+        raise JobFileError(f"simulation.model: {exc}") from exc
+    if difference := start.schema.difference_from(expected.schema):
+        raise JobFileError(f"model.initial = {named!r} does not fit {options.module}: {difference}")
+    return learner, start

@@ -1,0 +1,114 @@
+"""Computes the aggregate of an attempt in threads of the daemon's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedplat.aggregate import Accumulator, Rule, Shard, Tally, scalars_to_bytes, state_schema
+from fedplat.model import ModelFile, Values, Vector
+from fedplat_server.aggregation import backend
+from fedplat_server.aggregation.backend import Aggregate
+from fedplat_server.storage.blobs import BlobStore, BlobWriter
+from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+
+
+class LocalAggregation:
+    """Folds updates as they come, in this process."""
+
+    def __init__(self, inputs: AttemptInputs, blobs: BlobStore) -> None:
+        self._inputs = inputs
+        self._blobs = blobs
+        self._payloads: list[bytes] = []
+        self._rule = inputs.build_rule(self._payloads.append)
+        self._sums: _PartialSums | None = None
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether updates must stay readable until the aggregate is made."""
+        return self._rule.gather is not None
+
+    async def fold(self, update: SpooledUpdate) -> None:
+        """Add an update."""
+        await asyncio.to_thread(self._fold, update)
+
+    async def commit(self, draft: Path | None = None) -> Aggregate:
+        """Compute the aggregate and store its files."""
+        return await backend.run_to_the_end(self._commit, draft)
+
+    async def close(self) -> None:
+        """Release nothing: all goes with the object."""
+
+    def _open_sums(self) -> _PartialSums:
+        if self._sums is None:
+            self._sums = _PartialSums(self._inputs, self._rule, ModelFile.open(self._inputs.base_path))
+        return self._sums
+
+    def _fold(self, update: SpooledUpdate) -> None:
+        sums = self._open_sums()
+        values = self._inputs.open_update(update, sums.base)
+        with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
+            sums.fold(values, update)
+
+    def _commit(self, draft: Path | None) -> Aggregate:
+        sums = self._open_sums()
+        base, rule, accumulator = sums.base, self._rule, sums.merge()
+        size = base.schema.num_floating
+        state = self._inputs.read_columns(rule, base, range(size))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(backend.store_model())
+            model = stack.enter_context(self._blobs.writer() if draft is None else self._blobs.draft(draft))
+            model.write(base.schema.header)
+            state_writer: BlobWriter | None = None
+            names, scalars = rule.init(0), accumulator.scalars
+            if names or scalars:
+                stack.enter_context(backend.store_state())
+                state_writer = stack.enter_context(self._blobs.writer())
+                state_writer.write(state_schema(names, size, scalars).header)
+                state_writer.write(scalars_to_bytes(scalars))
+            for part in accumulator.parts(base, state):
+                model.write(part.model.view(np.uint8).data)
+                if state_writer and part.state:
+                    for vector in part.state.values():
+                        state_writer.write(vector.data)
+        return Aggregate(
+            model=model.blob if draft is None else dataclasses.replace(model.blob, digest=""),
+            state=state_writer.blob if state_writer else None,
+            num_updates=accumulator.num_updates,
+            total_weight=accumulator.total_weight,
+            published=accumulator.published,
+            payload=self._payloads[-1] if self._payloads else b"",
+        )
+
+
+class _PartialSums:
+    """The sums that the updates are added up in: one, or those of ranks that take turns with whole updates."""
+
+    def __init__(self, inputs: AttemptInputs, rule: Rule, base: ModelFile) -> None:
+        self.base = base
+        self._rule = rule
+        self._scalars: Mapping[str, float] = inputs.read_scalars(rule, base)
+        number = inputs.num_sums(rule, base)
+        self._accumulators = [Accumulator(base.schema, rule, self._scalars) for _ in range(number)]
+        self._turn = 0
+
+    def fold(self, values: Values, update: SpooledUpdate) -> None:
+        self._accumulators[self._turn].fold(values, update.contribution)
+        self._turn = (self._turn + 1) % len(self._accumulators)
+
+    def merge(self) -> Accumulator:
+        """Return one accumulator of all updates: of several sums, added up in their order, as the pool does it."""
+        if len(self._accumulators) == 1:
+            return self._accumulators[0]
+        total: Vector = self._accumulators[0].total.copy()
+        for accumulator in self._accumulators[1:]:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(total, accumulator.total, out=total)
+        tallies: Sequence[Tally] = [accumulator.tally for accumulator in self._accumulators]
+        shard = Shard(range(total.size), memory=total)
+        return Accumulator.merged(self.base.schema, self._rule, self._scalars, tallies, shard)

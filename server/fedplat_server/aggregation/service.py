@@ -1,0 +1,217 @@
+"""Folds the updates of open attempts as they arrive (`attempts/` has the backends), and makes new versions durable.
+
+One task per attempt takes its updates in the order in which they were accepted, so that equal orders give equal
+bits: after a crash the same updates come again in the same order, out of the spool, and give the same version. So they
+stay there until the version is stored; those of jobs in memory are freed as soon as they are folded, unless the job's
+rule needs all of them at the end. A version's bytes are on the disk before it is announced. Whatever goes wrong, the
+end of an attempt is posted to the coordinator: one that never ends would stop its job for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from fedplat import codecs
+from fedplat.codecs.container import Format
+from fedplat.errors import FedplatError
+from fedplat.model import ModelFile
+from fedplat.rounds import AttemptKey, JobState, ModelVersion
+from fedplat.rounds.commands import Commit, Fold, Restart
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated
+from fedplat_server import crash_points, logs
+from fedplat_server.aggregation.backend import Aggregate, AggregationBackend
+from fedplat_server.aggregation.local import LocalAggregation
+from fedplat_server.aggregation.pooled import WithFallback
+from fedplat_server.errors import BlobError, StoreUnavailableError
+from fedplat_server.storage.blobs import Blob, BlobStore
+from fedplat_server.storage.spool import Spool
+from fedplat_server.training.server_training import ServerTraining, is_due
+from fedplat_server.workers.attempt_inputs import AttemptInputs, SpooledUpdate
+from fedplat_server.workers.client import WorkerPool
+
+STORE_RETRY_S = 0.5
+FindVersion = Callable[[str, int], Awaitable[ModelVersion | None]]
+Post = Callable[[AttemptAggregated | AggregationFailed], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpenAttempt:
+    """An attempt that is being aggregated, and the task that does it."""
+
+    queue: asyncio.Queue[Fold | Restart | Commit]
+    task: asyncio.Task[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerators:
+    """The server's means beside its own process."""
+
+    pool: WorkerPool
+    training: ServerTraining
+
+
+class Aggregation:
+    """All open attempts. `post` is called with the end of each."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        spool: Spool,
+        find_version: FindVersion,
+        post: Post,
+        accelerators: Accelerators | None = None,
+        on_leftovers: Callable[[Sequence[str]], None] = lambda digests: None,
+    ) -> None:
+        """Without `accelerators` this process aggregates for all jobs, and none may have server steps.
+
+        `on_leftovers` is called with the files that attempts made, once it is stored whether a version names them.
+        """
+        self._on_leftovers = on_leftovers
+        self._accelerators = accelerators
+        self._blobs = blobs
+        self._spool = spool
+        self._find_version = find_version
+        self._post = post
+        self._open: dict[AttemptKey, _OpenAttempt] = {}
+        self._made: dict[AttemptKey, list[str]] = {}
+
+    def submit(self, job: JobState, command: Fold | Restart | Commit) -> None:
+        """Queue an update to be folded, the sum to be begun anew, or the end of the attempt."""
+        attempt = self._open.get(command.key)
+        if attempt is None:
+            queue: asyncio.Queue[Fold | Restart | Commit] = asyncio.Queue()
+            task = asyncio.create_task(self._run(job, command.key, queue), name=f"aggregate {command.key}")
+            attempt = self._open[command.key] = _OpenAttempt(queue, task)
+        if isinstance(command, Restart):
+            while not attempt.queue.empty():  # it would be folded in vain
+                attempt.queue.get_nowait()
+        attempt.queue.put_nowait(command)
+
+    def end(self, key: AttemptKey) -> None:
+        """Forget an attempt that has ended: whether a version names its files is stored."""
+        attempt = self._open.pop(key, None)
+        if attempt is not None:
+            attempt.task.cancel()
+        self._settle(self._made.pop(key, []))
+
+    async def close(self) -> None:
+        """Cancel all that is under way."""
+        tasks, self._open = [attempt.task for attempt in self._open.values()], {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit]) -> None:
+        outcome: AttemptAggregated | AggregationFailed
+        blobs = self._blobs.recorder()
+        try:
+            outcome = await self._aggregate(job, key, queue, blobs)
+        except asyncio.CancelledError:
+            self._settle(blobs.made)
+            raise
+        except (FedplatError, OSError, ValueError) as exc:
+            logs.get().error("an attempt could not be aggregated", attempt=str(key), error=str(exc))
+            outcome = AggregationFailed(key, str(exc))
+        except Exception as exc:  # a task boundary: out of memory, or a bug; the round is tried again, and seen
+            logs.get().exception("an attempt could not be aggregated", attempt=str(key))
+            outcome = AggregationFailed(key, type(exc).__name__)
+        self._open.pop(key, None)
+        self._made[key] = blobs.made
+        self._post(outcome)
+
+    def _settle(self, made: Sequence[str]) -> None:
+        """Settle the files that an attempt has made: a version names them, or none ever will."""
+        if made:
+            self._blobs.settle(made)
+            self._on_leftovers(made)
+
+    async def _aggregate(
+        self, job: JobState, key: AttemptKey, queue: asyncio.Queue[Fold | Restart | Commit], blobs: BlobStore
+    ) -> AttemptAggregated:
+        inputs = AttemptInputs.of(job, blobs)
+        from_latest = inputs.build_rule().from_latest
+        backend, paths = self._choose_backend(job, inputs, blobs), list[Path]()
+        try:
+            while not isinstance(command := await queue.get(), Commit):
+                if isinstance(command, Restart):
+                    await backend.close()
+                    backend, paths = self._choose_backend(job, inputs, blobs), []
+                    continue
+                origin_path = await self._find_origin(job, command) if from_latest else ""
+                paths.append(await asyncio.to_thread(self._find_update, command))
+                await backend.fold(SpooledUpdate(str(paths[-1]), command.contribution, origin_path))
+                if job.spec.durability == "memory" and not backend.keeps_updates:
+                    await asyncio.to_thread(self._spool.discard, command.assignment)
+            aggregate, version = await self._commit(job, key, backend, paths)
+        finally:
+            await backend.close()
+        if aggregate.model.digest != version.digest:
+            blobs.made.append(version.digest)  # the server's own training has stored it
+        if codec := job.spec.compression.downlink:
+            delta = await asyncio.to_thread(self._store_delta, blobs, codec, aggregate)
+            version = structs.replace(
+                version, delta_digest=delta.digest, delta_size_bytes=delta.size_bytes, delta_base=job.latest.digest
+            )
+        return AttemptAggregated(key, version, aggregate.published)
+
+    async def _commit(
+        self, job: JobState, key: AttemptKey, backend: AggregationBackend, updates: Sequence[Path]
+    ) -> tuple[Aggregate, ModelVersion]:
+        """Aggregate the attempt; return the version too, after the server step if one is due."""
+        if not is_due(job, key.round):
+            aggregate = await backend.commit()
+            return aggregate, _make_version(job, key, aggregate)
+        assert self._accelerators is not None
+        with self._blobs.temporary() as draft:
+            aggregate = await backend.commit(draft)
+            version = _make_version(job, key, aggregate)
+            return aggregate, await self._accelerators.training.step(job, version, draft, updates)
+
+    def _choose_backend(self, job: JobState, inputs: AttemptInputs, blobs: BlobStore) -> AggregationBackend:
+        if job.spec.pool is None or self._accelerators is None:
+            return LocalAggregation(inputs, blobs)
+        return WithFallback(inputs, blobs, self._accelerators.pool.with_backend(job.spec.pool.backend))
+
+    async def _find_origin(self, job: JobState, command: Fold) -> str:
+        """Return the file of the version that a client began with, if that is not the latest."""
+        if command.base_version == job.latest.version:
+            return ""
+        while True:
+            try:
+                found = await self._find_version(job.job_id, command.base_version)
+            except StoreUnavailableError:  # the runner logs it; an outage costs no attempt
+                await asyncio.sleep(STORE_RETRY_S)
+            else:
+                assert found is not None
+                return os.path.abspath(self._blobs.path(found.digest))
+
+    def _find_update(self, command: Fold) -> Path:
+        path = self._spool.complete(command.assignment, command.digest)
+        if path is None:
+            raise BlobError(f"the update of {command.assignment.client_id} is gone or damaged")
+        return path.absolute()
+
+    def _store_delta(self, blobs: BlobStore, codec: codecs.Options, aggregate: Aggregate) -> Blob:
+        """Store the step to a version as a file of its own; without a version that names it, it is an orphan."""
+        model = ModelFile.open(blobs.path(aggregate.model.digest))
+        with crash_points.step("commit.delta"):
+            return blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
+
+
+def _make_version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersion:
+    return ModelVersion(
+        version=job.latest.version + 1,
+        round=key.round,
+        attempt=key.number,
+        digest=aggregate.model.digest,
+        size_bytes=aggregate.model.size_bytes,
+        state_digest=aggregate.state.digest if aggregate.state else "",
+        num_updates=aggregate.num_updates,
+        total_weight=aggregate.total_weight,
+    )

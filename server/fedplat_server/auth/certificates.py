@@ -1,0 +1,106 @@
+"""Certificates of clients: signed for whoever asks as a known client, and read from the connections that show one."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedplat_server.auth import ca
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.errors import Code, RefusedError
+
+VALID = datetime.timedelta(hours=24)
+MAX_REQUEST_BYTES = 8192
+_URI = re.compile(r"fedplat:client:([^/]+/[0-9]{1,18})")
+_CACHE_SIZE = 10_000
+
+
+def utc_now() -> datetime.datetime:
+    """This moment; certificates know no other clock than that on the wall."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+class Issuer:
+    """Signs certificates with the present authority's key; without one (None) it signs none. Raises `RefusedError`."""
+
+    def __init__(
+        self,
+        authority: Callable[[], ca.Authority] | None,
+        valid: datetime.timedelta = VALID,
+        now: Callable[[], datetime.datetime] = utc_now,
+    ) -> None:
+        self._authority = authority
+        self.valid = valid
+        self._now = now
+
+    def issue(self, client: ClientRecord, signing_request: bytes) -> str:
+        """A certificate (PEM) for a client in its present session, for the key that has signed the request (DER)."""
+        if self._authority is None:
+            raise RefusedError(Code.NO_CERTIFICATES)
+        key = _requested_key(signing_request)
+        name = f"{client.client_id}/{client.session_number}"
+        certificate = self._authority().for_client(name, key, self._now(), self.valid)
+        return ca.certificate_pem(certificate).decode()
+
+
+def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
+    if len(signing_request) > MAX_REQUEST_BYTES:
+        raise RefusedError(Code.INVALID_REQUEST, f"the signing request has more than {MAX_REQUEST_BYTES} bytes")
+    try:
+        request = x509.load_der_x509_csr(signing_request)
+        key = request.public_key()
+        is_proven = request.is_signature_valid
+    except ValueError as exc:
+        raise RefusedError(Code.INVALID_REQUEST, "the signing request is no PKCS #10 in DER") from exc
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise RefusedError(Code.INVALID_REQUEST, "the key must be ECDSA on the curve P-256")
+    if not is_proven:
+        raise RefusedError(Code.INVALID_REQUEST, "the signing request is not signed with its own key")
+    return key
+
+
+class Peers:
+    """Reads whom a connection's certificate names.
+
+    TLS has checked who signed it; whether it is still good is checked here again, as connections outlive certificates.
+    """
+
+    def __init__(self, now: Callable[[], datetime.datetime] = utc_now) -> None:
+        self._now = now
+        self._known: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
+
+    def client_of(self, context: Any) -> str:
+        """The client, as `<id>/<number>`, that the connection of a call shows the certificate of.
+
+        Empty on a port that asks for none. Raises `RefusedError` if the certificate names nobody or has expired.
+        """
+        shown: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ())
+        return self._client(shown[0]) if shown else ""
+
+    def _client(self, certificate: bytes) -> str:
+        if certificate not in self._known:
+            self._known[certificate] = _read(certificate)
+            while len(self._known) > _CACHE_SIZE:
+                self._known.popitem(last=False)
+        name, expires = self._known[certificate]
+        if self._now() >= expires:
+            raise RefusedError(Code.CERTIFICATE_EXPIRED, f"it was good until {expires:%Y-%m-%d %H:%M:%S} UTC")
+        return name
+
+
+def _read(certificate: bytes) -> tuple[str, datetime.datetime]:
+    try:
+        loaded = x509.load_pem_x509_certificate(certificate)
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as exc:
+        raise RefusedError(Code.CERTIFICATE_UNKNOWN) from exc
+    found = [_URI.fullmatch(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    if len(found) != 1 or found[0] is None:
+        raise RefusedError(Code.CERTIFICATE_UNKNOWN)
+    return found[0][1], loaded.not_valid_after_utc

@@ -1,0 +1,110 @@
+"""Enrolment: operators create tokens, by which devices become clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from uuid import uuid4
+
+from fedplat.auth import Ticket
+from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.auth.tls import Certificates
+from fedplat_server.auth.tokens import hash_secret, new_token
+from fedplat_server.database.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.database.ports import ClientStore
+from fedplat_server.errors import Code, EnrolmentError, RefusedError, TokenRefusedError
+from fedplat_server.records.audit import Action, AuditEntry
+
+MAX_USES = 1_000_000
+MAX_EXPIRES_S = 366 * 86_400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Newcomer:
+    """A request to become a client."""
+
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    idempotency_key: str
+    token: str
+    public_key: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """How clients authenticate this server; see `fedplat.auth.Ticket`."""
+
+    tls: bool = False
+    ca: str = ""
+
+    @classmethod
+    def of(cls, certificates: Certificates | None) -> Trust:
+        """Return the trust for a server with these certificates; None: without TLS."""
+        if certificates is None:
+            return cls()
+        return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
+
+
+class Enrolments:
+    """Creates tokens and enrols clients by them. Raises `RefusedError`."""
+
+    def __init__(self, clients: ClientStore, book: ClientBook, trust: Callable[[], Trust]) -> None:
+        self._clients = clients
+        self._book = book
+        self._trust = trust
+
+    async def create(
+        self, population: str, num_uses: int, expires_s: float, address: str, actor: str
+    ) -> tuple[EnrolmentToken, Ticket]:
+        """Return a new token, and the ticket with it; `actor` is the operator who asked for it."""
+        if not 1 <= num_uses <= MAX_USES:
+            raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
+        if not (math.isfinite(expires_s) and 0 < expires_s <= MAX_EXPIRES_S):
+            raise RefusedError(Code.INVALID_REQUEST, f"expires in {expires_s:g} s; expected up to {MAX_EXPIRES_S:g}")
+        secret, token_hash = new_token()
+        now, trust = time.time(), self._trust()
+        token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
+        made = AuditEntry(actor, Action.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses})
+        await self._clients.add_enrolment_token(token, token_hash, [made])
+        return token, Ticket(address, population, secret, trust.tls, trust.ca)
+
+    async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
+        """Revoke a token."""
+        token = await self._clients.revoke_enrolment_token(
+            token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
+        )
+        if token is None:
+            raise RefusedError(Code.NO_SUCH_ENROLMENT, token_id)
+        return token
+
+    async def enroll(self, newcomer: Newcomer) -> ClientRecord:
+        """Enrol a client whose key is proven; a client that enrols again keeps its id."""
+        enrolment = Enrolment(
+            client_id=f"c-{uuid4().hex[:16]}",
+            population=newcomer.population,
+            labels=newcomer.labels,
+            software_version=newcomer.software_version,
+            public_key=newcomer.public_key,
+            token_hash=hash_secret(newcomer.token),
+            idempotency_key=newcomer.idempotency_key,
+        )
+        try:
+            record = await self._clients.enroll(enrolment, _enrolled)
+        except TokenRefusedError as exc:
+            if not exc.is_known:
+                raise RefusedError(Code.TOKEN_UNKNOWN) from exc
+            raise RefusedError(Code.TOKEN_REFUSED, str(exc)) from exc
+        except EnrolmentError as exc:
+            raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
+        if record.revoked_unix_s is not None:
+            raise RefusedError(Code.REVOKED)
+        self._book.changed(record)
+        return record
+
+
+def _enrolled(client: ClientRecord) -> list[AuditEntry]:
+    details = {"population": client.population, "enrolment": client.token_id}
+    return [AuditEntry(client.client_id, Action.CLIENT_ENROLLED, client.client_id, details)]

@@ -1,0 +1,155 @@
+"""`fedplat-server prune`: shows what is not needed any more, asks, and removes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url
+from fedplat_server.coordination import prune
+from fedplat_server.database.engine import async_url
+from fedplat_server.database.store import open_store
+from fedplat_server.errors import ConfigError
+from fedplat_server.records import operators
+from fedplat_server.storage import data_dir as folder
+from fedplat_server.storage.blobs import BlobStore
+
+DAY_S = 86400.0
+
+
+def prune_(  # noqa: PLR0913 -- one parameter for each option of the command line
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    database: Database = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="History and metrics of ended jobs that are older than this, such as 30d."),
+    ] = None,
+    keep_versions: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Model files of ended jobs, but version 0 and the newest N."),
+    ] = None,
+    clients_unseen_for: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Clients that were not here for this time, such as 90d; at least a day."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs; asks nothing.")] = False,
+) -> None:
+    """Remove what is not needed any more: by the jobs' [retention], and what these options name.
+
+    Rows of versions, rounds, the ledger and the audit log stay. A daemon may run meanwhile if the database is
+    PostgreSQL.
+    """
+    if not data_dir.is_dir():
+        raise ConfigError(f"there is no data folder {data_dir}: name the daemon's with --data-dir")
+    limits = _limits(older_than, keep_versions, clients_unseen_for)
+    if as_json and not (dry_run or yes):
+        raise ConfigError("--json asks nothing: expected --dry-run or --yes beside it")
+    url = database_url(data_dir, database)
+    with _held(data_dir, url) as is_alone:
+        plan = asyncio.run(_find(url, data_dir, limits, is_alone=is_alone))
+        is_done = not dry_run and not plan.is_empty
+        if not as_json:
+            print("\n".join(_lines(plan, is_alone=is_alone)))
+            if is_done and not yes and not typer.confirm("Remove them?"):
+                raise typer.Exit(1)
+        if is_done:
+            asyncio.run(_remove(url, data_dir, limits, plan, is_alone=is_alone))
+        if as_json:
+            print(json.dumps(plan.counts | {"removed": is_done, "files_removed": is_done and is_alone}))
+
+
+def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> prune.Limits:
+    now = time.time()
+    history_s = _seconds(older_than, "--older-than")
+    unseen_s = _seconds(clients_unseen_for, "--clients-unseen-for")
+    if unseen_s is not None and unseen_s < DAY_S:
+        raise ConfigError(f"--clients-unseen-for {clients_unseen_for}: expected at least 1d; a daemon notes rarely")
+    return prune.Limits(
+        now_unix_s=now,
+        history_before=None if history_s is None else now - history_s,
+        keep_versions=keep_versions,
+        clients_before=None if unseen_s is None else now - unseen_s,
+    )
+
+
+def _seconds(text: str | None, option: str) -> float | None:
+    try:
+        return None if text is None else operators.parse_duration_s(text)
+    except ConfigError as exc:
+        raise ConfigError(f"{option}: {exc}") from exc
+
+
+@contextlib.contextmanager
+def _held(data_dir: Path, url: str) -> Generator[bool]:
+    """Holds the data folder; whether no daemon runs there. Raises `ConfigError` if one does that must not."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder.held(data_dir, shared=False))
+        except ConfigError:
+            if async_url(url).get_backend_name() == "sqlite":
+                raise ConfigError(
+                    f"a fedplat-server runs on {data_dir}, whose SQLite database it alone writes to: stop it first, or "
+                    "give its jobs a [retention], which it applies itself"
+                ) from None
+            stack.enter_context(folder.held(data_dir, shared=True))
+            yield False
+        else:
+            yield True
+
+
+async def _find(url: str, data_dir: Path, limits: prune.Limits, *, is_alone: bool) -> prune.Plan:
+    store = await open_store(url)
+    try:
+        return await prune.find(store, BlobStore(data_dir / "blobs"), limits, with_orphans=is_alone)
+    finally:
+        await store.close()
+
+
+async def _remove(url: str, data_dir: Path, limits: prune.Limits, plan: prune.Plan, *, is_alone: bool) -> None:
+    store = await open_store(url)
+    try:
+        with _bar() as progress:
+            await prune.remove(store, limits, plan, progress)
+        if is_alone:
+            await prune.remove_files(store, BlobStore(data_dir / "blobs"))
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _bar() -> Generator[prune.Progress]:
+    """A bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("removing"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(plan: prune.Plan, *, is_alone: bool) -> list[str]:
+    if plan.is_empty:
+        return ["nothing to remove"]
+    counts = plan.counts
+    kinds = {
+        "models": "model files of old versions",
+        "states": "states of aggregation rules",
+        "attempts": "attempts whose history is old",
+        "clients": "clients that were not here",
+        "orphans": "files that belong to no version",
+    }
+    lines = [f"{counts[kind]:>8} {words}" for kind, words in kinds.items() if counts[kind]]
+    lines.append(f"{counts['bytes'] / 2**20:.1f} MiB of files; rows of versions, and the audit log, stay")
+    if not is_alone:
+        lines.append("a daemon runs: it removes the files itself, some minutes later, or when they are an hour old")
+    return lines

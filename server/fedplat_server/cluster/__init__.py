@@ -1,1 +1,0 @@
-"""Several daemons on one database: one leads its jobs, the others are gateways to it."""

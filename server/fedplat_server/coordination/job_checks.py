@@ -1,0 +1,69 @@
+"""Checks of a new job: its file is valid, this server can run it, and its initial model fits.
+
+All raise `RefusedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedplat.errors import JobFileError, ModelError
+from fedplat.job import JobSpec, build_rule, parse_job
+from fedplat.model import Parameters
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.storage import spool_file
+
+
+def parse(job_file: str, max_bytes: int) -> JobSpec:
+    """Return the job of a file of at most `max_bytes` bytes of UTF-8."""
+    if len(job_file.encode()) > max_bytes:
+        raise RefusedError(Code.INVALID_JOB_FILE, f"it has more than {max_bytes} bytes")
+    try:
+        return parse_job(job_file)
+    except JobFileError as exc:
+        raise RefusedError(Code.INVALID_JOB_FILE, str(exc)) from exc
+
+
+def check_is_runnable(spec: JobSpec, evaluators: Sequence[str], trainers: Sequence[str]) -> None:
+    """Check that the server has the job's evaluator and trainers, and can keep its updates where the job wants."""
+    evaluator = spec.evaluation.server
+    if evaluator is not None and evaluator not in evaluators:
+        raise RefusedError(
+            Code.NO_SUCH_EVALUATOR,
+            f"{evaluator!r}; {_list(evaluators)}. Start it with --evaluator {evaluator}=module:function, "
+            "or leave evaluation.server out of the job file",
+        )
+    for table, learning in (("warm_start", spec.warm_start), ("server_step", spec.server_step)):
+        if learning is not None and learning.trainer not in trainers:
+            raise RefusedError(
+                Code.NO_SUCH_TRAINER,
+                f"{table}.trainer = {learning.trainer!r}; {_list(trainers)}. Start it with --trainer "
+                f"{learning.trainer}=module:object, or leave [{table}] out of the job file",
+            )
+    if spec.durability == "memory" and not spool_file.CAN_KEEP_IN_MEMORY:
+        raise RefusedError(
+            Code.INVALID_JOB_FILE,
+            'durability = "memory": the server\'s platform has no files in memory (memfd, Linux); use "spool"',
+        )
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"it has {', '.join(names)}" if names else "it has none"
+
+
+def check_initial_model(path: Path, spec: JobSpec) -> int:
+    """Check that a job can start from the model in a file; return the size of the file in bytes."""
+    try:
+        parameters = Parameters.open(path)
+    except FileNotFoundError as exc:
+        raise RefusedError(Code.INVALID_MODEL, "upload it first (UploadModel)") from exc
+    except ModelError as exc:
+        raise RefusedError(Code.INVALID_MODEL, str(exc)) from exc
+    if parameters.schema.num_floating == 0:
+        raise RefusedError(Code.INVALID_MODEL, "it has no floating-point tensor to train")
+    if not parameters.is_finite():
+        raise RefusedError(Code.INVALID_MODEL, "it holds NaN or infinite values")
+    if misfit := build_rule(spec).counterpart.misfit(parameters.schema):
+        raise RefusedError(Code.INVALID_MODEL, misfit)
+    return path.stat().st_size

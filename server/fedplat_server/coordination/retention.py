@@ -1,0 +1,169 @@
+"""Removes what jobs no longer keep: states, model files, history. In the background, and only in the leader.
+
+A row of the database records that a file is removed before it is. What a crash leaves in between is an orphan, which
+the next start removes. A file that several versions share stays as long as one of them refers to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from fedplat.rounds import JobState
+from fedplat.rounds.states import ENDED_JOBS
+from fedplat_server import logs
+from fedplat_server.database.jobs import Keep
+from fedplat_server.database.ports import BATCH, Store
+from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
+from fedplat_server.storage.blobs import BlobStore
+
+RETRY_S = 1.0
+CLOSE_S = 10.0
+"""How long `close` waits for the removal in progress."""
+EVERY_S = 600.0
+"""Interval of a full search, also for files that `fedplat-server prune` marked as removed beside this daemon."""
+OLD_S = 3600.0
+"""Minimum age of a file that is removed only because no version refers to it."""
+SEEN_S = 6 * 3600.0
+"""How often the last calls of clients with long sessions are stored."""
+HISTORY_BATCH = 20
+"""Number of attempts whose history is removed in one transaction."""
+
+
+def keep_of(job: JobState) -> Keep:
+    """Return which versions of a job keep their files."""
+    latest, options = job.latest.version, job.spec.retention
+    # A private job's state may hold seeds of noise: those of all versions together would be all of them.
+    private = latest + (job.status in ENDED_JOBS)
+    states_from = latest + 1 - options.states if job.spec.privacy is None else private
+    models_from = latest + 1 - options.versions if options.versions else 0
+    return Keep(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
+
+
+class Retention:
+    """The background task. `state_of` returns a job's state."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        store: Store,
+        state_of: Callable[[str], JobState],
+        take_seen: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`take_seen` returns when clients were seen since its last call."""
+        self._blobs = blobs
+        self._store = store
+        self._state_of = state_of
+        self._take_seen = take_seen
+        self._jobs: dict[str, None] = {}
+        self._leftovers: set[str] = set()
+        self._forgetful: set[str] = set()
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    def begin(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="retention")
+
+    def look_at(self, job_id: str) -> None:
+        """Apply a job's policy soon: it has a new version, or has ended."""
+        self._jobs[job_id] = None
+        self._wanted.set()
+
+    def look_for(self, digests: Sequence[str]) -> None:
+        """Remove soon what no version refers to of the files that an attempt made: it has ended."""
+        self._leftovers.update(digests)
+        self._wanted.set()
+
+    async def close(self) -> None:
+        """Stop after the removal in progress; the rest follows after the next start."""
+        self._is_closing = True
+        self._wanted.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def apply(self, job_id: str) -> None:
+        """Remove what a job does not keep, some versions at a time."""
+        job = self._state_of(job_id)
+        if job.spec.retention.history_days:
+            self._forgetful.add(job_id)
+        await self._remove_history(job)
+        keep = keep_of(job)
+        while not self._is_closing and (found := await self._store.retention.list_removable(job_id, keep)):
+            with self._blobs.sweep() as sweep:
+                gone = await self._store.retention.mark_removed(job_id, found)
+                size_bytes = await asyncio.to_thread(sweep.remove, gone)
+            models, states = sum(one.model for one in found), sum(one.state for one in found)
+            logs.get().debug("old files were removed", job=job_id, models=models, states=states, bytes=size_bytes)
+            if len(found) < BATCH:
+                return
+
+    async def _remove_history(self, job: JobState) -> None:
+        days = job.spec.retention.history_days
+        before = time.time() - days * 86400.0
+        old = functools.partial(self._store.retention.list_old_attempts, job.job_id, before, HISTORY_BATCH)
+        while days and not self._is_closing and (keys := await old()):
+            # Assignments stay: selection reads back from them what it remembers of clients.
+            await self._store.retention.remove_history(keys, metrics=job.status in ENDED_JOBS)
+
+    async def _note_seen(self) -> None:
+        seen = sorted(self._take_seen().items())
+        for start in range(0, len(seen), BATCH):
+            await self._store.clients.record_seen(dict(seen[start : start + BATCH]))
+
+    async def remove_orphans(self) -> None:
+        """Remove every file that no version refers to; `fedplat-server prune` may have marked it as removed."""
+        with self._blobs.sweep() as sweep:
+            there = await asyncio.to_thread(self._blobs.all_digests)
+            gone = there - await self._store.retention.list_referenced()
+            # Another daemon may lead by now, and be about to refer to what it has just written.
+            await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=OLD_S))
+
+    async def _remove_leftovers(self) -> None:
+        some, self._leftovers = self._leftovers, set()
+        with self._blobs.sweep() as sweep:
+            try:
+                gone = await self._store.retention.find_unreferenced(some)
+            except StoreError:
+                self._leftovers |= some
+                raise
+            await asyncio.to_thread(sweep.remove, gone)
+
+    async def _run(self) -> None:
+        noted_at = asyncio.get_running_loop().time()
+        while not self._is_closing:
+            try:
+                async with asyncio.timeout(EVERY_S):
+                    await self._wanted.wait()
+            except TimeoutError:
+                await self._tried(self.remove_orphans())
+                self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
+                if asyncio.get_running_loop().time() >= noted_at + SEEN_S:
+                    noted_at = asyncio.get_running_loop().time()
+                    await self._tried(self._note_seen())
+            self._wanted.clear()
+            while self._jobs and not self._is_closing:
+                job_id = next(iter(self._jobs))
+                if await self._tried(self.apply(job_id)):
+                    self._jobs.pop(job_id, None)
+            if self._leftovers and not self._is_closing:
+                await self._tried(self._remove_leftovers())
+
+    async def _tried(self, work: Awaitable[None]) -> bool:
+        """Do work that a database or a disk may refuse for a while; return whether it is done."""
+        try:
+            await work
+        except LeadershipLostError:
+            raise
+        except (StoreError, BlobError) as exc:
+            logs.get().warning("old files could not be removed", error=str(exc))
+            self._wanted.set()
+            if not self._is_closing:
+                await asyncio.sleep(RETRY_S)
+            return isinstance(exc, BlobError)  # the rows are written: the next start removes the files
+        return True

@@ -1,0 +1,81 @@
+"""Records of who may take part: enrolment tokens and clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from fedplat_server.errors import TokenRefusedError
+from fedplat_server.records.audit import AuditEntry
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientRecord:
+    """An enrolled client.
+
+    `session_number` counts the sessions that it has opened; only the last one is valid. `token_id` is the enrolment
+    token that it used; empty if it enrolled before that was stored.
+    """
+
+    client_id: str
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    enrolled_unix_s: float
+    public_key: bytes
+    session_number: int = 0
+    revoked_unix_s: float | None = None
+    token_id: str = ""
+
+
+NewEntries: TypeAlias = Callable[[ClientRecord], Sequence[AuditEntry]]
+"""Makes the audit entries for a change to a client, which is known only within the transaction."""
+
+
+def no_entries(client: ClientRecord) -> Sequence[AuditEntry]:
+    """Return no entries."""
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnrolmentToken:
+    """A token by which clients enrol. The database keeps its hash beside this record, never the token."""
+
+    token_id: str
+    population: str
+    num_uses: int
+    num_left: int
+    created_unix_s: float
+    expires_unix_s: float
+    revoked_unix_s: float | None = None
+
+    def why_not(self, unix_s: float) -> str:
+        """Return why the token is unusable at `unix_s` ("revoked", "used up" or "expired"), or ""."""
+        if self.revoked_unix_s is not None:
+            return "revoked"
+        if self.num_left <= 0:
+            return "used up"
+        return "expired" if unix_s >= self.expires_unix_s else ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Enrolment:
+    """A request to enrol. `client_id` is used if the idempotency key is new."""
+
+    client_id: str
+    population: str
+    labels: Mapping[str, str]
+    software_version: str
+    public_key: bytes
+    token_hash: bytes
+    idempotency_key: str
+
+
+def token_refused(token: EnrolmentToken | None, population: str, unix_s: float) -> TokenRefusedError:
+    """Return the error for an enrolment by this token; None: the token is unknown."""
+    if token is None:
+        return TokenRefusedError("", is_known=False)
+    if token.population != population:
+        return TokenRefusedError("it is for another population")
+    return TokenRefusedError(f"it is {token.why_not(unix_s)}")

@@ -1,0 +1,198 @@
+"""Database URLs, engines, and the one place that translates errors of SQLAlchemy and its drivers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import random
+import re
+import sqlite3
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import sqlalchemy
+from sqlalchemy import event, exc
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from fedplat_server.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
+from fedplat_server.storage import files
+
+WRITES = "fedplat_writes"
+"""Execution option of connections whose transactions write."""
+
+BUSY_TIMEOUT_S = 30
+"""How long SQLite waits for another process that writes."""
+
+CONNECT_TIMEOUT_S = 10
+COMMAND_TIMEOUT_S = 60
+ABANDONED_S = 4
+"""When PostgreSQL ends an idle transaction: a daemon that was stopped must not keep its locks."""
+
+NUM_READERS = 4
+"""Number of transactions that may read at once. More would only take turns on one core."""
+
+_EXPECTED = "expected a path, sqlite:///path or postgresql://user:password@host/database"
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+pysqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+}
+# Classes of SQLSTATE: connection lost, out of resources (disk, memory, connections), shut down, system error.
+_UNAVAILABLE = re.compile(r"08...|53...|57P..|58...")
+_CONFLICTS = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_DISK_FULL = "53100"
+# 1: a mistake in the SQL; 11 and 26: damaged, no database. The others of sqlite3.OperationalError may pass.
+_SQLITE_LASTING = frozenset({1, 11, 26})
+
+
+class ConflictError(StoreUnavailableError):
+    """The database rolled a transaction back because of another one: it may be tried again at once."""
+
+
+def async_url(database: str) -> URL:
+    """Return the URL of the asynchronous driver for a path or a URL of any driver. Raises `ConfigError`."""
+    if "://" not in database:
+        if not database.strip() or database == ":memory:":
+            raise ConfigError(f"database {database!r}: {_EXPECTED}")
+        return URL.create("sqlite+aiosqlite", database=database)
+    try:
+        url = make_url(database)
+    except (exc.ArgumentError, ValueError) as error:
+        # Not shown: it may contain a password that cannot be recognized as one.
+        raise ConfigError(f"the database's URL cannot be read: {_EXPECTED}") from error
+    driver = _DRIVERS.get(url.drivername)
+    shown = url.render_as_string(hide_password=True)
+    if driver is None:
+        raise ConfigError(f"database {shown}: {url.drivername} is not supported; {_EXPECTED}")
+    if driver == "sqlite+aiosqlite" and (not url.database or url.database == ":memory:"):
+        raise ConfigError(f"database {shown} names no file; {_EXPECTED}")
+    if driver == "postgresql+asyncpg":
+        if importlib.util.find_spec("asyncpg") is None:
+            raise ConfigError("PostgreSQL needs a driver: pip install 'fedplat-server[postgres]'")
+        if sslmode := url.query.get("sslmode"):  # libpq's name for it
+            url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": sslmode})
+    return url.set(drivername=driver)
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """Return the file of a SQLite database; None for PostgreSQL."""
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def num_writers(url: URL) -> int:
+    """Return the number of transactions that may write at once."""
+    return 1 if url.get_backend_name() == "sqlite" else 4
+
+
+def create_engine(url: URL, *, foreign_keys: bool = True, timeout_s: float | None = None) -> AsyncEngine:
+    """Return an engine for a URL of `async_url`, without connecting. Migrations of SQLite need `foreign_keys` off.
+
+    `timeout_s`: how long PostgreSQL may take to connect or to answer, instead of the defaults.
+    """
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
+    if url.get_backend_name() == "postgresql":
+        options = {
+            "timeout": timeout_s or CONNECT_TIMEOUT_S,
+            "command_timeout": timeout_s or COMMAND_TIMEOUT_S,
+            "server_settings": {"idle_in_transaction_session_timeout": f"{ABANDONED_S}s"},
+        }
+        return create_async_engine(url, pool_pre_ping=True, connect_args=options, **pool)
+    engine = create_async_engine(url, **pool)
+    _set_up_sqlite(engine.sync_engine, foreign_keys)
+
+    def on_connect(connection: Any, _: object) -> None:
+        connection.run_async(_use_wal)
+
+    event.listen(engine.sync_engine, "connect", on_connect)
+    return engine
+
+
+def create_blocking_engine(url: URL) -> sqlalchemy.Engine:
+    """Return an engine for the URL of a SQLite database that `create_engine` has opened before: it has its WAL then."""
+    pool = {"pool_size": NUM_READERS + num_writers(url), "max_overflow": 0, "json_serializer": _to_json}
+    engine = sqlalchemy.create_engine(url.set(drivername="sqlite"), **pool)
+    _set_up_sqlite(engine, foreign_keys=True)
+    return engine
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # escapes would make names of clients up to three times as long
+
+
+def _set_up_sqlite(engine: sqlalchemy.Engine, foreign_keys: bool) -> None:
+    def on_connect(connection: Any, _: object) -> None:
+        # Else the driver begins late, and never for a SELECT: no snapshot, and "database is locked" when a
+        # transaction that has read begins to write. See "Transactions with SQLite" in SQLAlchemy's documentation.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in (
+            f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
+            "synchronous = FULL",
+            f"foreign_keys = {'ON' if foreign_keys else 'OFF'}",
+        ):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    def on_begin(connection: sqlalchemy.Connection) -> None:
+        writes = connection.get_execution_options().get(WRITES)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+
+
+async def _use_wal(connection: aiosqlite.Connection) -> None:
+    """Switch the file to a write-ahead log, for good: readers then never wait for the writer."""
+    # Of two that open a new file at once SQLite refuses one, whatever its busy_timeout: waiting for the lock that the
+    # change needs could be a deadlock.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            await connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(random.uniform(0.005, 0.05))
+
+
+@contextlib.contextmanager
+def translate_errors(url: URL) -> Generator[None]:
+    """Translate the exceptions of database libraries into errors of the store."""
+    try:
+        yield
+    except exc.DBAPIError as error:
+        raise _translate(error, url) from error
+    except (exc.TimeoutError, TimeoutError, OSError) as error:
+        raise StoreUnavailableError(f"the database {url.render_as_string()} does not answer: {error}") from error
+    except exc.SQLAlchemyError as error:
+        raise StoreError(f"the database {url.render_as_string()} refused: {error}") from error
+
+
+def _translate(error: exc.DBAPIError, url: URL) -> StoreError:
+    # Without the statement and its parameters, which SQLAlchemy adds to its own message.
+    said = f"the database {url.render_as_string()} says: {error.orig}"
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if sqlstate in _CONFLICTS:
+        return ConflictError(said)
+    if sqlstate == _DISK_FULL or getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        files.note_full()
+        return StoreFullError(said)
+    if error.connection_invalidated or (sqlstate is not None and _UNAVAILABLE.fullmatch(sqlstate)):
+        return StoreUnavailableError(said)
+    if isinstance(error.orig, sqlite3.OperationalError):
+        lasting = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _SQLITE_LASTING
+        return StoreError(said) if lasting else StoreUnavailableError(said)
+    # asyncpg's InterfaceError also covers values that it cannot encode, for which a retry is useless.
+    if isinstance(error, exc.InterfaceError) and "connection" in str(error.orig):
+        return StoreUnavailableError(said)
+    return StoreError(said)

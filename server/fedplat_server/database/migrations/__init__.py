@@ -1,0 +1,1 @@
+"""The database schema's history, one file for each step; `database.schema` applies them."""

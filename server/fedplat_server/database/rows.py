@@ -1,0 +1,307 @@
+"""Rows of the tables as the records of the coordinator and of the ports, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import sqlalchemy
+from sqlalchemy.dialects import postgresql, sqlite
+
+from fedplat.errors import JobFileError
+from fedplat.job import JobSpec, find_mechanism, parse_job
+from fedplat.privacy import Privacy
+from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds.records import Claim
+from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
+from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
+from fedplat_server.database.ledger import encode_mechanism
+from fedplat_server.errors import StoreError
+
+_Record = TypeVar("_Record")
+Row = sqlalchemy.Row[Any]
+Values = dict[str, Any]
+"""A row to be written, by the names of the columns."""
+
+
+def insert(dialect: str, table: sqlalchemy.Table) -> postgresql.Insert | sqlite.Insert:
+    """Return an INSERT that supports ON CONFLICT, which SQLAlchemy offers by dialect although both spell it alike."""
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+
+
+def to_record(row: Row, record: type[_Record]) -> _Record:
+    """Return a row as a record with fields named like the columns; other columns are left out."""
+    return record(*[getattr(row, name) for name in field_names(record)])
+
+
+def to_values(record: object) -> Values:
+    """Return the fields of a record, by name."""
+    return {name: getattr(record, name) for name in field_names(type(record))}
+
+
+@functools.cache
+def field_names(record: type[Any]) -> tuple[str, ...]:
+    """Return the names of a record's fields, in order."""
+    if issubclass(record, msgspec.Struct):
+        return record.__struct_fields__
+    return tuple(field.name for field in dataclasses.fields(record))
+
+
+# --- versions ----------------------------------------------------------------------------------------------
+
+
+def version_values(job_id: str, version: ModelVersion, unix_s: float) -> Values:
+    """Return a row of `model_versions`."""
+    return to_values(version) | {"job_id": job_id, "created_unix_s": unix_s, "metrics": {}}
+
+
+def version_record(row: Row) -> VersionRecord:
+    """Read a row of `model_versions`."""
+    removed = row.model_removed_unix_s, row.state_removed_unix_s
+    return VersionRecord(to_record(row, ModelVersion), row.created_unix_s, row.metrics, *removed)
+
+
+def ledger_values(job: JobState, version: ModelVersion, unix_s: float) -> Values | None:
+    """Return the row of `ledger` for a version of a job; None if it is not a private release."""
+    mechanism = find_mechanism(job.spec)
+    if mechanism is None or not version.is_aggregate:
+        return None
+    return {
+        "job_id": job.job_id,
+        "version": version.version,
+        "round": version.round,
+        "mechanism": encode_mechanism(mechanism),
+        "unix_s": unix_s,
+    }
+
+
+# --- attempts and assignments ------------------------------------------------------------------------------
+
+
+def attempt_values(attempt: Attempt, unix_s: float) -> Values:
+    """Return a row of `attempts`, with this moment as that of its opening (and, if it has ended, of its end)."""
+    return {
+        "job_id": attempt.key.job_id,
+        "round": attempt.key.round,
+        "number": attempt.key.number,
+        "kind": attempt.kind,
+        "phase": attempt.phase,
+        "reason": attempt.reason,
+        "base_version": attempt.base_version,
+        "goal": attempt.goal,
+        "minimum": attempt.minimum,
+        "target": attempt.target,
+        "opened_unix_s": unix_s,
+        "ended_unix_s": None if attempt.is_open else unix_s,
+        "metrics": attempt.metrics,
+    }
+
+
+def attempt(row: Row) -> Attempt:
+    """Read a row of `attempts`, without assignments and with times of zero."""
+    return Attempt(
+        key=AttemptKey(row.job_id, row.round, row.number),
+        kind=AttemptKind(row.kind),
+        phase=AttemptPhase(row.phase),
+        base_version=row.base_version,
+        goal=row.goal,
+        minimum=row.minimum,
+        target=row.target,
+        opened_at=0.0,
+        selection_ends_at=0.0,
+        reason=row.reason,
+        metrics=row.metrics,
+    )
+
+
+def attempt_record(row: Row, tally: Sequence[Row]) -> AttemptRecord:
+    """Read a row of `attempts` with the counts of its assignments: one row or more of `tally` for each state."""
+    counts = Counter[AssignmentState]()
+    for one in tally:
+        counts[AssignmentState(one.state)] += one.total
+    return AttemptRecord(
+        key=AttemptKey(row.job_id, row.round, row.number),
+        kind=AttemptKind(row.kind),
+        phase=AttemptPhase(row.phase),
+        reason=row.reason,
+        base_version=row.base_version,
+        goal=row.goal,
+        minimum=row.minimum,
+        target=row.target,
+        opened_unix_s=row.opened_unix_s,
+        ended_unix_s=row.ended_unix_s,
+        metrics=row.metrics,
+        counts=counts,
+        update_bytes=sum(int(one.update_bytes) for one in tally),
+        staleness=_staleness(tally),
+        largest_norm=max((one.largest_norm for one in tally if one.largest_norm is not None), default=None),
+    )
+
+
+def _staleness(tally: Sequence[Row]) -> Staleness:
+    """Return mean and maximum over the groups of a tally; a group without updates has no staleness."""
+    groups = [(int(one.staleness), one.num_stale, one.max_staleness) for one in tally if one.num_stale]
+    if not groups:
+        return Staleness()
+    number = sum(number for _, number, _ in groups)
+    return Staleness(sum(total for total, _, _ in groups) / number, max(most for _, _, most in groups))
+
+
+def assignment_values(assignment: Assignment, revision: int, epoch_unix_s: float) -> Values:
+    """Return a row of `assignments` for an assignment that changed in this revision of its job.
+
+    `epoch_unix_s` is the wall-clock time at which the clock of its times is 0.
+    """
+    key, folded_into = assignment.key, assignment.folded_into
+    into = folded_into if folded_into != key else None
+    return {
+        "job_id": key.job_id,
+        "round": key.round,
+        "number": key.number,
+        "client_id": assignment.client_id,
+        "token_hash": assignment.token_hash,
+        "state": assignment.state,
+        "reason": assignment.reason,
+        "text": assignment.text,
+        "digest": assignment.digest,
+        "num_examples": assignment.num_examples,
+        "weight": assignment.weight,
+        "metrics": assignment.metrics,
+        "took_s": assignment.took_s,
+        "reported_revision": revision if assignment.took_s is not None else None,
+        "assigned_unix_s": epoch_unix_s + assignment.assigned_at,
+        "deadline_unix_s": epoch_unix_s + assignment.deadline_at,
+        "report_number": assignment.report_number,
+        "update_bytes": assignment.update_bytes,
+        "base_version": assignment.base_version,
+        "staleness": assignment.staleness if folded_into is not None else None,
+        "into_round": into.round if into is not None else None,
+        "into_number": into.number if into is not None else None,
+        "norm": assignment.norm,
+    }
+
+
+def assignment(row: Row, epoch_unix_s: float | None = None) -> Assignment:
+    """Read a row of `assignments` with its attempt's `kind`.
+
+    Its moments are on a clock that stands at 0 at `epoch_unix_s`; without that they are zero.
+    """
+    moments = [row.assigned_unix_s, row.deadline_unix_s]
+    assigned_at, deadline_at = [unix_s - epoch_unix_s if epoch_unix_s is not None else 0.0 for unix_s in moments]
+    key = AttemptKey(row.job_id, row.round, row.number)
+    into = AttemptKey(row.job_id, row.into_round, row.into_number) if row.into_round is not None else key
+    return Assignment(
+        key=key,
+        base_version=row.base_version,
+        folded_into=into if row.staleness is not None else None,
+        staleness=row.staleness or 0,
+        client_id=row.client_id,
+        kind=AttemptKind(row.kind),
+        token_hash=row.token_hash,
+        state=AssignmentState(row.state),
+        assigned_at=assigned_at,
+        deadline_at=deadline_at,
+        reason=Reason(row.reason) if row.reason is not None else None,
+        text=row.text,
+        digest=row.digest,
+        num_examples=row.num_examples,
+        weight=row.weight,
+        metrics=row.metrics,
+        took_s=row.took_s,
+        report_number=row.report_number,
+        update_bytes=row.update_bytes,
+        norm=row.norm,
+    )
+
+
+# --- jobs --------------------------------------------------------------------------------------------------
+
+
+def job_values(state: JobState) -> Values:
+    """Return the columns of `jobs` that change."""
+    return {
+        "status": state.status,
+        "reason": state.reason,
+        "round": state.round,
+        "failures": state.failures,
+        "latest_version": state.latest.version,
+        "revision": state.revision,
+    }
+
+
+class Past(NamedTuple):
+    """What a job remembers of reports: how long they took, and the last claim of each client; oldest first."""
+
+    durations: tuple[float, ...]
+    claims: tuple[Claim, ...]
+
+
+def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], past: Past) -> JobRecord:
+    """Read a row of `jobs`, with what other tables hold of the job."""
+    spec = job_spec(row)
+    state = JobState(
+        job_id=row.job_id,
+        spec=spec,
+        latest=latest,
+        status=JobStatus(row.status),
+        reason=row.reason,
+        round=row.round,
+        attempt=last[0],
+        carried=last[1],
+        failures=row.failures,
+        durations=past.durations,
+        claims=past.claims if influence.looks_back(spec) else (),
+        revision=row.revision,
+    )
+    return JobRecord(state, row.job_file, row.created_unix_s)
+
+
+def settled_values(spec: JobSpec) -> Values:
+    """Return the settled `[privacy]` as a column of `jobs`. Raises `StoreError` if a private job is not settled."""
+    options = spec.privacy
+    if options is not None and (find_mechanism(spec) is None or options.max_releases is None):
+        raise StoreError("a private job cannot be stored before its noise and its releases are settled")
+    return {"privacy": msgspec.to_builtins(options)}
+
+
+def job_spec(row: Row) -> JobSpec:
+    """Read the job file of a row of `jobs`, with its settled `[privacy]`. Raises `StoreError` if it is not readable."""
+    try:
+        spec = parse_job_once(row.job_file)
+        return with_settled(spec, row.privacy)
+    except (JobFileError, msgspec.ValidationError) as exc:
+        raise StoreError(
+            f"the stored job file of {row.job_id} cannot be read by this version of fedplat: {exc}"
+        ) from exc
+
+
+parse_job_once = functools.lru_cache(maxsize=1024)(parse_job)
+
+
+def with_settled(spec: JobSpec, settled: object) -> JobSpec:
+    """Return a job with its settled `[privacy]`.
+
+    Raises `JobFileError` or `msgspec.ValidationError` if they do not belong together.
+    """
+    if (spec.privacy is None) != (settled is None):
+        raise JobFileError("privacy: the job file and what was settled of it do not agree")
+    if settled is None:
+        return spec
+    return msgspec.structs.replace(spec, privacy=msgspec.convert(settled, Privacy))
+
+
+# --- history -----------------------------------------------------------------------------------------------
+
+
+def history_values(job_id: str, row: HistoryRow, unix_s: float) -> Values:
+    """Return a row of `history`."""
+    return to_values(row) | {"job_id": job_id, "unix_s": unix_s}
+
+
+def history_record(row: Row) -> HistoryRecord:
+    """Read a row of `history`."""
+    return HistoryRecord(row.sequence, row.unix_s, to_record(row, HistoryRow))

@@ -1,0 +1,251 @@
+"""Enrolment tokens and clients in a SQL database."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Connection, func, select
+
+from fedplat_server import crash_points
+from fedplat_server.database import rows
+from fedplat_server.database.clients import (
+    ClientRecord,
+    Enrolment,
+    EnrolmentToken,
+    NewEntries,
+    no_entries,
+    token_refused,
+)
+from fedplat_server.database.sql_audit import append_entries
+from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrolment_tokens
+from fedplat_server.database.transactions import Clock, Database
+from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.records.audit import AuditEntry
+
+_SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
+
+
+class SqlClients:
+    """The adapter of `ports.ClientStore`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    # --- enrolment tokens ------------------------------------------------------------------------------------
+
+    async def add_enrolment_token(
+        self, token: EnrolmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
+    ) -> None:
+        """Add a token."""
+        insert = enrolment_tokens.insert().values({**dataclasses.asdict(token), "token_hash": token_hash})
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert)
+            append_entries(connection, audit, self._clock())
+
+        await self._database.write(work)
+
+    async def revoke_enrolment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrolmentToken | None:
+        """Revoke a token; see the port."""
+        mine = enrolment_tokens.c.token_id == token_id
+        row = await self._change(enrolment_tokens, mine, _revocation(enrolment_tokens, self._clock()), audit)
+        return rows.to_record(row, EnrolmentToken) if row is not None else None
+
+    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+        """Return tokens in the order of their creation; see the port."""
+        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence).limit(limit)
+        if after:
+            tokens = enrolment_tokens.alias()
+            last = select(tokens.c.sequence).where(tokens.c.token_id == after).scalar_subquery()
+            query = query.where(enrolment_tokens.c.sequence > last)
+        return [rows.to_record(row, EnrolmentToken) for row in await self._database.fetch(query)]
+
+    # --- clients ---------------------------------------------------------------------------------------------
+
+    async def enroll(self, enrolment: Enrolment, audit: NewEntries = no_entries) -> ClientRecord:
+        """Add a client and use its token once; see the port."""
+        now = self._clock()
+        said = {"labels": dict(enrolment.labels), "software_version": enrolment.software_version}
+        values = {
+            **said,
+            "client_id": enrolment.client_id,
+            "population": enrolment.population,
+            "public_key": enrolment.public_key,
+            "idempotency_key": enrolment.idempotency_key,
+            "enrolled_unix_s": now,
+            "seen_unix_s": now,
+            "session_number": 0,
+            # If there is no such token, the transaction ends without the client.
+            "token_id": func.coalesce(
+                select(enrolment_tokens.c.token_id)
+                .where(enrolment_tokens.c.token_hash == enrolment.token_hash)
+                .scalar_subquery(),
+                "",
+            ),
+        }
+        # Of two calls with one key, the second waits here for the first, and then finds its client.
+        insert = rows.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
+        mine = clients.c.idempotency_key == enrolment.idempotency_key
+
+        def work(connection: Connection) -> ClientRecord:
+            is_new = connection.execute(insert).rowcount == 1
+            if is_new:
+                _use_token(connection, enrolment, now)
+            else:
+                connection.execute(clients.update().where(mine).values(said))
+            row = connection.execute(select(clients).where(mine)).one_or_none()
+            if row is None:
+                raise EnrolmentError("another client has this public key")
+            if row.population != enrolment.population:
+                raise EnrolmentError(
+                    f"this client is enrolled in population {row.population}, not {enrolment.population}"
+                )
+            if row.public_key != enrolment.public_key:
+                raise EnrolmentError("this client is enrolled with another public key")
+            record = rows.to_record(row, ClientRecord)
+            if is_new:
+                append_entries(connection, audit(record), now)
+            return record
+
+        with crash_points.step("enroll"):
+            return await self._database.write(work)
+
+    async def find_clients(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Return the clients with these ids."""
+        return _by_id(await self._database.fetch(_select_by_id(client_ids)))
+
+    async def begin_sessions(self, client_ids: Sequence[str]) -> dict[str, ClientRecord]:
+        """Count a session for each; see the port."""
+        more = clients.update().where(clients.c.client_id.in_(client_ids))
+
+        def work(connection: Connection) -> Sequence[rows.Row]:
+            connection.execute(more.values(session_number=clients.c.session_number + 1, seen_unix_s=self._clock()))
+            return connection.execute(_select_by_id(client_ids)).all()
+
+        with crash_points.step("begin_sessions"):
+            return _by_id(await self._database.write(work))
+
+    async def revoke_client(self, client_id: str, audit: Sequence[AuditEntry] = ()) -> ClientRecord | None:
+        """Revoke a client; see the port."""
+        mine = clients.c.client_id == client_id
+        row = await self._change(clients, mine, _revocation(clients, self._clock()), audit)
+        return rows.to_record(row, ClientRecord) if row is not None else None
+
+    async def revoke_clients_of(
+        self, token_id: str, after: str, limit: int, audit: NewEntries = no_entries
+    ) -> list[ClientRecord]:
+        """Revoke a page of a token's clients; see the port."""
+        page = _later(select(clients).where(clients.c.token_id == token_id), after).limit(limit)
+        now = self._clock()
+
+        def work(connection: Connection) -> list[ClientRecord]:
+            found = [rows.to_record(row, ClientRecord) for row in connection.execute(page)]
+            good = [one.client_id for one in found if one.revoked_unix_s is None]
+            these = clients.c.client_id.in_(good)
+            connection.execute(clients.update().where(these).values(_revocation(clients, now)))
+            revoked = _by_id(connection.execute(select(clients).where(these)).all())
+            append_entries(connection, [entry for name in good for entry in audit(revoked[name])], now)
+            return [revoked.get(one.client_id, one) for one in found]
+
+        return await self._database.write(work)
+
+    async def update_client(self, client_id: str, labels: Mapping[str, str], software_version: str) -> None:
+        """Replace what a client reports of itself."""
+        values = {"labels": dict(labels), "software_version": software_version}
+        with crash_points.step("update_client"):
+            if await self._change(clients, clients.c.client_id == client_id, values) is None:
+                raise StoreError(f"there is no client {client_id}")
+
+    async def list_clients(
+        self, population: str | None = None, *, after: str = "", limit: int | None = None
+    ) -> list[ClientRecord]:
+        """Return clients in the order of their enrolment; see the port."""
+        query = _later(select(clients), after).limit(limit)
+        if population is not None:
+            query = query.where(clients.c.population == population)
+        return [rows.to_record(row, ClientRecord) for row in await self._database.fetch(query)]
+
+    async def count_clients(self) -> int:
+        """Return the number of clients."""
+        return (await self._database.fetch(select(func.count()).select_from(clients)))[0][0]
+
+    # --- idle clients ----------------------------------------------------------------------------------------
+
+    async def record_seen(self, seen_unix_s: Mapping[str, float]) -> None:
+        """Store when clients opened their last session."""
+        this = clients.c.client_id == sqlalchemy.bindparam("this_client")
+        values = [{"this_client": client_id, "seen_unix_s": seen} for client_id, seen in sorted(seen_unix_s.items())]
+        statement = clients.update().where(this)
+        if values:
+            await self._database.write(lambda connection: connection.execute(statement, values))
+
+    async def list_idle_clients(self, before_unix_s: float) -> list[str]:
+        """Return the clients last seen before a time and without an open assignment, oldest first."""
+        at_work = select(assignments.c.client_id).where(assignments.c.client_id == clients.c.client_id, STILL_OPEN)
+        query = select(clients.c.client_id).where(before_unix_s > _SEEN, ~at_work.exists()).order_by(clients.c.sequence)
+        return [row.client_id for row in await self._database.fetch(query)]
+
+    async def remove_clients(self, client_ids: Collection[str], before_unix_s: float) -> int:
+        """Remove those of the clients last seen before a time; see the port."""
+        gone = clients.delete().where(clients.c.client_id.in_(client_ids), before_unix_s > _SEEN)
+        return await self._database.write(lambda connection: connection.execute(gone).rowcount)
+
+    async def _change(
+        self,
+        table: sqlalchemy.Table,
+        which: sqlalchemy.ColumnElement[bool],
+        values: Mapping[str, Any],
+        audit: Sequence[AuditEntry] = (),
+    ) -> rows.Row | None:
+        """Change the one row that matches, if there is one, and return it."""
+
+        def work(connection: Connection) -> rows.Row | None:
+            connection.execute(table.update().where(which).values(values))
+            row = connection.execute(select(table).where(which)).one_or_none()
+            if row is not None:
+                append_entries(connection, audit, self._clock())
+            return row
+
+        return await self._database.write(work)
+
+
+def _select_by_id(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
+    return select(clients).where(clients.c.client_id.in_(client_ids))
+
+
+def _later(query: sqlalchemy.Select[Any], client_id: str) -> sqlalchemy.Select[Any]:
+    """Order a query by enrolment, and cut it to clients that enrolled after this one ("": all)."""
+    if client_id:
+        last = select(clients.c.sequence).where(clients.c.client_id == client_id).scalar_subquery()
+        query = query.where(clients.c.sequence > last)
+    return query.order_by(clients.c.sequence)
+
+
+def _by_id(found: Sequence[rows.Row]) -> dict[str, ClientRecord]:
+    return {row.client_id: rows.to_record(row, ClientRecord) for row in found}
+
+
+def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:
+    return {"revoked_unix_s": func.coalesce(table.c.revoked_unix_s, now)}
+
+
+def _use_token(connection: Connection, enrolment: Enrolment, now: float) -> None:
+    """Use the token once. Raises `TokenRefusedError` if it is not valid."""
+    tokens = enrolment_tokens
+    mine = tokens.c.token_hash == enrolment.token_hash
+    valid = (
+        (tokens.c.population == enrolment.population)
+        & (tokens.c.num_left > 0)
+        & (tokens.c.expires_unix_s > now)
+        & tokens.c.revoked_unix_s.is_(None)
+    )
+    used = tokens.update().where(mine & valid).values(num_left=tokens.c.num_left - 1)
+    if connection.execute(used).rowcount == 1:
+        return
+    row = connection.execute(select(tokens).where(mine)).one_or_none()
+    token = rows.to_record(row, EnrolmentToken) if row is not None else None
+    raise token_refused(token, enrolment.population, now)

@@ -1,0 +1,122 @@
+"""The lease in a SQL database, and the fence that keeps a leader of an older term from writing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import sqlalchemy
+from sqlalchemy import Connection, Float, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from fedplat_server.database import rows, schema
+from fedplat_server.database.engine import WRITES, async_url, create_engine, translate_errors
+from fedplat_server.database.tables import leases
+from fedplat_server.errors import LeadershipLostError
+from fedplat_server.records import lease as rules
+from fedplat_server.records.lease import Candidate, Lease, Sighting
+
+NAME = "jobs"
+"""Name of the lease; one daemon leads all jobs of a database."""
+
+TIMEOUT_S = 2.0
+"""Time limit of each statement, less than a lease is valid."""
+
+_T = TypeVar("_T")
+_MINE = leases.c.name == NAME
+
+
+def require_term(connection: Connection, term: int) -> None:
+    """Raise `LeadershipLostError` unless this is the lease's term, and remains so until the transaction ends.
+
+    The lock does not block other writers of the term or its renewals; a candidate that takes the lease waits for it.
+    """
+    lock = select(leases.c.term).where(_MINE).with_for_update(read=True, key_share=True)
+    found = connection.execute(lock).scalar_one_or_none()
+    if found != term:
+        raise LeadershipLostError(f"another daemon leads: its term is {found}, that of this one was {term}")
+
+
+async def open_leases(database: str, timeout_s: float = TIMEOUT_S) -> SqlLeases:
+    """Open the lease of a database. Raises as `open_store` does."""
+    url = async_url(database)
+    await schema.require_head(url)
+    return SqlLeases(create_engine(url, timeout_s=timeout_s))
+
+
+class SqlLeases:
+    """The adapter of `ports.LeaseStore`; made by `open_leases`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._writing = engine.execution_options(**{WRITES: True})
+
+    async def read(self) -> Sighting:
+        """Return the current lease."""
+        return await self._run(self._engine, _sight)
+
+    async def take(self, candidate: Candidate, secret: str, valid_s: float) -> Lease | None:
+        """Give the lease to the candidate, in a new term; None if it is not free."""
+
+        async def work(connection: AsyncConnection) -> Lease | None:
+            no_holder = {"holder": "", "address": "", "term": 0, "secret": "", "renewed_unix_s": 0.0}
+            first = rows.insert(connection.dialect.name, leases).values(name=NAME, expires_unix_s=0.0, **no_holder)
+            await connection.execute(first.on_conflict_do_nothing())
+            # Waits for every transaction of the old term that passed the fence.
+            await connection.execute(select(leases.c.term).where(_MINE).with_for_update())
+            sighting = await _sight(connection)
+            if not rules.is_free(sighting, candidate, valid_s):
+                return None
+            lease = rules.taken(sighting, candidate, secret, valid_s)
+            await connection.execute(leases.update().where(_MINE).values(rows.to_values(lease)))
+            return lease
+
+        return await self._run(self._writing, work)
+
+    async def renew(self, lease: Lease, valid_s: float) -> bool:
+        """Extend a term to `valid_s` from now; False if it is over."""
+
+        async def work(connection: AsyncConnection) -> bool:
+            now = _now(connection)
+            update = leases.update().where(_MINE, leases.c.term == lease.term, leases.c.holder == lease.holder)
+            values = update.values(renewed_unix_s=now, expires_unix_s=now + valid_s)
+            return (await connection.execute(values)).rowcount == 1
+
+        return await self._run(self._writing, work)
+
+    async def release(self, lease: Lease) -> None:
+        """End a term, unless it is over."""
+        update = leases.update().where(_MINE, leases.c.term == lease.term).values(holder="", secret="")
+
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(update)
+
+        await self._run(self._writing, work)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._engine.dispose()
+
+    async def _run(self, engine: AsyncEngine, work: Callable[[AsyncConnection], Awaitable[_T]]) -> _T:
+        with translate_errors(self._engine.url):
+            async with engine.connect() as connection:
+                try:
+                    async with connection.begin():
+                        return await work(connection)
+                except BaseException:
+                    # Its last statement may never be answered: the next one takes another connection.
+                    await connection.invalidate()
+                    raise
+
+
+async def _sight(connection: AsyncConnection) -> Sighting:
+    row = (await connection.execute(select(leases).where(_MINE))).one_or_none()
+    now = (await connection.execute(select(_now(connection)))).scalar_one()
+    return Sighting(rows.to_record(row, Lease) if row is not None and row.term else None, now)
+
+
+def _now(connection: AsyncConnection) -> sqlalchemy.ColumnElement[float]:
+    """Return the time on the database's clock, in seconds since 1970."""
+    if connection.dialect.name == "postgresql":
+        return sqlalchemy.cast(sqlalchemy.extract("epoch", func.clock_timestamp()), Float)
+    return (func.julianday("now", type_=Float) - 2440587.5) * 86400.0

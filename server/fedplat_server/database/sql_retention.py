@@ -1,0 +1,140 @@
+"""Removal of old files and history in a SQL database."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import sqlalchemy
+from sqlalchemy import Connection, func, select
+
+from fedplat.rounds import AttemptKey, ModelVersion
+from fedplat_server import crash_points
+from fedplat_server.database import rows
+from fedplat_server.database.jobs import Keep, Removable
+from fedplat_server.database.ports import BATCH
+from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
+from fedplat_server.database.transactions import Clock, Database
+
+_V = model_versions.c
+_KEEPS_MODEL = _V.model_removed_unix_s.is_(None)
+_KEEPS_STATE = (_V.state_digest != "") & _V.state_removed_unix_s.is_(None)
+
+
+class SqlRetention:
+    """The adapter of `ports.RetentionStore`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def list_removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
+        """Return the oldest versions with files to remove; see the port."""
+        return await self._database.read(lambda connection: _removable(connection, job_id, keep, limit))
+
+    async def mark_removed(self, job_id: str, found: Collection[Removable]) -> frozenset[str]:
+        """Record that the files of these versions are removed; see the port."""
+        now = self._clock()
+        # Locked: a rollback that makes one of these versions the latest again comes before this, or after it.
+        lock = select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update()
+        models = [one.version.version for one in found if one.model]
+        states = [one.version.version for one in found if one.state]
+        named = [one.version for one in found]
+        digests = {each for one in named for each in (one.digest, one.state_digest, one.delta_digest) if each}
+
+        def work(connection: Connection) -> frozenset[str]:
+            connection.execute(lock)
+            mine = model_versions.update().where(_V.job_id == job_id)
+            connection.execute(
+                mine.where(_V.version.in_(models), _KEEPS_MODEL, _is_spare(job_id)).values(model_removed_unix_s=now)
+            )
+            connection.execute(mine.where(_V.version.in_(states), _KEEPS_STATE).values(state_removed_unix_s=now))
+            return _unreferenced(connection, digests)
+
+        with crash_points.step("retention.give_up"):
+            return await self._database.write(work)
+
+    async def list_referenced(self) -> frozenset[str]:
+        """Return the digests of all kept files; see the port."""
+        models = select(_V.digest.label("digest")).where(_KEEPS_MODEL)
+        deltas = select(_V.delta_digest).where(_V.delta_digest != "", _KEEPS_MODEL)
+        states = select(_V.state_digest).where(_KEEPS_STATE)
+        return frozenset(row.digest for row in await self._database.fetch(models.union(states, deltas)))
+
+    async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
+        """Return those of the digests without a reference."""
+        # A transaction that writes: a daemon that no longer leads must not remove what the next leader has written.
+        return await self._database.write(lambda connection: _unreferenced(connection, digests))
+
+    async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
+        """Return the oldest attempts with a history that ended before a time; see the port."""
+        at_work = select(assignments.c.client_id).where(
+            assignments.c.job_id == attempts.c.job_id,
+            assignments.c.round == attempts.c.round,
+            assignments.c.number == attempts.c.number,
+            STILL_OPEN,
+        )
+        query = (
+            select(attempts.c.round, attempts.c.number)
+            .where(attempts.c.job_id == job_id, attempts.c.ended_unix_s < before_unix_s)
+            .where(attempts.c.history_removed_unix_s.is_(None), ~at_work.exists())
+            .order_by(attempts.c.round, attempts.c.number)
+            .limit(limit)
+        )
+        found = await self._database.fetch(query)
+        return [AttemptKey(job_id, row.round, row.number) for row in found]
+
+    async def remove_history(self, keys: Collection[AttemptKey], *, metrics: bool) -> int:
+        """Remove the history rows of attempts; see the port."""
+        now = self._clock()
+
+        def work(connection: Connection) -> int:
+            num_rows = 0
+            for job_id, round_, number in keys:
+                mine = (history.c.job_id == job_id) & (history.c.round == round_) & (history.c.attempt == number)
+                of_attempt = history.c.entity.in_(("attempt", "assignment"))
+                num_rows += connection.execute(history.delete().where(mine, of_attempt)).rowcount
+                this = (attempts.c.job_id == job_id) & (attempts.c.round == round_) & (attempts.c.number == number)
+                connection.execute(attempts.update().where(this).values(history_removed_unix_s=now))
+                if metrics:
+                    made = (assignments.c.job_id == job_id) & (assignments.c.round == round_)
+                    these = assignments.update().where(made, assignments.c.number == number)
+                    connection.execute(these.values(metrics={}, text=""))
+            return num_rows
+
+        with crash_points.step("retention.history"):
+            return await self._database.write(work)
+
+
+def _unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
+    named: set[str] = set()
+    some = sorted(digests)
+    for start in range(0, len(some), BATCH):
+        part = some[start : start + BATCH]
+        for column, kept in (
+            (_V.digest, _KEEPS_MODEL),
+            (_V.delta_digest, _KEEPS_MODEL),
+            (_V.state_digest, _KEEPS_STATE),
+        ):
+            named.update(row[0] for row in connection.execute(select(column).where(column.in_(part), kept)))
+    return frozenset(digests) - named
+
+
+def _is_spare(job_id: str) -> sqlalchemy.ColumnElement[bool]:
+    """Return the condition for models that neither the job nor a client at work for it needs."""
+    latest = select(jobs.c.latest_version).where(jobs.c.job_id == job_id).scalar_subquery()
+    begun = select(assignments.c.base_version).where(assignments.c.job_id == job_id, STILL_OPEN)
+    open_ = select(attempts.c.base_version).where(attempts.c.job_id == job_id, attempts.c.ended_unix_s.is_(None))
+    return (_V.version > 0) & (_V.version != latest) & _V.version.not_in(begun) & _V.version.not_in(open_)
+
+
+def _removable(connection: Connection, job_id: str, keep: Keep, limit: int) -> list[Removable]:
+    model = _KEEPS_MODEL & (_V.version < keep.models_from) & _is_spare(job_id)
+    if keep.every:
+        model &= func.mod(_V.version, keep.every) != 0
+    state = _KEEPS_STATE & (_V.version < keep.states_from)
+    columns = (model_versions, model.label("spare_model"), state.label("spare_state"))
+    query = select(*columns).where(_V.job_id == job_id, model | state).order_by(_V.version).limit(limit)
+    return [
+        Removable(rows.to_record(row, ModelVersion), bool(row.spare_model), bool(row.spare_state))
+        for row in connection.execute(query)
+    ]

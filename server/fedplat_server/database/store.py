@@ -1,0 +1,59 @@
+"""The store in a SQL database, SQLite or PostgreSQL: one adapter for each port, on the same transactions."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import select
+
+from fedplat_server.database import drivers, schema
+from fedplat_server.database.engine import async_url
+from fedplat_server.database.sql_audit import SqlAudit
+from fedplat_server.database.sql_clients import SqlClients
+from fedplat_server.database.sql_jobs import SqlJobs
+from fedplat_server.database.sql_leases import require_term
+from fedplat_server.database.sql_ledger import SqlLedger
+from fedplat_server.database.sql_operators import SqlOperators
+from fedplat_server.database.sql_retention import SqlRetention
+from fedplat_server.database.transactions import Clock, Database
+
+
+async def open_store(database: str, clock: Clock = time.time) -> SqlStore:
+    """Open the database at a path or URL.
+
+    Raises `ConfigError` if that is not valid, `SchemaVersionError` if the database has another schema than this code,
+    and `StoreUnavailableError` if it does not answer.
+    """
+    url = async_url(database)
+    await schema.require_head(url)
+    return SqlStore(Database(drivers.for_url(url)), clock)
+
+
+class SqlStore:
+    """The adapter of `ports.Store` for SQL databases; made by `open_store`, which checks the schema first."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self.jobs = SqlJobs(database, clock)
+        self.clients = SqlClients(database, clock)
+        self.operators = SqlOperators(database, clock)
+        self.audit = SqlAudit(database, clock)
+        self.ledger = SqlLedger(database, clock)
+        self.retention = SqlRetention(database, clock)
+
+    async def close(self) -> None:
+        """Wait for the transactions that still run and close all connections."""
+        await self._database.close()
+
+    async def ping(self) -> None:
+        """Return when the database answers."""
+        await self._database.fetch(select(1))
+
+    async def fence(self, term: int) -> None:
+        """Reject every later write once the lease has another term; see the port."""
+        self._database.fence(lambda connection: require_term(connection, term))
+        await self._database.write(lambda _: None)
+
+    async def sever(self) -> None:
+        """Abort all transactions; see the port."""
+        self._database.sever()

@@ -1,0 +1,232 @@
+"""What `JobStore.save` writes: changes flattened into few rows, the statements for them, and what they must satisfy.
+
+A batch of changes names the same job, attempt and assignments again and again; only their last state counts. So a
+save costs the same handful of statements, however many steps it holds.
+
+The transaction itself enforces what privacy accounting counts on (`fedplat.privacy.Mechanism`), whatever the
+coordinator has in memory: a version of a private job is written with its ledger row, and no client takes part more
+often, or in rounds closer together, than the job allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import sqlalchemy
+from sqlalchemy import Connection, distinct, func, or_, select
+
+from fedplat.job import JobSpec
+from fedplat.rounds import AttemptKey, Change
+from fedplat_server import crash_points
+from fedplat_server.database import rows, tables
+from fedplat_server.database.rows import Values
+from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError
+
+# Sets the columns that the row of values has.
+_COMPARE_AND_SET = tables.jobs.update().where(
+    tables.jobs.c.job_id == sqlalchemy.bindparam("this_job"),
+    tables.jobs.c.revision == sqlalchemy.bindparam("expected_revision"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParticipationLimits:
+    """In which rounds a client may take part: with `min_separation` others in between, and in how many (0: any number).
+
+    Every assignment counts, whatever its outcome; those of one round count once, because at most one of its attempts
+    is released.
+    """
+
+    min_separation: int
+    max_participations: int
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> ParticipationLimits | None:
+        """Return the limits of a job; None if it has none."""
+        limits = cls(spec.selection.min_separation, spec.max_participations)
+        return limits if limits != cls(0, 0) else None
+
+    def refusal(self, key: AttemptKey, client_id: str, num_rounds: int) -> ParticipationError:
+        """Return the error for an assignment with which the client takes part in so many rounds."""
+        most = self.max_participations
+        if 0 < most < num_rounds:
+            why = f"it would take part in {num_rounds} rounds (privacy.max_participations = {most})"
+        else:
+            why = f"it takes part in a round too near by (selection.min_separation = {self.min_separation})"
+        return ParticipationError(f"{key} must not have client {client_id}: {why}; nothing was written")
+
+
+@dataclasses.dataclass
+class Batch:
+    """The rows of a sequence of changes, made at `unix_s` on the wall clock and at `now` on the clock of their times.
+
+    `expected` holds the revision that each job must have before, `limits` those of the attempts of private jobs in
+    which assignments are made.
+    """
+
+    unix_s: float
+    now: float
+    save_id: str
+    expected: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    jobs: dict[str, Values] = dataclasses.field(default_factory=dict[str, Values])
+    attempts: dict[AttemptKey, Values] = dataclasses.field(default_factory=dict[AttemptKey, Values])
+    assignments: dict[tuple[AttemptKey, str], Values] = dataclasses.field(
+        default_factory=dict[tuple[AttemptKey, str], Values]
+    )
+    limits: dict[AttemptKey, ParticipationLimits] = dataclasses.field(
+        default_factory=dict[AttemptKey, ParticipationLimits]
+    )
+    versions: list[Values] = dataclasses.field(default_factory=list[Values])
+    ledger: list[Values] = dataclasses.field(default_factory=list[Values])
+    history: list[Values] = dataclasses.field(default_factory=list[Values])
+
+    @classmethod
+    def flatten(cls, changes: Iterable[Change], unix_s: float, now: float, save_id: str) -> Batch:
+        """Return changes as rows. Raises `StaleRevisionError` if those of one job do not follow each other."""
+        batch = cls(unix_s, now, save_id)
+        for change in changes:
+            batch._add(change)
+        return batch
+
+    def _add(self, change: Change) -> None:
+        job_id, unix_s = change.job.job_id, self.unix_s
+        if job_id in self.jobs and self.jobs[job_id]["revision"] != change.expected_revision:
+            raise _stale_revision(job_id, change.expected_revision)
+        self.expected.setdefault(job_id, change.expected_revision)
+        self.jobs[job_id] = rows.job_values(change.job) | {"save_id": self.save_id}
+        if change.attempt is not None:
+            self.attempts[change.attempt.key] = rows.attempt_values(change.attempt, unix_s)
+        self._add_limits(change)
+        for assignment in change.assignments:
+            values = rows.assignment_values(assignment, change.job.revision, unix_s - self.now)
+            place = (assignment.key, assignment.client_id)
+            earlier = self.assignments.get(place)
+            if earlier is not None and earlier["reported_revision"] is not None:
+                values["reported_revision"] = earlier["reported_revision"]
+            self.assignments[place] = values
+        if change.version is not None:
+            self.versions.append(rows.version_values(job_id, change.version, unix_s))
+            if (charge := rows.ledger_values(change.job, change.version, unix_s)) is not None:
+                self.ledger.append(charge)
+        self.history.extend(rows.history_values(job_id, row, unix_s) for row in change.history)
+
+    def _add_limits(self, change: Change) -> None:
+        limits = ParticipationLimits.of(change.job.spec) if change.job.spec.privacy is not None else None
+        if limits is not None:
+            for row in change.history:
+                if row.entity == "assignment" and not row.from_state:
+                    self.limits[AttemptKey(change.job.job_id, row.round, row.attempt)] = limits
+
+
+def write(connection: Connection, batch: Batch) -> None:
+    """Write a batch. The jobs come first: their rows stay locked, so that no other transaction writes to these jobs.
+
+    Raises `StaleRevisionError`, `ParticipationError` or `StoreError`, with which the transaction must end.
+    """
+    # In one order for all writers, else two of the same jobs may wait for each other.
+    for job_id in sorted(batch.jobs):
+        names = {"this_job": job_id, "expected_revision": batch.expected[job_id]}
+        result = connection.execute(_COMPARE_AND_SET, names | batch.jobs[job_id])
+        if result.rowcount != 1:
+            raise _stale_revision(job_id, batch.expected[job_id])
+    dialect = connection.dialect.name
+    _execute(connection, _upsert_attempts(dialect), list(batch.attempts.values()))
+    _execute(connection, _upsert_assignments(dialect), list(batch.assignments.values()))
+    for key, limits in batch.limits.items():
+        _require_limits(connection, key, limits)
+    _add_versions(connection, batch)
+    _execute(connection, tables.history.insert(), batch.history)
+    crash_points.point("save.uncommitted")
+
+
+def _stale_revision(job_id: str, expected: int) -> StaleRevisionError:
+    return StaleRevisionError(f"job {job_id} is not at revision {expected} any more: read it again")
+
+
+def _require_limits(connection: Connection, key: AttemptKey, limits: ParticipationLimits) -> None:
+    """Raise `ParticipationError` if a client of the attempt takes part too often. Its rows must be written."""
+    mine, other = tables.assignments.alias("mine"), tables.assignments.alias("other")
+    # Of each client by itself, so that no planner is tempted to join all assignments of a long job.
+    same = (other.c.job_id == key.job_id) & (other.c.client_id == mine.c.client_id)
+    near = other.c.round.between(key.round - limits.min_separation, key.round + limits.min_separation)
+    num_near = select(func.count()).where(same, near, other.c.round != key.round).scalar_subquery()
+    num_rounds = select(func.count(distinct(other.c.round))).where(same).scalar_subquery()
+    wrong = [num_near > 0] if limits.min_separation else []
+    wrong += [num_rounds > limits.max_participations] if limits.max_participations else []
+    made = (mine.c.job_id == key.job_id) & (mine.c.round == key.round) & (mine.c.number == key.number)
+    query = select(mine.c.client_id, num_rounds).where(made, or_(*wrong)).limit(1)
+    found = connection.execute(query).one_or_none()
+    if found is not None:
+        raise limits.refusal(key, *found)
+
+
+def _add_versions(connection: Connection, batch: Batch) -> None:
+    """Insert versions with their ledger rows.
+
+    Rejects a private round's version without one, and other versions with one. Which jobs are private is read from
+    `jobs`, not from the caller.
+    """
+    if not batch.versions:
+        return
+    named = {version["job_id"] for version in batch.versions}
+    is_private = tables.jobs.c.privacy.is_not(sqlalchemy.null())
+    query = select(tables.jobs.c.job_id).where(tables.jobs.c.job_id.in_(named), is_private)
+    private = {row.job_id for row in connection.execute(query)}
+    charged = {(row["job_id"], row["version"]) for row in batch.ledger}
+    for version in batch.versions:
+        job_id, number = version["job_id"], version["version"]
+        is_release = job_id in private and version["round"] > 0
+        if is_release != ((job_id, number) in charged):
+            raise StoreError(f"job {job_id}: version {number} and the ledger do not agree; nothing was stored")
+        if version["restored_from"] is not None:
+            _require_files(connection, version)
+    _execute(connection, tables.model_versions.insert(), batch.versions)
+    crash_points.point("save.uncharged")
+    _execute(connection, tables.ledger.insert(), batch.ledger)
+
+
+def _require_files(connection: Connection, restored: Values) -> None:
+    """Raise `StoreError` for a rollback to removed files. The lock on the job's row keeps the others."""
+    known, columns = [], tables.model_versions.c
+    for digest, removed in (("digest", "model_removed_unix_s"), ("state_digest", "state_removed_unix_s")):
+        kept = (
+            (columns.job_id == restored["job_id"]) & (columns[digest] == restored[digest]) & columns[removed].is_(None)
+        )
+        known.append(connection.execute(select(columns.version).where(kept).limit(1)).first() is not None)
+    if not known[0] or (restored["state_digest"] and not known[1]):
+        raise StoreError(
+            f"job {restored['job_id']}: the files of version {restored['restored_from']} are not kept any more; "
+            "nothing was stored"
+        )
+
+
+def _execute(connection: Connection, statement: sqlalchemy.Executable, values: Sequence[Values]) -> None:
+    if values:
+        connection.execute(statement, values)
+
+
+@functools.cache
+def _upsert_attempts(dialect: str) -> sqlalchemy.Executable:
+    """Return the statement that adds attempts, or changes their mutable columns. The first stored end stays."""
+    statement = rows.insert(dialect, tables.attempts)
+    new, old = statement.excluded, tables.attempts.c
+    changed: dict[str, sqlalchemy.ColumnElement[object]] = {
+        name: new[name] for name in ("phase", "reason", "goal", "minimum", "target", "metrics")
+    }
+    changed["ended_unix_s"] = func.coalesce(old.ended_unix_s, new.ended_unix_s)
+    return statement.on_conflict_do_update(index_elements=["job_id", "round", "number"], set_=changed)
+
+
+@functools.cache
+def _upsert_assignments(dialect: str) -> sqlalchemy.Executable:
+    """Return the statement that adds or replaces assignments. The revision of the first report stays."""
+    statement = rows.insert(dialect, tables.assignments)
+    new, old = statement.excluded, tables.assignments.c
+    keys = ["job_id", "round", "number", "client_id"]
+    changed: dict[str, sqlalchemy.ColumnElement[object]] = {
+        column.name: new[column.name] for column in old if column.name not in keys
+    }
+    changed["reported_revision"] = func.coalesce(old.reported_revision, new.reported_revision)
+    return statement.on_conflict_do_update(index_elements=keys, set_=changed)

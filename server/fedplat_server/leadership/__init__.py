@@ -1,0 +1,1 @@
+"""The election of the daemon that leads the jobs."""

@@ -1,1 +1,0 @@
-"""The database schema's history, one file for each step; `store.schema` applies them."""

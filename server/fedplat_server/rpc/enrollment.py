@@ -1,0 +1,161 @@
+"""The part of `fleet.proto` by which clients come to be known: enrolment, sessions, certificates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from grpc import aio
+
+from fedplat import wire
+from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
+from fedplat_server.auth import forwarding
+from fedplat_server.auth.audit_limits import Recent
+from fedplat_server.auth.authentication import Call
+from fedplat_server.auth.enrollment import Newcomer
+from fedplat_server.database.batch_loader import Gathered
+from fedplat_server.database.clients import ClientRecord
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.rpc import interceptor, validation
+from fedplat_server.rpc.services import Services
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
+
+_T = TypeVar("_T")
+_RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
+"""No certificate leads to the next one, so that one who asks for it is known by a signature only."""
+
+
+class MembershipService(fleet_pb2_grpc.FleetServicer):
+    """What is asked before a client may work."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.config.limits
+        self._certified = Recent()
+        self._certificates = Gathered(self._note_certificates)
+
+    async def GetChallenge(
+        self, request: fleet_pb2.GetChallengeRequest, context: Context
+    ) -> fleet_pb2.GetChallengeResponse:
+        """Gives a nonce."""
+        validation.protocol_version(request.protocol_version)
+        self._services.quotas.challenge(self._network_of(context))
+        nonce = self._services.callers.challenge()
+        return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
+
+    async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        """Makes the caller a client."""
+        return await self._proven(self._enroll(request, context), context)
+
+    async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
+        validation.protocol_version(request.protocol_version)
+        newcomer = Newcomer(
+            population=validation.name(request.population, "population"),
+            labels=validation.labels(request.labels, self._limits),
+            software_version=validation.text(request.software_version, 100),
+            idempotency_key=validation.key(request.idempotency_key),
+            token=request.token,
+            public_key=request.public_key,
+        )
+        self._services.callers.require_proof(_call(), newcomer.public_key)
+        self._services.quotas.require_stranger(self._network_of(context))
+        record = await self._services.enrolments.enroll(newcomer)
+        return fleet_pb2.EnrollResponse(client_id=record.client_id)
+
+    async def OpenSession(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
+        """Begins a session, and ends the one before."""
+        return await self._proven(self._open_session(request, context), context)
+
+    async def _open_session(
+        self, request: fleet_pb2.OpenSessionRequest, context: Context
+    ) -> fleet_pb2.OpenSessionResponse:
+        validation.protocol_version(request.protocol_version)
+        client_id = validation.client_id(request.client_id, Code.CLIENT_UNKNOWN)
+        await self._services.callers.prove(_call(), client_id)
+        self._services.quotas.session(client_id)
+        session_id = await self._services.callers.open_session(client_id)
+        return fleet_pb2.OpenSessionResponse(session_id=session_id)
+
+    async def RenewCertificate(
+        self, request: fleet_pb2.RenewCertificateRequest, context: Context
+    ) -> fleet_pb2.RenewCertificateResponse:
+        """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
+        client = await self._counted(self._services.callers.authenticate_by_key(_call()), context)
+        self._services.quotas.request(client.client_id)
+        issuer = self._services.issuer
+        certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
+        await self._note_certificate(client)
+        return fleet_pb2.RenewCertificateResponse(
+            certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
+        )
+
+    async def _note_certificate(self, client: ClientRecord) -> None:
+        """Note that a client gets a certificate, once an hour at most; before it gets it."""
+        if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
+            return
+        try:
+            await self._certificates.one(client.client_id)
+        except BaseException:
+            self._certified.forget(client.client_id)
+            raise
+
+    async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
+        """Notes those of a whole fleet, which asks for them at once, in few transactions."""
+        entries = [AuditEntry(name, Action.CERTIFICATE_ISSUED, name) for name in client_ids]
+        await self._services.store.audit.append(entries)
+        return {}
+
+    async def claimed(self, method: str, context: Context) -> str:
+        """Return the client that a call names: who names none is refused before the message is received."""
+        return await self._counted(self._claimed(method, context), context)
+
+    async def _claimed(self, method: str, context: Context) -> str:
+        certified = "" if method == _RENEWAL else self._by_certificate(context)
+        return self._services.callers.claimed(_call(certified))
+
+    def _network_of(self, context: Context) -> str:
+        """Return the network that a caller is counted in."""
+        return self._services.origins.of(context).network
+
+    async def _known(self, context: Context) -> ClientRecord:
+        """The client that calls."""
+        return await self._counted(self._authenticate(context), context)
+
+    async def _authenticate(self, context: Context) -> ClientRecord:
+        return await self._services.callers.authenticate(_call(self._by_certificate(context)))
+
+    def _by_certificate(self, context: Context) -> str:
+        incoming = interceptor.INCOMING.get()
+        if incoming.certified is None:
+            passed_on = forwarding.read(incoming.metadata.items(), self._services.lease.secret)
+            certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
+            incoming.certified = certified
+        return incoming.certified
+
+    async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
+        """Whoever is no client is counted with the strangers."""
+        try:
+            return await work
+        except RefusedError as exc:
+            # One whose session is from before a restart only has to open another, and that is counted. A whole
+            # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
+            if exc.code is not Code.SESSION_UNKNOWN:
+                self._services.quotas.stranger(self._network_of(context))
+            raise
+
+    async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
+        """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
+        answer = await self._counted(work, context)
+        self._services.quotas.no_stranger(self._network_of(context))
+        return answer
+
+
+def _call(certified: str = "") -> Call:
+    """What is known of the call that this task serves."""
+    incoming = interceptor.INCOMING.get()
+    return Call(incoming.method, incoming.metadata, incoming.request, certified)

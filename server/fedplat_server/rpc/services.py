@@ -1,0 +1,149 @@
+"""What the RPC handlers work with: the parts of the daemon, and which jobs there are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from fedplat.rounds import AssignmentId, JobState, Participation, warm_start
+from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
+from fedplat_server.auth.addresses import Origins
+from fedplat_server.auth.audit_limits import BoundedAudit
+from fedplat_server.auth.authentication import Callers
+from fedplat_server.auth.certificates import Issuer, Peers
+from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.auth.enrollment import Enrolments
+from fedplat_server.auth.rate_limits import Quotas
+from fedplat_server.auth.tls import Certificates
+from fedplat_server.config import ServerConfig
+from fedplat_server.coordination.budgets import Budgets
+from fedplat_server.coordination.conflicts import Conflicts
+from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.progress import ProgressTracker
+from fedplat_server.coordination.revocation import Revocation
+from fedplat_server.coordination.runner import Runner
+from fedplat_server.database.jobs import JobRecord
+from fedplat_server.database.ports import Store
+from fedplat_server.errors import Code, RefusedError
+from fedplat_server.records.lease import Lease
+from fedplat_server.rpc.memory import UploadMemory
+from fedplat_server.storage.blobs import BlobStore
+from fedplat_server.storage.chunks import Chunks
+from fedplat_server.storage.inline_models import InlineModels
+from fedplat_server.storage.spool import Spool
+from fedplat_server.training.evaluation import Evaluation
+
+
+def is_to_begin(job: JobState) -> bool:
+    """Whether a job has a warm start before it, or is at it."""
+    return warm_start.is_due(job) and job.status not in ENDED_JOBS
+
+
+class JobBook:
+    """The jobs as operators see them: the coordinator's state, with job file and time of creation."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._records: dict[str, JobRecord] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+
+    def add(self, record: JobRecord, participations: Sequence[Participation] = ()) -> None:
+        """Takes over a stored job, with what its clients did if that is to be remembered. Idempotent."""
+        self._records.setdefault(record.state.job_id, record)
+        if record.state.job_id not in self._runner.coordinator.jobs:
+            self._runner.coordinator.add(record.state, participations)
+
+    def all(self, after: str = "") -> list[JobRecord]:
+        """Every job in the order of creation, or those after a job; none after one that is unknown."""
+        ids = list(self._records)
+        start = 0 if not after else ids.index(after) + 1 if after in self._records else len(ids)
+        return [self._current(job_id) for job_id in ids[start:]]
+
+    def find(self, name: str) -> JobRecord:
+        """The job with this id, or the only one with this name. Raises `RefusedError`."""
+        if name in self._records:
+            return self._current(name)
+        named = [record for record in self.all() if record.state.spec.name == name]
+        # Of several with one name, the one that has not ended is meant.
+        living = [record for record in named if record.state.status not in ENDED_JOBS]
+        candidates = living if living else named
+        if not candidates:
+            raise RefusedError(Code.NO_SUCH_JOB, repr(name))
+        if len(candidates) > 1:
+            raise RefusedError(Code.AMBIGUOUS_JOB, ", ".join(record.state.job_id for record in candidates))
+        return candidates[0]
+
+    def state(self, job_id: str) -> JobState:
+        """The coordinator's state of a job that is known to exist."""
+        return self._runner.coordinator.jobs[job_id]
+
+    def is_in_memory(self, job_id: str) -> bool:
+        """Whether the updates of a job must not touch the disk."""
+        return self.state(job_id).spec.durability == "memory"
+
+    def needed_updates(self) -> list[AssignmentId]:
+        """Return the updates that are needed after a restart: those of open assignments."""
+        states = [self.state(job_id) for job_id in self._records]
+        return [each.id for state in states for each in state.open_assignments if each.kind is AttemptKind.TRAIN]
+
+    def to_begin(self) -> frozenset[str]:
+        """The jobs that have a warm start before them."""
+        return frozenset(job_id for job_id in self._records if is_to_begin(self.state(job_id)))
+
+    def changed(self, job_id: str) -> None:
+        """Wakes everybody who watches a job."""
+        event = self._changed.pop(job_id, None)
+        if event is not None:
+            event.set()
+
+    def next_change(self, job_id: str) -> asyncio.Event:
+        """An event that is set at the job's next change."""
+        return self._changed.setdefault(job_id, asyncio.Event())
+
+    def wake_all(self) -> None:
+        """Wakes every watcher, because the daemon stops."""
+        for job_id in list(self._changed):
+            self.changed(job_id)
+
+    def _current(self, job_id: str) -> JobRecord:
+        return dataclasses.replace(self._records[job_id], state=self.state(job_id))
+
+
+@dataclasses.dataclass
+class Services:
+    """The parts of the daemon that handlers use."""
+
+    config: ServerConfig
+    lease: Lease
+    store: Store
+    runner: Runner
+    jobs: JobBook
+    clients: ClientBook
+    callers: Callers
+    enrolments: Enrolments
+    revocation: Revocation
+    issuer: Issuer
+    peers: Peers
+    desk: Desk
+    progress: ProgressTracker
+    blobs: BlobStore
+    chunks: Chunks
+    inline_models: InlineModels
+    spool: Spool
+    evaluation: Evaluation
+    quotas: Quotas
+    origins: Origins
+    bounded_audit: BoundedAudit
+    memory: UploadMemory
+    conflicts: Conflicts
+    budgets: Budgets
+    started_unix_s: float
+    new_id: Callable[[str], str]
+    certificates: Certificates | None = None
+    draining: bool = False
+    mtls_port: int = 0
+
+    def refuse_if_draining(self) -> Reason | None:
+        """Why nobody gets work now, if so."""
+        return Reason.DRAINING if self.draining else None

@@ -1,0 +1,55 @@
+"""Models as the messages of a download: read once for all clients that want them at about the same time.
+
+The clients of a cohort are told of a version in the same moment, and read it side by side. So the chunks that were
+read last are kept, as the very messages that gRPC sends: a few of them, however large the models are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from fedplat import wire
+from fedplat.wire import pieces
+from fedplat_server.errors import BlobError
+from fedplat_server.storage import files
+from fedplat_server.storage.shared_reads import SharedReads
+
+NUM_KEPT = 16
+
+
+class Chunks:
+    """The chunks that were read last; for one event loop."""
+
+    def __init__(self, chunk_bytes: int = wire.CHUNK_BYTES, num_kept: int = NUM_KEPT) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._reads: SharedReads[tuple[Path, int]] = SharedReads(num_kept)
+
+    async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
+        """A file from an offset to its end, each chunk a message `Chunk`. Raises `BlobError`.
+
+        All begin at a multiple of the chunk's size, but the first: so those who resume share them too.
+        """
+        while offset < size_bytes:
+            start = offset - offset % self._chunk_bytes
+            end = min(start + self._chunk_bytes, size_bytes)
+            if offset == start:
+                yield await self._reads.get((path, start), functools.partial(_read, path, start, end))
+            else:
+                yield await asyncio.to_thread(_read, path, offset, end)
+            offset = end
+
+
+def _read(path: Path, start: int, end: int) -> bytes:
+    with files.translated("reading a model"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, end - start, start)
+        finally:
+            os.close(descriptor)
+    if len(data) != end - start:
+        raise BlobError(f"the model {path.name} has become shorter")
+    return pieces.framed(pieces.CHUNK, data)

@@ -1,6 +1,0 @@
-"""The database: `ports` declares what the server asks of it, `sql` implements that for SQLite and PostgreSQL.
-
-Records: `jobs`, `clients`, `ledger`. Adapters, one for each port: `sql_jobs` (with `rows` and `writes`), `sql_clients`,
-`sql_operators`, `sql_audit`, `sql_ledger`, `sql_retention`, `sql_leases`. Below them: `tables` and their `schema`
-version; `database`, `transactions` and `engine` run SQL. `inspection` reads all rows for `verify`.
-"""

@@ -1,0 +1,192 @@
+"""Broadcast of events from rank 0 to the other ranks: the same for all of them, in one order, over one socket each.
+
+Not by a collective, because one that waits has a time limit, and a pool may be idle for days. Not through PyTorch's
+key-value store either: it listens for every user of the host, and its files only grow. Ranks of one host connect to a
+Unix socket in a folder of their own user, those of several hosts over their network. Events hold the noise of private
+jobs, so they are encrypted in both cases. Messages are framed by `multiprocessing.connection`; none is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from fedplat.pytorch.distributed import Backend, Ranks
+from fedplat_server.workers import protocol
+from fedplat_server.workers.encryption import GroupCipher
+from fedplat_server.workers.protocol import TaskRefusal
+
+_MAX_GREETING_BYTES = 1024
+_JOIN_S = 120.0
+_STALLED_S = 5
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class LostRankError(ConnectionError):
+    """The process of another rank is gone."""
+
+
+class TaskEvent(msgspec.Struct, frozen=True):
+    """One step of a task.
+
+    "start" brings its name, request and backend, "message" a message of the daemon, and "end" says that no more follow;
+    "resume" continues a task that has paused, and "cancel" ends it.
+    """
+
+    task: int
+    kind: Literal["start", "message", "end", "resume", "cancel"]
+    content: bytes = b""
+    name: str = ""
+    backend: Backend = "auto"
+
+
+class _Greeting(msgspec.Struct, frozen=True):
+    """The first message of another rank to rank 0."""
+
+    rank: int
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """Where rank 0 listens: a port of its host, or 0 for the Unix socket. `group` is random, and new for each group."""
+
+    group: bytes
+    port: int = 0
+
+
+class Broadcast:
+    """The connections between rank 0 and the others; each rank of a group makes it at the same time."""
+
+    def __init__(self, ranks: Ranks, key: bytes, folder: Path | None = None) -> None:
+        """Connect the ranks.
+
+        `key` is the pool's secret (`encryption.py`). `folder` is that of ranks of one host, which only their user
+        opens. A rank alone needs neither. Raises `LostRankError` if a rank does not connect in time.
+        """
+        self._rank = ranks.rank
+        self._count = 0
+        self._connections: list[Connection] = []
+        if ranks.size == 1:
+            return
+        try:
+            if ranks.is_first:
+                with _listen(folder) as listener:
+                    address = _Address(secrets.token_bytes(16), 0 if folder else listener.getsockname()[1])
+                    ranks.broadcast(msgspec.msgpack.encode(address))
+                    self._cipher = GroupCipher(key, address.group)
+                    self._connections = self._accept_all(listener, ranks.size)
+            else:
+                address = msgspec.msgpack.decode(ranks.broadcast(), type=_Address)
+                self._cipher = GroupCipher(key, address.group)
+                self._connections = [_connect(folder, address.port)]
+                self._send(_Greeting(ranks.rank), 0)
+        except OSError as exc:
+            raise LostRankError(f"the ranks cannot connect to each other: {exc}") from exc
+
+    def publish(self, event: TaskEvent) -> None:
+        """Send an event to the other ranks; for rank 0. Raises `LostRankError` if one of them is gone."""
+        if self._connections:
+            self._send(event, self._count)
+        self._count += 1
+
+    def receive(self) -> TaskEvent:
+        """Wait for the next event; for the others.
+
+        Raises `LostRankError` if rank 0 is gone, and `PermissionError` for an event that is not rank 0's.
+        """
+        event = self._receive(self._connections[0], 0, self._count, TaskEvent)
+        self._count += 1
+        return event
+
+    def report_failure(self, failure: TaskRefusal) -> None:
+        """Send rank 0 the reason why this rank fails."""
+        if self._connections:
+            self._send(failure, 1)
+
+    def wait_for_failure(self) -> TaskRefusal | None:
+        """Wait until another rank fails, and return its reason; None if all others have ended without one."""
+        ranks = {connection: rank for rank, connection in enumerate(self._connections, 1)}
+        while ranks:
+            for connection in wait(list(ranks)):
+                assert isinstance(connection, Connection)
+                try:
+                    return self._receive(connection, ranks[connection], 1, TaskRefusal)
+                except LostRankError:
+                    del ranks[connection]
+        return None
+
+    def _accept_all(self, listener: socket.socket, size: int) -> list[Connection]:
+        """Return the connections of all other ranks, in their order; drop everything else that connects."""
+        found: dict[int, Connection] = {}
+        listener.settimeout(_JOIN_S)
+        while len(found) < size - 1:
+            peer, _ = listener.accept()
+            # Whatever has connected cannot keep the ranks waiting by half a message.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STALLED_S, 0))
+            connection = Connection(peer.detach())
+            rank = self._identify(connection, size)
+            if rank is None or rank in found:
+                connection.close()
+            else:
+                found[rank] = connection
+        return [found[rank] for rank in range(1, size)]
+
+    def _identify(self, connection: Connection, size: int) -> int | None:
+        """Return the number of the rank that has connected; None if it is not a rank of this group."""
+        try:
+            content = connection.recv_bytes(_MAX_GREETING_BYTES)
+        except (OSError, EOFError):
+            return None
+        for rank in range(1, size):
+            try:
+                greeting = msgspec.msgpack.decode(self._cipher.decrypt(content, rank, 0), type=_Greeting)
+            except PermissionError:
+                continue
+            return rank if greeting.rank == rank else None
+        return None
+
+    def _send(self, record: msgspec.Struct, number: int) -> None:
+        content = self._cipher.encrypt(msgspec.msgpack.encode(record), self._rank, number)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(content)
+        except OSError as exc:
+            raise LostRankError(f"another rank is gone: {exc}") from exc
+
+    def _receive(self, connection: Connection, sender: int, number: int, kind: type[_Record]) -> _Record:
+        try:
+            content = connection.recv_bytes(protocol.MAX_MESSAGE_BYTES)
+        except (OSError, EOFError) as exc:
+            raise LostRankError(f"rank {sender} is gone: {exc or 'the connection has ended'}") from exc
+        return msgspec.msgpack.decode(self._cipher.decrypt(content, sender, number), type=kind)
+
+
+def _listen(folder: Path | None) -> socket.socket:
+    if folder is None:
+        return socket.create_server((os.environ["MASTER_ADDR"], 0), backlog=128)
+    path = folder / "events.sock"
+    path.unlink(missing_ok=True)  # left by an earlier group
+    listener = socket.socket(socket.AF_UNIX)
+    with protocol.short_path(path) as name:
+        listener.bind(name)
+        os.chmod(name, 0o600)
+    listener.listen(128)
+    return listener
+
+
+def _connect(folder: Path | None, port: int) -> Connection:
+    if folder is None:
+        peer = socket.create_connection((os.environ["MASTER_ADDR"], port), _JOIN_S)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    else:
+        peer = socket.socket(socket.AF_UNIX)
+        with protocol.short_path(folder / "events.sock") as name:
+            peer.connect(name)
+    peer.settimeout(None)
+    return Connection(peer.detach())
