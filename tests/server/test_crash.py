@@ -17,11 +17,11 @@ import fedplat_server
 from fedplat_server import crash_points
 
 PROGRAM = """
-from fedplat_server import crash
+from fedplat_server import crash_points
 for number in range(3):
-    crash.point("one")
+    crash_points.point("one")
     try:
-        with crash.step("two"):
+        with crash_points.step("two"):
             print(number, flush=True)
             if number == 1:
                 raise ValueError
@@ -67,7 +67,7 @@ def named() -> Iterator[tuple[str, str, ast.expr | None]]:
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 value = node.func.value
-                if isinstance(value, ast.Name) and value.id == "crash":
+                if isinstance(value, ast.Name) and value.id == "crash_points":
                     yield path.name, node.func.attr, node.args[0] if node.args else None
 
 

@@ -223,7 +223,7 @@ def test_the_process_ends_when_the_daemon_is_killed(tmp_path: Path) -> None:
         "import asyncio, sys\n"
         "from pathlib import Path\n"
         "from fedplat.aggregate import FedAvg\n"
-        "from fedplat_server import evaluation\n"
+        "from fedplat_server.training import evaluation\n"
         "async def main():\n"
         "    process = evaluation._Process()\n"
         "    print((await process.run(sys.argv[1], Path(sys.argv[2]), FedAvg(), 60.0))['process'], flush=True)\n"

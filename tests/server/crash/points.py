@@ -15,7 +15,7 @@ def all_points(source: Path = SOURCE) -> list[str]:
     """Names of points, in the order of files. Raises `ValueError` for one that cannot be known, or is taken."""
     found: dict[str, str] = {}
     for path in sorted(source.rglob("*.py")):
-        if path.name == "crash.py":
+        if path.name == "crash_points.py":
             continue
         for name, line in _points(ast.parse(path.read_text()), path):
             place = f"{path.relative_to(source)}:{line}"
@@ -29,7 +29,7 @@ def _points(tree: ast.Module, path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
-        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "crash"):
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "crash_points"):
             continue
         if node.func.attr not in ("point", "step"):
             continue

@@ -300,10 +300,13 @@ async def test_killed_while_a_buffer_is_merged(zygote: Nursery, folder: Path, po
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("crash.point(name)", "one literal text"),
-        ("crash.point('a' + 'b')", "one literal text"),
-        ("crash.step()", "one literal text"),
-        ("with crash.step('a'):\n  crash.point('a.before')", "the crash point a.before is at module.py:1 already"),
+        ("crash_points.point(name)", "one literal text"),
+        ("crash_points.point('a' + 'b')", "one literal text"),
+        ("crash_points.step()", "one literal text"),
+        (
+            "with crash_points.step('a'):\n  crash_points.point('a.before')",
+            "the crash point a.before is at module.py:1 already",
+        ),
     ],
 )
 def test_points_that_could_be_missed_are_refused(tmp_path: Path, text: str, said: str) -> None:
