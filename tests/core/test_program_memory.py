@@ -9,12 +9,12 @@ import pytest
 
 PROGRAM = """
 import os, pathlib
-from fedplat.wire import memory
+from fedplat.wire import process_tuning
 
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-memory.reuse_message_memory()
+process_tuning.reuse_message_memory()
 before = resident()
 message = b"x" * (8 << 20)
 del message

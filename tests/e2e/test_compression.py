@@ -50,8 +50,9 @@ min_fraction = 1.0
 """
 OLD = """
 import sys
-from fedplat_client import Client, TrainResult, session
-session.CODECS = {}  # software from before there were codecs
+from fedplat_client import Client, TrainResult
+from fedplat_client._auth import enrollment
+enrollment.CODECS = {}  # software from before there were codecs
 client = Client.from_ticket(sys.argv[1], data_dir=sys.argv[2], labels={"age": "old"})
 client.add_trainer("noise", lambda task: TrainResult(parameters=task.parameters, num_examples=1))
 client.run()

@@ -151,7 +151,8 @@ def test_init_says_when_the_certificate_is_for_somebody_else(run: Run) -> None:
 
 KILLED = """
 import os, signal, sys
-from fedplat_server import cli, private_pki, init_command
+from fedplat_server.auth import pki_folder
+from fedplat_server.cli import init, main
 from fedplat.admin import profile
 from fedplat_server.database import schema
 
@@ -167,11 +168,11 @@ def deadly(module, name):
         return real(*arguments, **options)
     setattr(module, name, step)
 
-deadly(private_pki, "replace")
+deadly(pki_folder, "replace")
 deadly(profile, "save")
 deadly(schema, "upgrade")
-deadly(init_command, "add_to")
-cli.main()
+deadly(init, "add_to")
+main.main()
 """
 
 

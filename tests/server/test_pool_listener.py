@@ -87,7 +87,10 @@ async def test_a_task_that_is_left_is_cancelled_and_one_that_is_finished_is_not(
     async with pool.start_task("echo", Echo(["left"])) as task:
         await task.send(Echo(["more"]))
         assert [(await next_event(listener)).kind for _ in range(2)] == ["start", "message"]
-    assert await next_event(listener) == TaskEvent(0, "cancel")
+    # The end of its messages may arrive before the cancellation does.
+    if (event := await next_event(listener)) == TaskEvent(0, "end"):
+        event = await next_event(listener)
+    assert event == TaskEvent(0, "cancel")
     async with pool.start_task("echo", Echo(["next"])) as task:
         assert (await next_event(listener)).kind == "start"
         listener.finish(1, protocol.TaskReply(b"\x81\xa5texts\x90"))
