@@ -148,7 +148,7 @@ def fedplat_client(ticket: str, folder: str) -> None:
     process_tuning.reuse_message_memory()
     asked = Ticket.from_text(Path(ticket).read_text())
     directory = DataDirectory(Path(folder), asked.server, asked.population)
-    with directory.locked():
+    with directory.lock():
         known = directory.identity(asked)
         channel = transport.connect(known.server, tls=known.tls, ca=known.ca)
         access = SignedAccess(channel, directory.signing_key(known), 30.0)

@@ -63,7 +63,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
                 f"this is no ticket of this version: expected one line that begins with {_PREFIX}; "
                 "an operator makes one with: fedplat enrolment create"
             )
-        ticket = _decoded(line.removeprefix(_PREFIX))
+        ticket = _decode_body(line.removeprefix(_PREFIX))
         if ticket is None:  # without a cause: that would show what it stumbled over
             raise TicketError("the ticket is damaged: copy the whole line again, or ask for another one")
         if not (ticket.server and ticket.population and ticket.secret):
@@ -73,7 +73,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return ticket
 
 
-def _decoded(body: str) -> Ticket | None:
+def _decode_body(body: str) -> Ticket | None:
     try:
         content = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(content, type=Ticket)

@@ -11,7 +11,7 @@ _MAX_QUOTED = 200
 _CUT = "..."
 
 
-def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+def shorten(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     r"""Return the text without control characters, with at most `max_bytes` bytes of UTF-8.
 
     Characters that could steer a terminal become U+FFFD; line feeds stay. What is cut off ends with three dots.
@@ -31,13 +31,13 @@ def shortened(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     return content[: max_bytes - len(cut)].decode(errors="ignore") + cut
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return the text in quotation marks with control characters escaped, in about 200 characters at most."""
     shown = repr(text[:_MAX_QUOTED])
     return shown if len(text) <= _MAX_QUOTED and len(shown) <= 2 * _MAX_QUOTED else shown[:_MAX_QUOTED] + _CUT
 
 
-def listed(numbers: Iterable[int]) -> str:
+def format_numbers(numbers: Iterable[int]) -> str:
     """Return whole numbers as a list in text; one of more than 128 bits is named by its size.
 
     >>> listed([3, 10**4000])

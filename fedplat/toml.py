@@ -65,7 +65,7 @@ def _mistakes_of_keys(raw: Mapping[str, Any], record: type[Struct], prefix: str)
     tag = record.__struct_config__.tag_field
     for key, value in raw.items():
         if key not in known and key != tag:
-            yield f"{prefix}{shown_key(key)} = {shown(value)}: there is no such key" + (
+            yield f"{prefix}{shown_key(key)} = {format_value(value)}: there is no such key" + (
                 _near(key, known) or f"; known keys: {', '.join(sorted(known))}"
             )
 
@@ -83,7 +83,7 @@ def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
     records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
     is_mapping, tables = get_origin(annotation) is dict, _tables_in(annotation)
     if (records or is_mapping) and not isinstance(value, dict):
-        yield f"{path} = {shown(value)}: expected a table, [{path}]"
+        yield f"{path} = {format_value(value)}: expected a table, [{path}]"
     elif records:
         table = cast(dict[str, Any], value)
         yield from _mistakes_of_table(table, records, f"{path}.")
@@ -97,7 +97,7 @@ def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
         try:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError as exc:
-            yield f"{path} = {shown(value)}: {_expectation(str(exc), value, annotation)}"
+            yield f"{path} = {format_value(value)}: {_expectation(str(exc), value, annotation)}"
 
 
 def _tables_in(annotation: Any) -> Any:
@@ -121,7 +121,7 @@ def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], pr
     if tag not in table:
         yield f"{prefix}{tag}: this key is required and missing; {_one_of(by_tag, None)}"
     elif not isinstance(name, str) or name not in by_tag:
-        yield f"{prefix}{tag} = {shown(name)}: {_one_of(by_tag, name)}"
+        yield f"{prefix}{tag} = {format_value(name)}: {_one_of(by_tag, name)}"
     else:
         yield from _mistakes_of_record(table, by_tag[name], prefix)
 
@@ -165,10 +165,10 @@ def _near(name: str, known: Collection[str]) -> str:
 
 def shown_key(key: str) -> str:
     """A key as a job file has it."""
-    return key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else shown(key)
+    return key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else format_value(key)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a job file has it, shortened."""
     match value:
         case dict() | list():

@@ -70,7 +70,7 @@ class StopSignal:
             raise Cancelled(reason_name(self.stop.reason), self.stop.text)
 
     @contextlib.contextmanager
-    def attached(self, callback: Callable[[], object]) -> Generator[None]:
+    def attach(self, callback: Callable[[], object]) -> Generator[None]:
         """Calls `callback` when the signal is set within the block, or was set before; perhaps twice."""
         key = object()
         # First added, then looked: whichever of two threads comes second sees the other, without a lock.

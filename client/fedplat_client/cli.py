@@ -140,7 +140,7 @@ def _client(options: _RunOptions) -> Client:
     if not (options["trainers"] or options["evaluators"]):
         raise _UsageError("there is nothing to do; give at least one --trainer or --evaluator")
     try:
-        client = _connected(options, dict(_label(text) for text in options["labels"]))
+        client = _open_client(options, dict(_label(text) for text in options["labels"]))
         for spec in options["trainers"]:
             client.add_trainer(*_load("--trainer", spec))
         for spec in options["evaluators"]:
@@ -152,7 +152,7 @@ def _client(options: _RunOptions) -> Client:
     return client
 
 
-def _connected(options: _RunOptions, labels: dict[str, str]) -> Client:
+def _open_client(options: _RunOptions, labels: dict[str, str]) -> Client:
     """The client that a ticket names; else the one that the data directory knows."""
     server, population, settings = options["server"], options["population"], ClientOptions(mtls=options["mtls"])
     ticket = tickets.find(options["ticket"], options["ticket_file"])

@@ -100,7 +100,7 @@ class Client:
         """
         read = tickets.find(ticket)
         if read is None:
-            known = identity.enrolled(_folder(data_dir))
+            known = identity.find_identity(_folder(data_dir))
             server, population = known.server, known.population
         else:
             server, population = read.server, read.population
@@ -141,9 +141,9 @@ class Client:
             raise ValueError("the client has no trainer and no evaluator; add one with @client.trainer(name)")
         if max_tasks is not None and max_tasks < 0:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
-        if process_group.followed(self._trainers):
+        if process_group.run_follower(self._trainers):
             return
-        with process_group.leading(), self._started() as (session, work):
+        with process_group.leading(), self._start_work() as (session, work):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
@@ -156,7 +156,7 @@ class Client:
                         num_tasks += 1
                         outcome = work(reply.assignment)
                     else:
-                        outcome = _refused(reply)
+                        outcome = _read_refusal(reply)
                     again = again and outcome.failed
                     delay_s = self._delay_s(outcome, backoff)
                 except Cancelled:
@@ -171,11 +171,11 @@ class Client:
                 except ServerError as exc:
                     delay_s = backoff.next_s(exc.retry)
                     fields = {**self._fields, "retry_s": round(delay_s, 3)}
-                    _logger.warning("The server cannot be used: %s", session.explained(exc), extra=fields)
+                    _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _started(self) -> Generator[tuple[Session, Work]]:
-        with self._directory.locked(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
+    def _start_work(self) -> Generator[tuple[Session, Work]]:
+        with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             known = self._directory.identity(self._ticket)
             key = self._directory.signing_key(known)
             channel = stack.enter_context(transport.connect(self._server, tls=known.tls, ca=known.ca))
@@ -237,7 +237,7 @@ def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _refused(reply: fleet_pb2.CheckInResponse) -> assignment.Outcome:
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> assignment.Outcome:
     """A check-in without work; a server that names no retry window gets the back-off."""
     refusal = reply.refusal
     _logger.debug("There is no work: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})

@@ -146,9 +146,9 @@ class TrainResult:
     def to_update(self, base: Parameters) -> Parameters:
         """The update that leads from `base` to the result. Raises `ModelError` when it does not fit `base`."""
         if self.delta is not None:
-            return _fitted(self.delta, base.schema)
+            return _fit_schema(self.delta, base.schema)
         assert self.parameters is not None
-        return _fitted(self.parameters, base.schema).minus(base)
+        return _fit_schema(self.parameters, base.schema).minus(base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ TrainFunction: TypeAlias = Callable[[Task], TrainResult]
 EvaluateFunction: TypeAlias = Callable[[Task], EvaluateResult]
 
 
-def _fitted(given: Parameters | Arrays, schema: Schema) -> Parameters:
+def _fit_schema(given: Parameters | Arrays, schema: Schema) -> Parameters:
     if isinstance(given, Parameters) and given.schema == schema:
         return given
     parameters = Parameters.zeros(schema)  # by name: the order in which a caller has its tensors does not matter

@@ -117,7 +117,7 @@ class Method(Generic[Response]):
 
 
 def _piece(message: bytes) -> pieces.Bytes:
-    data = pieces.unframed(pieces.CHUNK, message)
+    data = pieces.unframe_field(pieces.CHUNK, message)
     return data if data is not None else model_pb2.Chunk.FromString(message).data
 
 
@@ -133,7 +133,7 @@ class _Future(Protocol[Response_co]):
 
 def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
     """The answer of a call, which is cancelled when the signal is set. Raises `ServerError` or `Cancelled`."""
-    with signal.attached(future.cancel):
+    with signal.attach(future.cancel):
         try:
             return future.result()
         except grpc.FutureCancelledError as exc:
@@ -141,10 +141,10 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
             raise ServerUnavailableError("CANCELLED", "the server or the connection ended the call") from exc
         except grpc.RpcError as exc:
             signal.check()
-            raise translated(exc) from exc
+            raise translate_error(exc) from exc
 
 
-def translated(exc: grpc.RpcError) -> ServerError:
+def translate_error(exc: grpc.RpcError) -> ServerError:
     """What an error of gRPC means to us."""
     status, text = exc.code(), exc.details() or "no details"
     said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)

@@ -35,7 +35,7 @@ from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
-from fedplat.aggregate.rebased import rebased
+from fedplat.aggregate.rebased import rebase
 from fedplat.aggregate.robust import MAX_GATHERED, Robust
 from fedplat.aggregate.scaffold import Scaffold, server_scaffold
 from fedplat.aggregate.state import (
@@ -48,7 +48,7 @@ from fedplat.aggregate.state import (
     state_schema,
     state_to_bytes,
 )
-from fedplat.aggregate.vectors import l2_norm, scaled
+from fedplat.aggregate.vectors import l2_norm, scale_vector
 
 Options = (
     FedAvg
@@ -112,9 +112,9 @@ __all__ = [
     "normalized_by_steps",
     "read_columns",
     "read_scalars",
-    "rebased",
+    "rebase",
     "scalars_to_bytes",
-    "scaled",
+    "scale_vector",
     "seed_of",
     "server_adagrad",
     "server_adam",

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.aggregate.algebra import Contribution, Elsewhere, Partial, Rule, State
-from fedplat.aggregate.state import Remembered, columns, columns_of, joined
+from fedplat.aggregate.state import Remembered, columns, columns_of, concatenate_columns
 from fedplat.errors import ModelError
 from fedplat.model import (
     DTYPES,
@@ -33,8 +33,8 @@ from fedplat.model import (
     Vector,
     all_finite,
     blocks,
-    kept,
-    stepped,
+    read_base_values,
+    apply_step,
 )
 from fedplat.model.shards import Across, alone
 
@@ -102,7 +102,7 @@ class Accumulator:
         self._schema = schema
         self._rule = rule
         self._shard = shard or Shard(range(schema.num_floating))
-        self._partial = _placed(rule.start(len(self._shard.columns)), self._shard, rule)
+        self._partial = _place_in_memory(rule.start(len(self._shard.columns)), self._shard, rule)
         if scalars:
             self._partial = dataclasses.replace(self._partial, scalars=scalars)
         self._carried: dict[Segment, npt.NDArray[Any]] = {}
@@ -157,9 +157,9 @@ class Accumulator:
             model.buffer[part.start : part.start + content.size] = content
             if part.state is not None:
                 next_state.append({name: vector.copy() for name, vector in part.state.items()})
-        return model, joined(next_state)
+        return model, concatenate_columns(next_state)
 
-    def gathered(self, state: Iterable[State]) -> Accumulator:
+    def reduce_gathered(self, state: Iterable[State]) -> Accumulator:
         """This one, with the updates of a rule that gathers reduced to one total, which weighs 1; else as it is.
 
         `state` are the columns of the last state, which are drawn more than once. `across` of a shard is called.
@@ -175,7 +175,7 @@ class Accumulator:
             partial = rule.gather(remembered, self._partial)
         return self._with(dataclasses.replace(rule, gather=None), partial)
 
-    def joined(self, totals: Iterable[Vector]) -> Accumulator:
+    def merge_shards(self, totals: Iterable[Vector]) -> Accumulator:
         """One of all columns, of the totals of all shards, in order, which must have been `gathered`.
 
         Only the one that carries can be. It is for rules that are not blockwise: their end is computed in one place.
@@ -191,7 +191,7 @@ class Accumulator:
         return Tally(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)
 
     @classmethod
-    def merged(
+    def merge_partials(
         cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[Tally], shard: Shard
     ) -> Accumulator:
         """One of all updates that several have folded, whose sums `shard.memory` is the sum of."""
@@ -216,7 +216,7 @@ class Accumulator:
         other = copy.copy(self)
         other._rule, other._partial = rule, partial
         if shard is not None:
-            other._shard, other._partial = shard, _placed(partial, shard, rule)
+            other._shard, other._partial = shard, _place_in_memory(partial, shard, rule)
         return other
 
     def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
@@ -231,7 +231,7 @@ class Accumulator:
         self._check(base, "base version")
         drawn: list[State] = []
         steps = self._steps(state, drawn)
-        for placed in stepped(base, steps, self._carry, self._shard.columns):
+        for placed in apply_step(base, steps, self._carry, self._shard.columns):
             _check_finite(placed.values)
             yield Part(*placed, drawn.pop() if drawn else None)
         for _ in steps:  # the one column of a model without floating-point entries
@@ -239,18 +239,18 @@ class Accumulator:
 
     def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
         """The rule's step, column by column; the next state's column is put into `drawn`."""
-        for step, remembered in self._applied(state):
+        for step, remembered in self._apply_rule(state):
             _check_finite(*remembered.values())
             drawn.append(remembered)
             yield step
 
-    def _applied(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
+    def _apply_rule(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
         rule, size = self._rule, len(self._shard.columns)
-        partial = self.gathered(state)._partial
+        partial = self.reduce_gathered(state)._partial
         if not rule.blockwise:
             assert size == self._schema.num_floating, "shards of such a rule have to be joined"
             with np.errstate(all="ignore"):
-                step, whole = rule.apply(joined(state), partial)
+                step, whole = rule.apply(concatenate_columns(state), partial)
             for column, remembered in zip(columns(size), columns_of(whole, size), strict=True):
                 yield step[column], remembered
             return
@@ -264,7 +264,7 @@ class Accumulator:
         if not self._shard.carries:
             return iter(())
         largest = self._carried.get(run)
-        return kept(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
+        return read_base_values(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
 
     def _carry_largest(self, update: Values) -> None:
         for run in self._schema.segments:
@@ -273,10 +273,10 @@ class Accumulator:
             largest = self._carried.get(run)
             if largest is None:
                 largest = self._carried[run] = np.empty(run.count, DTYPES[run.dtype])
-                for block, values in zip(blocks(run.count), update.carried(run), strict=True):
+                for block, values in zip(blocks(run.count), update.read_carried(run), strict=True):
                     largest[block] = values
             else:
-                for block, values in zip(blocks(run.count), update.carried(run), strict=True):
+                for block, values in zip(blocks(run.count), update.read_carried(run), strict=True):
                     np.maximum(largest[block], values, out=largest[block])
 
     def _check(self, values: Values, what: str) -> None:
@@ -284,7 +284,7 @@ class Accumulator:
             raise ModelError(f"the {what} does not fit the attempt: {difference}")
 
 
-def _placed(partial: Partial, shard: Shard, rule: Rule) -> Partial:
+def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
     """A partial result of a shard's columns, in its memory."""
     partial = dataclasses.replace(partial, first=shard.columns.start, across=shard.across)
     if shard.memory is None or rule.gather is not None:

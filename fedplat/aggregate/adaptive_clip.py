@@ -19,7 +19,7 @@ import msgspec
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
-from fedplat.aggregate.clip import clipped, finite_norm
+from fedplat.aggregate.clip import clip_to_norm, finite_norm
 from fedplat.model import Blocks
 
 CLIP_NORM = "clip_norm"
@@ -60,7 +60,7 @@ def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
 
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
             norm, max_norm = finite_norm(update, partial.across), partial.scalars[CLIP_NORM]
-            folded = inner.fold(partial, clipped(update, norm, max_norm), contribution)
+            folded = inner.fold(partial, clip_to_norm(update, norm, max_norm), contribution)
             return folded.plus(**{WITHIN: float(norm <= max_norm)})
 
         def remember(partial: Partial) -> Mapping[str, float]:

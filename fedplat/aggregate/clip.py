@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
-from fedplat.aggregate.vectors import l2_norm, scaled
+from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.model import Blocks
 from fedplat.model.shards import Across, alone
 
@@ -31,7 +31,7 @@ def clip_by_norm(max_norm: float) -> Wrapper:
 
     def wrap(inner: Rule) -> Rule:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            return inner.fold(partial, clipped(update, finite_norm(update, partial.across), max_norm), contribution)
+            return inner.fold(partial, clip_to_norm(update, finite_norm(update, partial.across), max_norm), contribution)
 
         return dataclasses.replace(inner, fold=fold)
 
@@ -46,6 +46,6 @@ def finite_norm(update: Blocks, across: Across = alone) -> float:
     return norm
 
 
-def clipped(update: Blocks, norm: float, max_norm: float) -> Blocks:
+def clip_to_norm(update: Blocks, norm: float, max_norm: float) -> Blocks:
     """An update whose L2 norm is `norm`, with one of at most `max_norm`."""
-    return update if norm <= max_norm else scaled(update, max_norm / norm * _ROUNDING)
+    return update if norm <= max_norm else scale_vector(update, max_norm / norm * _ROUNDING)

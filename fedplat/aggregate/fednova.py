@@ -19,7 +19,7 @@ from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.mean import weighted_mean
-from fedplat.aggregate.vectors import scaled
+from fedplat.aggregate.vectors import scale_vector
 from fedplat.model import Blocks, Vector
 
 LOCAL_STEPS = "local_steps"
@@ -52,7 +52,7 @@ def normalized_by_steps(max_steps: float) -> Wrapper:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
             reported = contribution.metrics.get(EFFECTIVE_STEPS, contribution.metrics[LOCAL_STEPS])
             steps = min(max(reported, 1.0), max_steps)
-            folded = inner.fold(partial, scaled(update, 1.0 / steps), contribution)
+            folded = inner.fold(partial, scale_vector(update, 1.0 / steps), contribution)
             return folded.plus(weighted_steps=contribution.weight * steps)
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:

@@ -16,7 +16,7 @@ import msgspec
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.mean import weighted_mean
-from fedplat.aggregate.vectors import l2_norm, scaled
+from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.model import Blocks, Vector
 
 LOSS_BEFORE = "loss_before"
@@ -53,7 +53,7 @@ def weighted_by_loss(options: QFedAvg) -> Wrapper:
             factor = loss**q
             norm = l2_norm(update, partial.across) if q else 0.0
             bound = factor + (q * loss ** (q - 1) * lipschitz * norm**2 if q else 0.0)
-            folded = inner.fold(partial, scaled(update, factor), contribution)
+            folded = inner.fold(partial, scale_vector(update, factor), contribution)
             return folded.plus(weighted_bound=contribution.weight * bound)
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:

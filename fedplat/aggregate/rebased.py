@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fedplat.model import BLOCK, Blocks, Schema, Segment, Values, Vector
 
 
-def rebased(update: Values, origin: Values, base: Values) -> Values:
+def rebase(update: Values, origin: Values, base: Values) -> Values:
     """What leads from `base` to the model that a client made of `origin`: update + (origin - base).
 
     It is what a rule that is `from_latest` folds when `base` was committed after the client began. Computed in blocks,
@@ -31,8 +31,8 @@ class _Rebased:
     def to_blocks(self, columns: range | None = None) -> Blocks:
         return _Moved(*(values.to_blocks(columns) for values in (self._update, self._origin, self._base)))
 
-    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        return self._update.carried(run)
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        return self._update.read_carried(run)
 
 
 class _Moved:

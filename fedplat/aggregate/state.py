@@ -64,7 +64,7 @@ def columns_of(state: State, size: int) -> Columns:
     return Columns(lambda: ({name: vector[column] for name, vector in state.items()} for column in columns(size)))
 
 
-def joined(parts: Iterable[State]) -> State:
+def concatenate_columns(parts: Iterable[State]) -> State:
     """The whole vectors of a state's columns."""
     vectors: dict[str, list[Vector]] = {}
     for part in parts:
@@ -92,7 +92,7 @@ def scalars_to_bytes(scalars: Mapping[str, float]) -> bytes:
 def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping[str, float]:
     """The numbers in a state's file; raises as `read_columns` does."""
     names = tuple(rule.start(0).scalars)
-    with _opened(path, rule, size).reader(8 * len(names)) as read:
+    with _open_state_file(path, rule, size).reader(8 * len(names)) as read:
         return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
 
 
@@ -111,7 +111,7 @@ def column_start(rule: Rule, first: int) -> int:
 
 def _read(path: str | os.PathLike[str], rule: Rule, size: int, shard: range) -> Iterator[State]:
     names = tuple(rule.init(0))
-    with _opened(path, rule, size).reader(4 * len(names) * WINDOW) as read:
+    with _open_state_file(path, rule, size).reader(4 * len(names) * WINDOW) as read:
         for column in columns(len(shard)):
             length = column.stop - column.start
             start = column_start(rule, shard.start + column.start)
@@ -140,11 +140,11 @@ def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
     size = sum(vector.size for vector in vectors.values()) // max(len(names), 1)
     if difference := parameters.schema.difference_from(state_schema(names, size, scalars)):
         raise ModelError(f"the bytes are no remembered state: {difference}")
-    state = joined({name.rpartition(".")[0]: vector} for name, vector in vectors.items())
+    state = concatenate_columns({name.rpartition(".")[0]: vector} for name, vector in vectors.items())
     return state, {name: float(parameters[name]) for name in scalars}
 
 
-def _opened(path: str | os.PathLike[str], rule: Rule, size: int) -> ModelFile:
+def _open_state_file(path: str | os.PathLike[str], rule: Rule, size: int) -> ModelFile:
     file = ModelFile.open(path)
     if difference := file.schema.difference_from(state_schema(rule.init(0), size, rule.start(0).scalars)):
         raise ModelError(f"the remembered state is not one of the job's rule: {difference}")

@@ -28,7 +28,7 @@ def _squares(vector: Blocks) -> Iterator[Terms]:
         yield np.square(squares, out=squares).sum(keepdims=True)
 
 
-def scaled(vector: Blocks, factor: float) -> Blocks:
+def scale_vector(vector: Blocks, factor: float) -> Blocks:
     """A vector times a factor (as a float32), computed block by block as it is read; times 1, the vector itself."""
     return vector if factor == 1 else _Scaled(vector, np.float32(factor))
 

@@ -45,7 +45,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
         if not 0.5 <= confidence < 1.0:
             raise JobFileError(f"--confidence {confidence:g}: expected from 0.5 to below 1")
         read = read_file(file, (changes or []) + ([] if seed is None else [f"simulation.seed={seed}"]))
-        found = _audited(out, read, canaries, confidence)
+        found = _run_audit(out, read, canaries, confidence)
         if out.as_json:
             out.json(folders.finite({**msgspec.to_builtins(found), "holds": found.holds}))
         else:
@@ -54,7 +54,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
             raise typer.Exit(FAILED)
 
 
-def _audited(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
+def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
     planning.private(file.job)
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: there is no such table; expected one that says what surrounds the job")
@@ -62,10 +62,10 @@ def _audited(out: Output, file: SimulationFile, canaries: int, confidence: float
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
         wrap_errors("the training"),
-        api.prepared(file, tell=tell) as setup,
+        api.prepare(file, tell=tell) as setup,
         progress.showing(out, board) as observe,
     ):
-        return audits.audited(
+        return audits.run_audit(
             file, setup, num_canaries=canaries, confidence=confidence, observe=observe, begins=board.begin
         )
 

@@ -40,11 +40,11 @@ def moment(unix_s: float) -> str:
 def metrics(client: Mapping[str, float], server: Mapping[str, float]) -> str:
     """`loss 0.312` of clients alone; of both `server: accuracy 0.91; clients: loss 0.312`."""
     if not server:
-        return _listed(client)
-    return f"server: {_listed(server)}" + (f"; clients: {_listed(client)}" if client else "")
+        return _format_list(client)
+    return f"server: {_format_list(server)}" + (f"; clients: {_format_list(client)}" if client else "")
 
 
-def _listed(values: Mapping[str, float]) -> str:
+def _format_list(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
 
 

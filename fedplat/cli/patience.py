@@ -53,10 +53,10 @@ class Patience:
             except ServerUnreachableError as exc:
                 self._wait(client, exc)
             else:
-                self.succeeded()
+                self.reset()
                 return result
 
-    def succeeded(self) -> None:
+    def reset(self) -> None:
         """Begin anew: the server has answered."""
         self._num_pauses = 0
 

@@ -59,8 +59,8 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             raise JobFileError(f"--plot {plot}: expected a name that ends in .png")
         read = read_file(file, changes or [])
         data = _data(out, read) if simulate else None
-        found = _planned(out, read, clients or _clients(read, data), noise or [])
-        scores = _simulated(out, read, found, data) if simulate else None
+        found = _make_plan(out, read, clients or _clients(read, data), noise or [])
+        scores = _simulate_plan(out, read, found, data) if simulate else None
         if plot is not None:
             _draw(plot, read, found, scores)
         if out.as_json:
@@ -69,7 +69,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             _print(out, read, found, scores)
 
 
-def _planned(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
+def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
     for multiplier in noise:
         if not 0.0 < multiplier <= 1e6:
             raise JobFileError(f"--noise {multiplier:g}: expected a number above 0, and 1e6 at most")
@@ -113,7 +113,7 @@ def _data(out: Output, file: SimulationFile) -> Federation | None:
     return load_data(file, (lambda text: None) if out.as_json else out.note)
 
 
-def _simulated(out: Output, file: SimulationFile, plan: Plan, data: Federation | None) -> dict[float, float | None]:
+def _simulate_plan(out: Output, file: SimulationFile, plan: Plan, data: Federation | None) -> dict[float, float | None]:
     """The metric at the end, by noise multiplier; the key 0 is without noise. None where there is no such job."""
     scores: dict[float, float | None] = {}
     runs = (0.0, *(choice.noise_multiplier for choice in plan.by_noise))
@@ -135,7 +135,7 @@ def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) 
     board = progress.Board(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     with (
         wrap_errors("the training"),
-        api.prepared(file, data) as setup,
+        api.prepare(file, data) as setup,
         progress.showing(out, board) as observe,
     ):
         last = api.execute(file, setup, observe, begins=board.begin).summary.last

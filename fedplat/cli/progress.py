@@ -46,7 +46,7 @@ class Board:
         self.now_s = record.ended_at
         self.merged += record.counts.get("MERGED", 0)
         self.late += record.counts.get("LATE", 0)
-        self.failed += _failed(record.counts)
+        self.failed += _count_failed(record.counts)
         if record.kind == "TRAIN" and record.committed:
             self.round = record.round
         value = record.evaluation.get(self.metric)
@@ -110,7 +110,7 @@ def row(record: AttemptRecord) -> tuple[str, ...]:
         record.phase.lower(),
         str(record.counts.get("MERGED", 0)),
         str(record.counts.get("LATE", 0)),
-        str(_failed(record.counts)),
+        str(_count_failed(record.counts)),
         formats.duration(record.ended_at - record.opened_at),
         formats.duration(record.ended_at),
         formats.metrics(record.metrics, record.evaluation) or record.reason,
@@ -132,5 +132,5 @@ def _lines(output: Output, board: Board, clock: Clock = time.monotonic) -> Calla
     return add
 
 
-def _failed(counts: Mapping[str, int]) -> int:
+def _count_failed(counts: Mapping[str, int]) -> int:
     return counts.get("FAILED", 0) + counts.get("REJECTED", 0)

@@ -110,7 +110,7 @@ def _command(file: Path, keep: Keep, changes: list[str]) -> str:
 def _run(out: Output, file: SimulationFile, keep: Keep) -> Run:
     board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
-    with wrap_errors("the training"), api.prepared(file, tell=tell) as setup:
+    with wrap_errors("the training"), api.prepare(file, tell=tell) as setup:
         if not out.as_json:
             out.note(_introduction(file, setup.engine, setup.workers, setup.simulation.fleet.num_clients, keep))
         with progress.showing(out, board) as observe:

@@ -70,13 +70,13 @@ def submit(
     if not start or job.status != admin_pb2.JOB_STATUS_DRAFT:
         return job
     try:
-        return waiting.run(client, lambda: _started(client, job.job_id))
+        return waiting.run(client, lambda: _start_draft(client, job.job_id))
     except FedplatError as exc:
         exc.add_note(f"the job exists and is a draft; start it with: fedplat job start {job.job_id}")
         raise
 
 
-def _started(client: AdminClient, job_id: str) -> admin_pb2.Job:
+def _start_draft(client: AdminClient, job_id: str) -> admin_pb2.Job:
     """Starts a draft. It may be started already: the answer to an earlier try may have been lost."""
     job = client.show_job(job_id)
     return client.start(job_id) if job.status == admin_pb2.JOB_STATUS_DRAFT else job

@@ -69,7 +69,7 @@ def follow(client: AdminClient, job_id: str, view: View, patience: Patience | No
         for event in client.watch_job(job_id, last_sequence, view.progress_every_s):
             view.show(event)
             last_sequence = event.sequence
-            waiting.succeeded()
+            waiting.reset()
         return client.show_job(job_id)
 
     def until_ended() -> admin_pb2.Job:
@@ -159,7 +159,7 @@ def _cohort(attempt: admin_pb2.Round) -> list[str]:
         f"late {attempt.late}",
         f"failed {attempt.failed}",
         f"rejected {attempt.rejected}",
-        f"received {_received(attempt)}" if attempt.update_bytes else "",
+        f"received {_format_update_size(attempt)}" if attempt.update_bytes else "",
     ]
 
 
@@ -175,7 +175,7 @@ def round_row(attempt: admin_pb2.Round) -> Sequence[str]:
         str(attempt.late),
         str(attempt.failed),
         str(attempt.rejected),
-        _received(attempt),
+        _format_update_size(attempt),
         _staleness(attempt),
         f"{attempt.largest_norm:.3g}" if attempt.HasField("largest_norm") else formats.NOTHING,
         _time(attempt),
@@ -198,7 +198,7 @@ def _short_row(attempt: admin_pb2.Round) -> Sequence[str]:
     )
 
 
-def _received(attempt: admin_pb2.Round) -> str:
+def _format_update_size(attempt: admin_pb2.Round) -> str:
     """The size of all updates, as they were sent."""
     return formats.size(attempt.update_bytes) if attempt.update_bytes else formats.NOTHING
 

@@ -101,7 +101,7 @@ class Format:
 
     def encode(self, update: Values, rng: np.random.Generator) -> Iterator[bytes]:
         """The file of an update of this schema, in pieces. Raises `CodecError` for entries that are not finite."""
-        return self.framed(self.codec.encode(update.to_blocks(), rng), update)
+        return self.frame_payload(self.codec.encode(update.to_blocks(), rng), update)
 
     def encode_with_feedback(
         self, update: Values, residual: Vector | None, rng: np.random.Generator
@@ -114,15 +114,15 @@ class Format:
         if residual is None:
             residual = feedback.init(self.schema.num_floating)
         payload, left_out = feedback.encode(residual, update.to_blocks(), rng)
-        return self.framed([payload], update), left_out
+        return self.frame_payload([payload], update), left_out
 
-    def framed(self, payload: Iterable[bytes], update: Values) -> Iterator[bytes]:
+    def frame_payload(self, payload: Iterable[bytes], update: Values) -> Iterator[bytes]:
         """The file of an update, in pieces, around its payload."""
         assert update.schema == self.schema
         yield self.prefix
         yield from payload
         for run in self._carried:
-            for part in update.carried(run):
+            for part in update.read_carried(run):
                 yield part.tobytes()
 
     def decode(self, content: codecs.Payload) -> Values:
@@ -131,9 +131,9 @@ class Format:
         Raises `ModelError` when the file is no encoded update of this job and base version, `CodecError` when its
         payload is too long, and, while the blocks are drawn, when anything else is wrong with the payload.
         """
-        return self._decoded(content)
+        return self._decode(content)
 
-    def _decoded(self, content: codecs.Payload) -> _Decoded:
+    def _decode(self, content: codecs.Payload) -> _Decoded:
         view = memoryview(content.data if isinstance(content, np.ndarray) else content)
         start, end = len(self.prefix), len(view) - self._carried_bytes
         if bytes(view[:start]) != self.prefix:
@@ -152,7 +152,7 @@ class Format:
             return self.decode(b"")
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        decoded = self._decoded(memoryview(mapped))
+        decoded = self._decode(memoryview(mapped))
         return dataclasses.replace(decoded, values=_Released(decoded.values, mapped))
 
     def _misfit(self, beginning: bytes) -> str:
@@ -185,7 +185,7 @@ class _Decoded:
     def to_blocks(self, columns: range | None = None) -> Blocks:
         return part_of(self.values, columns)  # what comes before is decoded, too: codecs write no index
 
-    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         entries = np.frombuffer(self.rest, DTYPES[run.dtype], run.count, self.starts[run])
         return (entries[block] for block in blocks(run.count))
 

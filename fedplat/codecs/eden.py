@@ -77,7 +77,7 @@ def eden(bits: int) -> Codec:
         rotations = _Rotations(seed)
         prefix = seed.to_bytes(_SEED_BYTES, "little")
         for block in vector:
-            codes, scales = _quantised(block, rotations, centroids)
+            codes, scales = _quantise(block, rotations, centroids)
             yield prefix + scales.astype("<f4").tobytes() + pack(codes.reshape(-1), bits)
             prefix = b""
 
@@ -137,7 +137,7 @@ def _first_hadamard(rows: Rows) -> Rows:
     return hadamard(rows.reshape(min(rows.shape[0], _FIRST_DIMENSION), -1)).reshape(rows.shape)
 
 
-def _quantised(
+def _quantise(
     block: Vector, rotations: _Rotations, centroids: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
     """The codes [d, m] of a block, and the scale of each column: S and the factor of the rotation in one."""

@@ -72,7 +72,7 @@ def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
             chosen[equal] = True
             indices = np.flatnonzero(chosen)
             taken = block[indices]
-            yield _packed(indices, bits) + (to_bf16(taken).tobytes() if half else taken.astype("<f4").tobytes())
+            yield _pack_indices(indices, bits) + (to_bf16(taken).tobytes() if half else taken.astype("<f4").tobytes())
 
     def read(source: Source, size: int) -> Iterator[Vector]:
         missing = num_kept(size)
@@ -80,7 +80,7 @@ def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
         for block in blocks(size):
             result = scratch[: block.stop - block.start]
             result[:] = 0
-            indices = _unpacked(source, min(result.size, missing), result.size, bits)
+            indices = _unpack_indices(source, min(result.size, missing), result.size, bits)
             missing -= indices.size
             result[indices] = _values(source, indices.size, half)
             yield result
@@ -119,7 +119,7 @@ def _largest(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
     return place, count - int(at_least[place] - histogram[place])
 
 
-def _packed(indices: Indices, bits: int) -> bytes:
+def _pack_indices(indices: Indices, bits: int) -> bytes:
     """Increasing indices: their number, the bytes of the unary parts of the gaps, those parts, the remainders."""
     gaps = np.diff(indices, prepend=-1) - 1
     ends = np.cumsum((gaps >> bits) + 1)
@@ -130,7 +130,7 @@ def _packed(indices: Indices, bits: int) -> bytes:
     return header + parts + (pack((gaps & ((1 << bits) - 1)).astype(np.uint8), bits) if bits else b"")
 
 
-def _unpacked(source: Source, most: int, size: int, bits: int) -> Indices:
+def _unpack_indices(source: Source, most: int, size: int, bits: int) -> Indices:
     """The indices of a block of `size` entries, `most` of them or fewer: increasing, and in range."""
     count, num_unary = (int(number) for number in array(source, "<u4", 2))
     if count > most:

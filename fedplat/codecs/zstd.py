@@ -58,14 +58,14 @@ class _Frames:
     def take(self, count: int) -> memoryview | bytes:
         if count and self._chunk.at_end:
             length = int.from_bytes(self._frames.take(_LENGTH_BYTES), "little")
-            self._chunk = PlainSource(memoryview(self._unpacked(self._frames.take(length))))
+            self._chunk = PlainSource(memoryview(self._decompress(self._frames.take(length))))
         return self._chunk.take(count)
 
     def finish(self) -> None:
         self._chunk.finish()
         self._frames.finish()
 
-    def _unpacked(self, frame: memoryview) -> bytes:
+    def _decompress(self, frame: memoryview) -> bytes:
         try:
             size = zstandard.get_frame_parameters(frame).content_size
             # Before anything is unpacked: memory of the announced size would be allocated.
@@ -74,12 +74,12 @@ class _Frames:
             chunk = self._decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as exc:
             raise CodecError(f"the payload cannot be unpacked: {exc}") from exc
-        return _joined(chunk, self._item_bytes)
+        return _merge_planes(chunk, self._item_bytes)
 
 
 def _split(chunk: bytes, item_bytes: int) -> bytes:
     return chunk if item_bytes == 1 else np.frombuffer(chunk, np.uint8).reshape(-1, item_bytes).T.tobytes()
 
 
-def _joined(chunk: bytes, item_bytes: int) -> bytes:
+def _merge_planes(chunk: bytes, item_bytes: int) -> bytes:
     return chunk if item_bytes == 1 else np.frombuffer(chunk, np.uint8).reshape(item_bytes, -1).T.tobytes()

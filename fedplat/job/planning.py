@@ -128,7 +128,7 @@ def plan(
     assert found.max_releases is not None
     num_clients = num_clients or _population(spec)
     budget = options.epsilon or epsilon([Charge(mechanism, spec.rounds)], options.delta)
-    chosen = multipliers or [_rounded(found.noise_multiplier * factor) for factor in FACTORS]
+    chosen = multipliers or [_round_up(found.noise_multiplier * factor) for factor in FACTORS]
     goals = [goal for goal in _goals(spec) if goal <= (num_clients or goal)]
     counts = _counts(spec.rounds, found.max_releases)
     done, total = itertools.count(1), len(counts) + len(goals) + len(chosen)
@@ -275,5 +275,5 @@ def _remarks(spec: JobSpec, num_clients: int) -> Iterator[str]:
         )
 
 
-def _rounded(multiplier: float) -> float:
+def _round_up(multiplier: float) -> float:
     return float(f"{multiplier:.4g}")

@@ -26,7 +26,7 @@ def build_rule(
         rule = spec.robust.build(seed)(rule)
     rule = spec.updates.clip(rule)
     if (release := build_release(spec)) is not None:
-        rule = privacy.privatized(release, noise)(rule)
+        rule = privacy.privatize(release, noise)(rule)
     if keep_step is not None and (codec := spec.compression.downlink) is not None:
         rule = aggregate.compress_step(codec.build(), seed, keep_step)(rule)
     return rule

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from fedplat import aggregate, codecs, label_expressions
 from fedplat.errors import LabelError
 from fedplat.sampling import Policy, Uniform
-from fedplat.toml import shown
+from fedplat.toml import format_value
 
 Scalar = bool | int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -35,7 +35,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.initial.endswith(".safetensors") and not re.fullmatch(r"[\w.]+:[\w.]+", self.initial):
             raise ValueError(
-                f"initial = {shown(self.initial)}: expected a path that ends in .safetensors, or module:function"
+                f"initial = {format_value(self.initial)}: expected a path that ends in .safetensors, or module:function"
             )
 
 
@@ -65,7 +65,7 @@ class Selection(Struct, frozen=True, forbid_unknown_fields=True):
         try:
             label_expressions.compile_expression(self.where)
         except LabelError as exc:
-            raise ValueError(f"where = {shown(self.where)}: {exc}") from exc
+            raise ValueError(f"where = {format_value(self.where)}: {exc}") from exc
 
     @property
     def target(self) -> int:

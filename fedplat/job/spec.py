@@ -24,7 +24,7 @@ from fedplat.job.sections import (
     Updates,
 )
 from fedplat.sampling import Poisson, Uniform
-from fedplat.toml import read_record, read_toml, shown, shown_key
+from fedplat.toml import read_record, read_toml, format_value, shown_key
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -85,7 +85,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"config.{shown_key(key)} = {shown(value)}: expected a number of at most 64 bits")
+                raise ValueError(f"config.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits")
         _check(self)
 
     @property

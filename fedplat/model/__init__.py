@@ -28,8 +28,8 @@ from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
-from fedplat.model.steps import kept, stepped
-from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, moved, read_run
+from fedplat.model.steps import read_base_values, apply_step
+from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, add_step, read_run
 
 __all__ = [
     "BLOCK",
@@ -51,11 +51,11 @@ __all__ = [
     "all_finite",
     "blocks",
     "is_finite",
-    "kept",
-    "moved",
+    "read_base_values",
+    "add_step",
     "part_of",
     "read_run",
-    "stepped",
+    "apply_step",
     "windows",
 ]
 
@@ -180,7 +180,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         """The entries of `to_vector`, block by block: views where they are float32, else converted as they are read."""
         return FloatingBlocks(self.schema, lambda: self.reader(0), columns)
 
-    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype in blocks, which are views."""
         values = self.segment(run)
         return (values[block] for block in blocks(values.size))
@@ -206,7 +206,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
                 view = result.segment(run)
                 for block in blocks(run.count):
                     part = view[block]
-                    part[...] = moved(part, step[start : start + part.size])
+                    part[...] = add_step(part, step[start : start + part.size])
                     start += part.size
         return result
 

@@ -46,7 +46,7 @@ class ModelFile:
         """The floating-point entries as float32; of some columns, only these are read."""
         return FloatingBlocks(self.schema, lambda: self.reader(8 * WINDOW), columns)
 
-    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype, `BLOCK` at a time."""
         with self.reader(8 * BLOCK) as read:
             for block in blocks(run.count):

@@ -14,7 +14,7 @@ import msgspec
 
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
-from fedplat.texts import numeral, quoted
+from fedplat.texts import numeral, quote
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_METADATA = 1_000
@@ -68,7 +68,7 @@ def _read_layout(text: bytes, body_size: int) -> Layout:
         start, stop = entry.data_offsets
         if start != end or stop - start != spec.size_bytes:
             raise ModelError(
-                f"tensor {quoted(name)} claims the bytes {numeral(start)} to {numeral(stop)}; "
+                f"tensor {quote(name)} claims the bytes {numeral(start)} to {numeral(stop)}; "
                 f"expected {end} to {end + spec.size_bytes}"
             )
         tensors.append(spec)
@@ -96,19 +96,19 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], Carry]:
         raise ModelError("the safetensors header has a key twice; keys must be unique")
     carry = metadata.get(CARRY_KEY, "keep")
     if carry not in ("keep", "max"):
-        raise ModelError(f"carry rule {quoted(carry)} is unknown; expected 'keep' or 'max'")
+        raise ModelError(f"carry rule {quote(carry)} is unknown; expected 'keep' or 'max'")
     return entries, "max" if carry == "max" else "keep"
 
 
 def _entry(name: str, text: msgspec.Raw) -> _Entry:
     """What a header says of one tensor."""
     if (size := memoryview(text).nbytes) > MAX_ENTRY_BYTES:
-        raise ModelError(f"the entry of tensor {quoted(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
+        raise ModelError(f"the entry of tensor {quote(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
     try:
         return msgspec.json.decode(text, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise ModelError(
-            f"the entry of tensor {quoted(name)} cannot be read; expected exactly a dtype, a shape and two data_offsets"
+            f"the entry of tensor {quote(name)} cannot be read; expected exactly a dtype, a shape and two data_offsets"
         ) from exc
 
 

@@ -42,7 +42,7 @@ _PADDING = 16
 (sorting the columns of a hundred rows takes three times as long)."""
 
 
-def padded(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDArray[Any]:
+def allocate_rows(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDArray[Any]:
     """Memory for rows side by side, not filled."""
     return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
 
@@ -73,7 +73,7 @@ def each_column(rows: Sequence[Blocks], combine: Callable[[Columns], Vector], mi
         for part in _in_step(rows, pool):
 
             def compute(chunk: slice, part: Columns = part, start: int = start) -> None:
-                values = part[:, chunk] if factors is None else _mixed(factors, part[:, chunk])
+                values = part[:, chunk] if factors is None else _combine(factors, part[:, chunk])
                 result[start + chunk.start : start + chunk.stop] = combine(values)
 
             _all(pool, compute, blocks(part.shape[1], CHUNK))
@@ -111,7 +111,7 @@ def _in_step(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
     else:
         length, readers = BLOCK, [iter(row) for row in rows]
     size = rows[0].size
-    matrix = padded(len(rows), min(length, size), np.float32)
+    matrix = allocate_rows(len(rows), min(length, size), np.float32)
     for part in blocks(size, length):
         columns = matrix[:, : part.stop - part.start]
 
@@ -144,7 +144,7 @@ def _products(columns: Columns) -> Matrix:
     return np.tril(products)
 
 
-def _mixed(factors: Columns, columns: Columns) -> Columns:
+def _combine(factors: Columns, columns: Columns) -> Columns:
     """Weighted sums of rows of a few columns."""
     tiles = _tiles(columns, _MIXED_COLUMNS, np.float32)
     num_tiles, num_rows, _ = tiles.shape
@@ -159,7 +159,7 @@ def _tiles(columns: Columns, length: int, dtype: type[Any]) -> npt.NDArray[Any]:
     """The columns in groups of `length`, filled up with zeros: [groups, rows, length]."""
     num_rows, count = columns.shape
     width = -(-count // length) * length
-    filled = padded(num_rows, width, dtype)
+    filled = allocate_rows(num_rows, width, dtype)
     filled[:, :count] = columns
     filled[:, count:] = 0
     # A view with one row's distance between the rows of a group: what BLAS takes without a copy.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.errors import ModelError
-from fedplat.texts import listed, quoted
+from fedplat.texts import format_numbers, quote
 
 Carry = Literal["keep", "max"]
 
@@ -88,9 +88,9 @@ class Schema:
         names = [tensor.name for tensor in tensors]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ModelError(f"the tensor {quoted(twice)} appears twice; names must be unique")
+            raise ModelError(f"the tensor {quote(twice)} appears twice; names must be unique")
         if carry not in ("keep", "max"):
-            raise ModelError(f"carry rule {quoted(carry)} is unknown; expected 'keep' or 'max'")
+            raise ModelError(f"carry rule {quote(carry)} is unknown; expected 'keep' or 'max'")
         ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.dtype))
         self.tensors: tuple[TensorSpec, ...] = tuple(ordered)
         self.carry: Carry = carry
@@ -103,7 +103,7 @@ class Schema:
             dtype = _NAMES.get(array.dtype)
             if dtype is None:
                 raise ModelError(
-                    f"tensor {quoted(name)} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
+                    f"tensor {quote(name)} has dtype {array.dtype}; expected one of {', '.join(map(str, _NAMES))}"
                 )
             specs.append(TensorSpec(name, dtype, tuple(array.shape)))
         return cls(tuple(specs), carry)
@@ -166,15 +166,15 @@ class Schema:
         mine = {tensor.name: tensor for tensor in self.tensors}
         theirs = {tensor.name: tensor for tensor in expected.tensors}
         if missing := [name for name in theirs if name not in mine]:
-            return f"tensor {quoted(missing[0])} is missing ({len(missing)} in all)"
+            return f"tensor {quote(missing[0])} is missing ({len(missing)} in all)"
         if extra := [name for name in mine if name not in theirs]:
-            return f"tensor {quoted(extra[0])} is not part of the model ({len(extra)} in all)"
+            return f"tensor {quote(extra[0])} is not part of the model ({len(extra)} in all)"
         for name, tensor in mine.items():
             if tensor != theirs[name]:
                 want = theirs[name]
                 return (
-                    f"tensor {quoted(name)} is {tensor.dtype} {listed(tensor.shape)}; "
-                    f"expected {want.dtype} {listed(want.shape)}"
+                    f"tensor {quote(name)} is {tensor.dtype} {format_numbers(tensor.shape)}; "
+                    f"expected {want.dtype} {format_numbers(want.shape)}"
                 )
         if self.tensors != expected.tensors:
             return "the tensors lie in another order; expected the order of the base version's file"
@@ -194,17 +194,17 @@ class Schema:
 
 def check_spec(tensor: TensorSpec) -> None:
     """Raises `ModelError` when no model can hold such a tensor."""
-    name = quoted(tensor.name)
+    name = quote(tensor.name)
     if tensor.dtype not in DTYPES:
-        raise ModelError(f"tensor {name} has dtype {quoted(tensor.dtype)}; expected one of {', '.join(DTYPES)}")
+        raise ModelError(f"tensor {name} has dtype {quote(tensor.dtype)}; expected one of {', '.join(DTYPES)}")
     if not tensor.name or tensor.name == METADATA_KEY or not 0 < _num_bytes(tensor.name) <= MAX_NAME_BYTES:
         raise ModelError(f"{name} cannot be the name of a tensor; expected 1 to {MAX_NAME_BYTES} bytes of UTF-8")
     if len(tensor.shape) > MAX_RANK or any(extent < 0 for extent in tensor.shape):
-        raise ModelError(f"tensor {name} has the impossible shape {listed(tensor.shape[:MAX_RANK])}")
+        raise ModelError(f"tensor {name} has the impossible shape {format_numbers(tensor.shape[:MAX_RANK])}")
     # NumPy refuses such extents even where a zero among them makes the tensor empty.
     extents = math.prod(extent for extent in tensor.shape if extent)
     if extents * DTYPES[tensor.dtype].itemsize > _MAX_TENSOR_BYTES:
-        raise ModelError(f"tensor {name} of shape {listed(tensor.shape)} is too large for any machine")
+        raise ModelError(f"tensor {name} of shape {format_numbers(tensor.shape)} is too large for any machine")
 
 
 def _num_bytes(text: str) -> int:

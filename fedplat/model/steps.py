@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedplat.model.blocks import WINDOW, Vector, blocks
 from fedplat.model.schema import FLOATING, Schema, Segment
-from fedplat.model.values import Read, floating_runs, moved, read_run
+from fedplat.model.values import Read, floating_runs, add_step, read_run
 
 
 class Flat(Protocol):
@@ -30,7 +30,7 @@ class Flat(Protocol):
         ...
 
 
-def kept(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
+def read_base_values(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
     """The entries of a run as the base has them."""
     return (read_run(read, run, part.start, part.stop - part.start) for part in blocks(run.count, WINDOW))
 
@@ -42,7 +42,7 @@ class Placed(NamedTuple):
     values: npt.NDArray[Any]
 
 
-def stepped(
+def apply_step(
     base: Flat,
     steps: Iterator[Vector],
     carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]],
@@ -69,6 +69,6 @@ def stepped(
                 if used == step.size:
                     step, used = next(steps), 0
                 count = min(stop - first, step.size - used)
-                values = moved(read_run(read, run, first, count), step[used : used + count])
+                values = add_step(read_run(read, run, first, count), step[used : used + count])
                 yield Placed(start + first * values.itemsize, values)
                 first, used = first + count, used + count

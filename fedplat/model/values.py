@@ -38,7 +38,7 @@ class Values(Protocol):
         """
         ...
 
-    def carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
+    def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         """The entries of one run of another dtype, `BLOCK` at a time; each part is valid until the next is drawn."""
         ...
 
@@ -96,7 +96,7 @@ def read_run(read: Read, run: Segment, first: int, count: int) -> npt.NDArray[An
     return read(run.offset + first * dtype.itemsize, count * dtype.itemsize).view(dtype)
 
 
-def moved(values: npt.NDArray[Any], step: Vector) -> npt.NDArray[Any]:
+def add_step(values: npt.NDArray[Any], step: Vector) -> npt.NDArray[Any]:
     """Floating-point entries with a step added: in their own dtype, computed at least in float32.
 
     A result beyond the range of its dtype becomes infinite, without a warning.

@@ -7,7 +7,7 @@ with the extra `privacy`.
 
 from __future__ import annotations
 
-from fedplat.privacy.mechanism import Release, privatized
+from fedplat.privacy.mechanism import Release, privatize
 from fedplat.privacy.noise import KEY_BYTES, Noise
 from fedplat.privacy.options import Privacy, PublishedMetrics
 from fedplat.privacy.releases import Charge, Mechanism, tree_sensitivity
@@ -22,6 +22,6 @@ __all__ = [
     "PublishedMetrics",
     "Release",
     "Tree",
-    "privatized",
+    "privatize",
     "tree_sensitivity",
 ]

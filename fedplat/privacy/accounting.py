@@ -54,7 +54,7 @@ def epsilon(charges: Sequence[Charge], delta: float, precision: Precision = FINE
 def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, coarser: int = 1) -> float:
     """Return epsilon with losses on a grid that is so many times coarser: faster, and larger by little."""
     _check(delta)
-    sampled, deviation = _grouped(charges)
+    sampled, deviation = _group_charges(charges)
     if not sampled:
         return losses.gaussian_epsilon(deviation, delta) if math.isfinite(deviation) else 0.0
     sampled, usable = _without_rare(sampled, delta, precision.rare)
@@ -65,7 +65,7 @@ def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, co
     if usable <= 0.0:
         return math.inf
     interval *= coarser
-    parts = [losses.sampled(mechanism, interval).self_compose(count) for mechanism, count in sampled]
+    parts = [losses.compute_sampled_losses(mechanism, interval).self_compose(count) for mechanism, count in sampled]
     if math.isfinite(deviation):
         parts.append(losses.gaussian(deviation, interval))
     total = parts[0]
@@ -82,7 +82,7 @@ def epsilon_rdp(charges: Sequence[Charge], delta: float) -> float:
 @lru_cache(maxsize=CACHED)
 def _epsilon_rdp(charges: tuple[Charge, ...], delta: float) -> float:
     _check(delta)
-    sampled, deviation = _grouped(charges)
+    sampled, deviation = _group_charges(charges)
     if not sampled and not math.isfinite(deviation):
         return 0.0
     return losses.renyi_epsilon(sampled, deviation, delta)
@@ -144,7 +144,7 @@ def _check(delta: float) -> None:
         raise ValueError(f"delta is {delta:g}; expected a number between 0 and 1, such as 1e-5")
 
 
-def _grouped(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
+def _group_charges(charges: Sequence[Charge]) -> tuple[_Sampled, float]:
     """Equal mechanisms with independent trials once, with their releases; all others as one Gaussian's deviation."""
     counts: Counter[Mechanism] = Counter()
     for charge in charges:

@@ -94,7 +94,7 @@ def gaussian(deviation: float, interval: float) -> Losses:
     return cast(Losses, _distributions().from_gaussian_mechanism(deviation, value_discretization_interval=interval))
 
 
-def sampled(release: Mechanism, interval: float) -> Losses:
+def compute_sampled_losses(release: Mechanism, interval: float) -> Losses:
     """Losses of one release with independent trials, for one client more or less.
 
     Let K be how many of the other clients are drawn. With K below the cap the client is added with probability q: a
@@ -105,11 +105,11 @@ def sampled(release: Mechanism, interval: float) -> Losses:
     of Gaussians, with sensitivities 0, 1 and 2, would be less, and wrong: it takes for granted that the output tells
     nothing of K.
     """
-    return _sampled(release.noise_multiplier, release.sampling_probability, release.overflow, interval)
+    return _compute_sampled(release.noise_multiplier, release.sampling_probability, release.overflow, interval)
 
 
 @lru_cache(maxsize=16)
-def _sampled(deviation: float, probability: float, overflow: float, interval: float) -> Losses:
+def _compute_sampled(deviation: float, probability: float, overflow: float, interval: float) -> Losses:
     make = _distributions().from_gaussian_mechanism
     if overflow == 1.0:
         return gaussian(deviation / 2, interval)

@@ -68,7 +68,7 @@ class Release:
         return partial.scalars[CLIP_NORM] if isinstance(self.clip, AdaptiveClip) else self.clip
 
 
-def privatized(release: Release, noise: Noise | None) -> Wrapper:
+def privatize(release: Release, noise: Noise | None) -> Wrapper:
     """A rule whose results are releases. It must clip updates already, to `release.clip`, and weigh them by 1 at most.
 
     Without `noise` nothing can be released: `apply`, and whatever else noise is in, raise `ValueError`. The noise must
@@ -85,7 +85,7 @@ def privatized(release: Release, noise: Noise | None) -> Wrapper:
             if not 0 <= contribution.weight <= 1:
                 raise ValueError(f"the weight is {contribution.weight}; expected one from 0 to 1 in a private job")
             folded = inner.fold(partial, update, contribution)
-            return folded.plus(**_mapped(release.metrics, contribution.metrics))
+            return folded.plus(**_scale_metrics(release.metrics, contribution.metrics))
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:
             deviation = release.sum_multiplier * release.clip_norm(partial)
@@ -107,7 +107,7 @@ def privatized(release: Release, noise: Noise | None) -> Wrapper:
             return scalars
 
         def publish(partial: Partial) -> Mapping[str, float]:
-            return _published(release, partial, _certain(noise)) if release.metrics is not None else {}
+            return _release_metrics(release, partial, _certain(noise)) if release.metrics is not None else {}
 
         rule = dataclasses.replace(inner, start=start, fold=fold, apply=apply, remember=remember, publish=publish)
         return dataclasses.replace(rule, counterpart=_counterpart(inner.counterpart))
@@ -147,7 +147,7 @@ def _noised_share(release: Release, partial: Partial, noise: Noise) -> float:
     return noised / release.expected_reports + 0.5
 
 
-def _mapped(metrics: PublishedMetrics | None, reported: Mapping[str, float]) -> Mapping[str, float]:
+def _scale_metrics(metrics: PublishedMetrics | None, reported: Mapping[str, float]) -> Mapping[str, float]:
     """A client's metrics in [-1, 1]; one that it lacks, or that is no number, is the middle."""
     if metrics is None:
         return {}
@@ -159,7 +159,7 @@ def _mapped(metrics: PublishedMetrics | None, reported: Mapping[str, float]) -> 
     return mapped
 
 
-def _published(release: Release, partial: Partial, noise: Noise) -> Mapping[str, float]:
+def _release_metrics(release: Release, partial: Partial, noise: Noise) -> Mapping[str, float]:
     assert release.metrics is not None
     bounds = release.metrics.bounds
     # One client changes each of them by 1, so all together by the root of their number.

@@ -32,14 +32,14 @@ class Noise:
     def __repr__(self) -> str:
         return "Noise(...)"
 
-    def derived(self, name: str) -> bytes:
+    def derive_key(self, name: str) -> bytes:
         """A key that follows from this one, and does not tell it."""
         return hmac.digest(self._key, name.encode(), hashlib.sha256)
 
     def normal(self, stream: str, first: int, size: int) -> Normals:
         """Entries `first` to `first + size` of a stream, [size]."""
         begin, end = first // 2, (first + size + 1) // 2
-        words = np.frombuffer(_key_stream(self.derived(stream), begin, end - begin), "<u8").reshape(-1, 2) >> 11
+        words = np.frombuffer(_key_stream(self.derive_key(stream), begin, end - begin), "<u8").reshape(-1, 2) >> 11
         radius = np.sqrt(-2.0 * np.log((words[:, 0] + 1.0) * 2.0**-53))  # of numbers above 0, up to 1
         angle = words[:, 1] * (2.0 * np.pi * 2.0**-53)
         pairs = np.empty((end - begin, 2))

@@ -36,7 +36,7 @@ class StepLedger(Protocol):
         ...
 
 
-def added(charges: Iterable[StepCharge], *more: StepCharge) -> list[StepCharge]:
+def merge_charges(charges: Iterable[StepCharge], *more: StepCharge) -> list[StepCharge]:
     """All charges, equal steps together."""
     counts: Counter[StepCharge] = Counter()
     for charge in (*charges, *more):
@@ -46,7 +46,7 @@ def added(charges: Iterable[StepCharge], *more: StepCharge) -> list[StepCharge]:
 
 def taken_back(charges: Iterable[StepCharge], unmade: StepCharge) -> list[StepCharge]:
     """The charges without steps that were not made. Raises `ValueError` if so many were never charged."""
-    counts = {replace(charge, num_steps=0): charge.num_steps for charge in added(charges)}
+    counts = {replace(charge, num_steps=0): charge.num_steps for charge in merge_charges(charges)}
     kind = replace(unmade, num_steps=0)
     counts[kind] = counts.get(kind, 0) - unmade.num_steps
     if counts[kind] < 0:

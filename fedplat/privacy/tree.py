@@ -35,7 +35,7 @@ class Tree:
 
     def step(self, scalars: Mapping[str, float], noise: Noise, first: int, size: int) -> Normals:
         """What the next round adds to the noise of the sum of all rounds, in units of a node's deviation."""
-        level = self._completed(scalars)
+        level = self._find_completed_level(scalars)
         total = Noise(_fresh(noise)).normal("node", first, size)
         for covered in range(level):
             total -= Noise(_seed(scalars, covered)).normal("node", first, size)
@@ -43,13 +43,13 @@ class Tree:
 
     def after(self, scalars: Mapping[str, float], noise: Noise) -> Mapping[str, float]:
         """What is remembered after the next round; the seeds of covered nodes are forgotten."""
-        level = self._completed(scalars)
+        level = self._find_completed_level(scalars)
         forgotten = {_word(covered, index): 0.0 for covered in range(level) for index in range(_WORDS)}
         number = int.from_bytes(_fresh(noise), "big")
         words = {_word(level, index): float(number >> (_BITS * index) & (1 << _BITS) - 1) for index in range(_WORDS)}
         return {**scalars, **forgotten, **words, _STEP: scalars[_STEP] + 1.0}
 
-    def _completed(self, scalars: Mapping[str, float]) -> int:
+    def _find_completed_level(self, scalars: Mapping[str, float]) -> int:
         """The level of the largest node that the next round completes."""
         step = int(scalars[_STEP]) + 1
         if step > self.rounds:
@@ -58,7 +58,7 @@ class Tree:
 
 
 def _fresh(noise: Noise) -> bytes:
-    return noise.derived("node")
+    return noise.derive_key("node")
 
 
 def _seed(scalars: Mapping[str, float], level: int) -> bytes:

@@ -9,7 +9,7 @@ from msgspec import structs
 from fedplat.rounds.commands import Abort, Command
 from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ASSIGNMENT_TRANSITIONS, AssignmentState, Reason, require
-from fedplat.texts import shortened
+from fedplat.texts import shorten
 
 
 def put(job: JobState, assignment: Assignment) -> JobState:
@@ -23,7 +23,7 @@ def put(job: JobState, assignment: Assignment) -> JobState:
 def end(assignment: Assignment, state: AssignmentState, reason: Reason, text: str = "") -> Assignment:
     """End an assignment for a reason. `text`, in which a client may be quoted, is kept shortened."""
     wanted = require(ASSIGNMENT_TRANSITIONS, assignment.state, state)
-    return structs.replace(assignment, state=wanted, reason=reason, text=shortened(text))
+    return structs.replace(assignment, state=wanted, reason=reason, text=shorten(text))
 
 
 def abort_commands(ended: Iterable[Assignment]) -> tuple[Command, ...]:

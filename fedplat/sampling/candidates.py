@@ -62,6 +62,6 @@ class Candidates(Protocol):
         """One label of all of them; None of those that do not have it. Takes time for each."""
         ...
 
-    def known(self) -> Sequence[tuple[int, Past]]:
+    def list_known(self) -> Sequence[tuple[int, Past]]:
         """The numbers, in order, and the past of those that took part before."""
         ...

@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 
 from fedplat.sampling.candidates import Candidates, Past
 from fedplat.sampling.uniform import some_of
-from fedplat.sampling.weighted import as_weights, by_weight, completed
+from fedplat.sampling.weighted import as_weights, by_weight, fill_missing_weights
 
 CLIPPED_QUANTILE = 0.95
 CUT_OFF = 0.95
@@ -74,7 +74,7 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
         """`count` of the candidates, or all of them if there are no more."""
         if count >= len(candidates):
             return list(range(len(candidates)))
-        known = candidates.known()
+        known = candidates.list_known()
         explored = np.array([index for index, _ in known], np.int64)
         is_new = np.ones(len(candidates), bool)
         is_new[explored] = False
@@ -93,7 +93,7 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
         if not self.speed:
             return unexplored[some_of(len(unexplored), count, rng)].tolist()
         speeds = as_weights(candidates.values_of(self.speed))[unexplored]
-        return unexplored[by_weight(completed(speeds), count, rng)].tolist()
+        return unexplored[by_weight(fill_missing_weights(speeds), count, rng)].tolist()
 
     def _exploit(self, pasts: Sequence[Past], candidates: Candidates, count: int, rng: np.random.Generator) -> _Indices:
         if count <= 0:

@@ -45,7 +45,7 @@ class Stratified(Struct, frozen=True, forbid_unknown_fields=True, tag_field="pol
         members = list(strata.values())
         sizes = np.array([len(stratum) for stratum in members], np.int64)
         shares = sizes * (count / sizes.sum()) if self.shares == "proportional" else equal_shares(sizes, count)
-        numbers = rounded(shares, count, rng)
+        numbers = round_shares(shares, count, rng)
         return [
             stratum[i]
             for stratum, number in zip(members, numbers.tolist(), strict=True)
@@ -63,7 +63,7 @@ def equal_shares(sizes: _Counts, count: int) -> _Shares:
     return shares
 
 
-def rounded(shares: _Shares, count: int, rng: np.random.Generator) -> _Counts:
+def round_shares(shares: _Shares, count: int, rng: np.random.Generator) -> _Counts:
     """Whole numbers with the sum `count`, each its share rounded up or down, and its share in expectation.
 
     Systematic sampling: a comb with one tooth at each whole number is laid over the shares, put end to end in random

@@ -47,12 +47,12 @@ class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="polic
         if count >= len(candidates):
             return list(range(len(candidates)))
         weights = as_weights(candidates.values_of(self.label)) if self.label else _of_examples(candidates)
-        return by_weight(completed(np.minimum(weights, self.max_weight)), count, rng)
+        return by_weight(fill_missing_weights(np.minimum(weights, self.max_weight)), count, rng)
 
 
 def _of_examples(candidates: Candidates) -> Weights:
     weights = np.zeros(len(candidates))
-    for index, past in candidates.known():
+    for index, past in candidates.list_known():
         weights[index] = past.num_examples or 0.0
     return weights
 
@@ -70,7 +70,7 @@ def _as_weight(value: str | None) -> float:
     return min(weight, LARGEST_WEIGHT) if weight >= 0.0 else 0.0  # not NaN either
 
 
-def completed(weights: Weights) -> Weights:
+def fill_missing_weights(weights: Weights) -> Weights:
     """The weights, with the mean of the positive ones for all others; all alike if there are none."""
     positive = weights > 0.0
     return np.where(positive, weights, weights[positive].mean() if positive.any() else 1.0)

@@ -24,7 +24,7 @@ from fedplat.simulation.run import run as play
 from fedplat.simulation.run_folder import Keep, Observer, forget, keeping
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
-from fedplat.simulation.setup import Setup, prepared
+from fedplat.simulation.setup import Setup, prepare
 
 if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
@@ -125,7 +125,7 @@ def simulate(
     """
     if not isinstance(file, SimulationFile):
         file = files.read(Path(file), changes if not isinstance(changes, Mapping) else texts(changes))
-    with prepared(file, data, learner) as setup:
+    with prepare(file, data, learner) as setup:
         return execute(file, setup, observe, keep)
 
 

@@ -154,12 +154,12 @@ class Driver:
                 task.is_over = True
                 if not accepted:
                     self._training.drop(task)
-                self._idle.finished(task.client, self.now, failed=not accepted)
+                self._idle.on_finished(task.client, self.now, failed=not accepted)
 
     def _settle(self, changes: Sequence[Change]) -> None:
         """What was stored is counted; a version that was committed is the one to train on from now."""
         for change in changes:
-            self._tally.changed(change)
+            self._tally.on_changed(change)
             for each in change.assignments:
                 if each.state in (AssignmentState.DROPPED, AssignmentState.REJECTED):
                     self._training.forget(each.key, each.client_id)
@@ -168,7 +168,7 @@ class Driver:
                 continue
             self._settled = attempt.key
             version = change.job.latest.version if change.version is not None else None
-            self._tally.ended(change.job, attempt, self._training.settle(attempt.key, version))
+            self._tally.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
 
     def _obey(self, commands: Sequence[Command]) -> None:
         assigns: list[Assign] = []
@@ -183,7 +183,7 @@ class Driver:
                     assert not isinstance(command, WarmStart)  # such jobs are refused
                     self._carry_out(command)
         if refusals:
-            self._idle.refused(refusals, self.now)
+            self._idle.on_refused(refusals, self.now)
         if assigns:
             self._assign(assigns)
 
@@ -193,7 +193,7 @@ class Driver:
                 task = self._tasks.get(int(command.client_id))
                 if task is not None and task.key == command.key:  # else it is not there to hear it
                     self._end(task)
-                    self._idle.finished(task.client, self.now, failed=False)
+                    self._idle.on_finished(task.client, self.now, failed=False)
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
                     self._agenda.put(self.now, (self._tell, failed))
@@ -211,10 +211,10 @@ class Driver:
         self._training.drop(task)
 
     def _assign(self, assigns: Sequence[Assign]) -> None:
-        until = self._idle.assigned(np.array([int(command.client_id) for command in assigns]))
+        until = self._idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
         tasks, bytes_down = self._planner.plan(assigns, self.now, until, self._training.sizes)
         for task, size in zip(tasks, bytes_down.tolist(), strict=True):
-            self._tally.begun(task.key, self.now, size)
+            self._tally.on_assigned(task.key, self.now, size)
             self._tasks[task.client] = task
             if task.fails_at < min(task.gone_at, task.report_at):
                 self._agenda.put(task.fails_at, (self._fail, task))

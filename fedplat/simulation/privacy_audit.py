@@ -134,7 +134,7 @@ class Canaries:
         return work.client in self._included and not work.scores
 
 
-def chosen(num_clients: int, num_canaries: int, seed: int) -> dict[int, bool]:
+def choose_canaries(num_clients: int, num_canaries: int, seed: int) -> dict[int, bool]:
     """Which clients are canaries, and on which of them the coin says that they are in."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, _CHOICE]))
     clients = rng.choice(num_clients, num_canaries, replace=False)
@@ -153,7 +153,7 @@ def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> 
         raise JobFileError(
             f"{count} canaries of {engine.num_clients} clients: expected from {FEWEST} to {engine.num_clients}"
         )
-    included = chosen(engine.num_clients, count, seed)
+    included = choose_canaries(engine.num_clients, count, seed)
     adaptive = spec.updates.adaptive_clip
     # Whatever adaptive clipping makes of its norm, it is clipped to it.
     norm = spec.updates.clip_norm if adaptive is None else _FAR * adaptive.initial_norm
@@ -161,7 +161,7 @@ def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> 
     return Canaries(engine, included, norm, num_examples, seed), included
 
 
-def audited(
+def run_audit(
     file: api.SimulationFile,
     setup: Setup,
     *,

@@ -78,7 +78,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = Learning(spec, engine, _extended(spec, simulation.initial), seed)
+            training = learning = Learning(spec, engine, _extend_initial(spec, simulation.initial), seed)
             if hooks.journal is not None:
                 journal = Journal(
                     learning,
@@ -117,7 +117,7 @@ def identity_of(simulation: Simulation, fleet: Fleet) -> str:
     return digest.hexdigest()
 
 
-def _extended(spec: JobSpec, initial: Parameters) -> Parameters:
+def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
     """The model that a submitted job would begin with."""
     try:
         return build_rule(spec).counterpart.extend(initial)
@@ -129,4 +129,4 @@ def _model_bytes(simulation: Simulation) -> float:
     initial = simulation.initial
     if initial is None:
         return simulation.model_bytes
-    return float(_extended(simulation.spec, initial).schema.file_size_bytes)
+    return float(_extend_initial(simulation.spec, initial).schema.file_size_bytes)

@@ -42,7 +42,7 @@ class Setup:
 
 
 @contextlib.contextmanager
-def prepared(
+def prepare(
     file: SimulationFile, data: Federation | None = None, learner: Learner | None = None, tell: Tell = lambda text: None
 ) -> Generator[Setup]:
     """Makes all parts; processes that train are ended with the block. `tell` hears what takes its time.

@@ -23,7 +23,7 @@ _MAX_VARINT = 5
 """Bytes of a length: what it can say is far above the limit of a message."""
 
 
-def framed(field: int, data: Bytes) -> bytes:
+def frame_field(field: int, data: Bytes) -> bytes:
     """The message whose only field is `data`.
 
     >>> framed(CHUNK, b"abc") == model_pb2.Chunk(data=b"abc").SerializeToString()
@@ -37,7 +37,7 @@ def framed(field: int, data: Bytes) -> bytes:
     return b"".join((head, data))
 
 
-def unframed(field: int, message: bytes) -> memoryview | None:
+def unframe_field(field: int, message: bytes) -> memoryview | None:
     """The bytes of a message whose only field this is; None for any other, whose parsing is left to protobuf.
 
     >>> bytes(unframed(CHUNK, framed(CHUNK, b"abc")))

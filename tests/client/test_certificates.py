@@ -25,7 +25,7 @@ def no_op(task: Task) -> TrainResult:
 
 def test_the_key_for_tls_is_private_and_stays(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "server:1", "demo")
-    with directory.locked():
+    with directory.lock():
         key = directory.tls_key()
         assert directory.tls_key() == key
         assert stat.S_IMODE((directory.path / "tls.key").stat().st_mode) == 0o600
@@ -37,7 +37,7 @@ def test_the_key_for_tls_is_private_and_stays(tmp_path: Path) -> None:
 )
 def test_a_damaged_key_gives_one_clear_line(content: bytes, tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "127.0.0.1:1", "demo")
-    with directory.locked(), connect("127.0.0.1:1") as channel:
+    with directory.lock(), connect("127.0.0.1:1") as channel:
         (directory.path / "tls.key").write_bytes(content)
         signed = SignedAccess(channel, SigningKey(new_signing_key()), 1.0)
         identity = Identity("key", "127.0.0.1:1", "demo", tls=True)

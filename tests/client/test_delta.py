@@ -50,7 +50,7 @@ def next_version(base: Parameters, options: codecs.Options = EDEN, seed: int = 1
     update["steps"] += seed
     accumulator.fold(update, Contribution(1.0))
     model, _ = accumulator.finish(base, rule.init(base.schema.num_floating))
-    return model, b"".join(Format(options, base.schema).framed(payloads, model))
+    return model, b"".join(Format(options, base.schema).frame_payload(payloads, model))
 
 
 def add_delta(

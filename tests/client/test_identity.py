@@ -71,7 +71,7 @@ def test_the_idempotency_key_is_stored_before_the_first_call(
 @pytest.mark.parametrize("content", [b"", b"{", b'{"idempotency_key": ""}', b'{"x": 1}', b"\xff\xfe", b"[]"])
 def test_a_damaged_identity_is_named_with_its_remedy(tmp_path: Path, content: bytes) -> None:
     directory = DataDirectory(tmp_path, "localhost:1", "demo")
-    with directory.locked():
+    with directory.lock():
         path = directory.path / "identity.json"
         path.write_bytes(content)
         with pytest.raises(DataDirectoryError, match=r"identity\.json is damaged .*delete it to enrol as a new"):
@@ -80,7 +80,7 @@ def test_a_damaged_identity_is_named_with_its_remedy(tmp_path: Path, content: by
 
 def test_a_leftover_of_a_crash_while_writing_does_no_harm(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "localhost:1", "demo")
-    with directory.locked():
+    with directory.lock():
         identity = Identity("key", "localhost:1", "demo", "client-1")
         directory.save(identity)
         leftover = directory.path / ".fedplat-0123456789abcdef.tmp"
@@ -110,7 +110,7 @@ def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, 
         with pytest.raises(DataDirectoryError, match="in use by another client"):
             client.run(max_tasks=1)
         process.communicate()
-    with directory.locked():
+    with directory.lock():
         pass  # freed when its holder ended
 
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(DataDirectoryError, match=r"cannot be used.*give one that this user may write to"),
-        DataDirectory(tmp_path / "file", "localhost:1", "demo").locked(),
+        DataDirectory(tmp_path / "file", "localhost:1", "demo").lock(),
     ):
         pass
 
@@ -134,7 +134,7 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
     directory = DataDirectory(tmp_path, "server:1", "demo")
     with_tls = Ticket(server="server:1", population="demo", secret="a" * 43, tls=True, ca="pem")
     without = msgspec.structs.replace(with_tls, tls=False, ca="")
-    with directory.locked():
+    with directory.lock():
         known = directory.identity(with_tls)
         with pytest.raises(DataDirectoryError, match="without TLS, and this client knows it with TLS") as caught:
             directory.identity(without)
@@ -142,6 +142,6 @@ def test_a_ticket_cannot_take_tls_from_a_known_server(tmp_path: Path) -> None:
         assert directory.identity() == known
         assert directory.identity(msgspec.structs.replace(with_tls, ca="another")).ca == "another"
     other = DataDirectory(tmp_path, "server:2", "demo")
-    with other.locked():
+    with other.lock():
         assert not other.identity(without).tls
         assert other.identity(with_tls).tls

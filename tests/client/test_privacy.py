@@ -141,7 +141,7 @@ def test_a_client_refuses_past_its_own_limit_and_says_why(fleet_of: Fleet, tmp_p
     assert [each.reason for each in fleet_of.fake.requests["Fail"]] == [model_pb2.REASON_PRIVACY_LIMIT] * 2
     assert fleet_of.failures[0].startswith("the training would take the data beyond epsilon ")
     assert "the limit of their owner; nothing was computed" in fleet_of.failures[0]
-    assert PrivacyLedger(tmp_path / "data" / "privacy.json").spent("default") == [StepCharge(1.0, 0.25, 16)]
+    assert PrivacyLedger(tmp_path / "data" / "privacy.json").load_charges("default") == [StepCharge(1.0, 0.25, 16)]
 
 
 def test_the_limit_is_one_for_all_jobs_and_each_job_hears_of_its_own(fleet_of: Fleet) -> None:
@@ -164,7 +164,7 @@ def test_a_late_joiner_is_private_from_its_first_step(tmp_path: Path) -> None:
             return 20
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            charged.append(ledger.spent("default"))
+            charged.append(ledger.load_charges("default"))
             return torch.zeros(40), 0
 
     task = make_task(CONFIG | {"epochs": 1, "batch_size": 20}, round=70, ledger=ledger)
@@ -190,7 +190,7 @@ def test_a_crash_counts_the_whole_training(tmp_path: Path) -> None:
 
     task = make_task(CONFIG | {"batch_size": 4, "epochs": 10}, ledger=PrivacyLedger(path))
     trainer(dataset=Dying())(task)
-    assert PrivacyLedger(tmp_path / "left.json").spent("default") == [StepCharge(1.0, 1.0, 10)]
+    assert PrivacyLedger(tmp_path / "left.json").load_charges("default") == [StepCharge(1.0, 1.0, 10)]
 
 
 def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:
@@ -208,13 +208,13 @@ def test_a_training_that_is_stopped_has_cost_the_steps_that_were_made() -> None:
     for partial_work, made in ((False, 4), (True, 2)):
         control = Control(training_timeout_s=15.0, options=ClientOptions(clock=lambda: now[0]))
         task = make_task(config | {"partial_work": partial_work}, ledger=ledger, control=control)
-        spent = sum(each.num_steps for each in ledger.spent("default"))
+        spent = sum(each.num_steps for each in ledger.load_charges("default"))
         if partial_work:
             assert trainer(dataset=Slow())(task).metrics["private_steps"] == spent + made
         else:
             with pytest.raises(Cancelled):
                 trainer(dataset=Slow())(task)
-        assert ledger.spent("default") == [StepCharge(1.0, 1.0, spent + made)]
+        assert ledger.load_charges("default") == [StepCharge(1.0, 1.0, spent + made)]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_what_the_owner_does_not_allow_is_declined(config: dict[str, Any], limit
     with pytest.raises(PrivacyLimitError, match=message):
         trainer(limit)(task)
     assert task.parameters == start()
-    assert task.ledger.spent("default") == []
+    assert task.ledger.load_charges("default") == []
 
 
 def test_evaluations_are_declined_unless_the_owner_allows_them() -> None:
@@ -245,7 +245,7 @@ def test_evaluations_are_declined_unless_the_owner_allows_them() -> None:
 def test_without_a_limit_private_jobs_are_counted_and_others_are_trained_for() -> None:
     task = make_task()
     assert trainer(None)(task).metrics["epsilon"] == pytest.approx(opacus_epsilon(8))
-    assert task.ledger.spent("default") == [PER_TASK]
+    assert task.ledger.load_charges("default") == [PER_TASK]
     plain = {name: value for name, value in CONFIG.items() if not name.startswith("dp")}
     assert "loss" in trainer(dataclasses.replace(LIMIT, required=False))(make_task(plain)).metrics
 

@@ -86,14 +86,14 @@ def test_a_stop_signal_cancels_what_is_attached_and_keeps_its_first_reason() -> 
     stop_signal = StopSignal()
     stop_signal.check()
     cancelled: list[str] = []
-    with stop_signal.attached(lambda: cancelled.append("done")):
+    with stop_signal.attach(lambda: cancelled.append("done")):
         pass
-    with stop_signal.attached(lambda: cancelled.append("pending")):
+    with stop_signal.attach(lambda: cancelled.append("pending")):
         thread = threading.Thread(target=stop_signal.set, args=[Stop(model_pb2.REASON_SURPLUS, "enough")])
         thread.start()
         assert stop_signal.wait(30)
         thread.join()
-    with stop_signal.attached(lambda: cancelled.append("late")):
+    with stop_signal.attach(lambda: cancelled.append("late")):
         pass
     assert cancelled == ["pending", "late"]
     stop_signal.set(Stop(model_pb2.REASON_CLIENT_STOPPED, "stopped"))

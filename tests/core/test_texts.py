@@ -12,10 +12,10 @@ from fedplat import texts
 @given(st.text(st.characters(), max_size=60), st.integers(0, 50))
 @pytest.mark.fault("F46")
 def test_any_text_is_bounded_in_bytes_and_printable(text: str, max_bytes: int) -> None:
-    short = texts.shortened(text, max_bytes)
+    short = texts.shorten(text, max_bytes)
     assert len(short.encode()) <= max_bytes
     assert all(char.isprintable() or char == "\n" for char in short)
-    assert texts.shortened(short, max_bytes) == short
+    assert texts.shorten(short, max_bytes) == short
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_any_text_is_bounded_in_bytes_and_printable(text: str, max_bytes: int) -
     ],
 )
 def test_texts_are_shortened(text: str, max_bytes: int, short: str) -> None:
-    assert texts.shortened(text, max_bytes) == short
+    assert texts.shorten(text, max_bytes) == short
 
 
 def test_what_is_quoted_is_escaped_and_short() -> None:
-    assert texts.quoted("a\x1bb") == r"'a\x1bb'"
-    assert len(texts.quoted("\x1b" * 10**6)) < 500
-    assert len(texts.quoted("x" * 10**6)) < 500
-    assert texts.quoted("x" * 200) == "'" + "x" * 200 + "'"
-    assert texts.listed([1, -2, 10**4000]) == "[1, -2, (a number of 13288 bits)]"
+    assert texts.quote("a\x1bb") == r"'a\x1bb'"
+    assert len(texts.quote("\x1b" * 10**6)) < 500
+    assert len(texts.quote("x" * 10**6)) < 500
+    assert texts.quote("x" * 200) == "'" + "x" * 200 + "'"
+    assert texts.format_numbers([1, -2, 10**4000]) == "[1, -2, (a number of 13288 bits)]"

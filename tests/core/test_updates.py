@@ -53,7 +53,7 @@ def test_a_file_is_read_back_as_the_codec_decodes_it(options: codecs.Options, ca
     assert carried == (5 * 8 + 2 if carry == "max" else 0)
     if carry == "max":
         for run in (run for run in update.schema.segments if run.dtype in ("I64", "BOOL")):
-            np.testing.assert_array_equal(np.concatenate(list(decoded.carried(run))), update.segment(run))
+            np.testing.assert_array_equal(np.concatenate(list(decoded.read_carried(run))), update.segment(run))
 
 
 @pytest.mark.parametrize("options", ALL, ids=NAMES)

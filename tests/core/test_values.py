@@ -56,7 +56,7 @@ def test_blocks_are_the_entries_of_every_dtype(sizes: tuple[int, ...], num_integ
     assert parameters.to_vector().tobytes() == expected.tobytes()
     for run in parameters.schema.segments:
         if run.dtype == "I64":
-            counters = [np.empty(0, np.int64), *(part.copy() for part in parameters.carried(run))]
+            counters = [np.empty(0, np.int64), *(part.copy() for part in parameters.read_carried(run))]
             assert np.array_equal(np.concatenate(counters), arrays["counters"])
 
 
@@ -124,8 +124,8 @@ def test_a_file_is_read_as_memory_is(tmp_path: Path, sizes: tuple[int, int, int]
     assert joined(file.to_blocks()).tobytes() == joined(file.to_blocks()).tobytes() == expected
     assert b"".join(part.tobytes() for part in windows(file.to_blocks())) == expected
     for run in parameters.schema.segments:
-        parts = [part.copy() for part in file.carried(run)]
-        assert [part.tobytes() for part in parts] == [part.tobytes() for part in parameters.carried(run)]
+        parts = [part.copy() for part in file.read_carried(run)]
+        assert [part.tobytes() for part in parts] == [part.tobytes() for part in parameters.read_carried(run)]
 
 
 @pytest.mark.parametrize("content", [b"", bytes(7), bytes(8), b"\xff" * 100])

@@ -152,7 +152,7 @@ async def recomputed(folder: Path, job: str, options: codecs.Options, sent: dict
             values = Format(options, model.schema).decode(sent[row.digest])
             total += np.concatenate([block.copy() for block in values.to_blocks()]) * np.float32(row.weight)
             weights += row.weight
-            steps += [part for run in model.schema.segments if run.dtype == "I64" for part in values.carried(run)]
+            steps += [part for run in model.schema.segments if run.dtype == "I64" for part in values.read_carried(run)]
         model = model.plus((total / np.float32(weights)).astype(np.float32))
         model["steps"] = np.max(steps, axis=0)
     return model, num_bytes

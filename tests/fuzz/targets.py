@@ -83,7 +83,7 @@ def encoded_update(data: bytes) -> None:
             assert sum(block.size for block in taken.to_blocks()) == CARRYING.schema.num_floating
             for run in CARRYING.schema.segments:
                 if run.dtype == "I64":
-                    assert sum(part.size for part in taken.carried(run)) == run.count
+                    assert sum(part.size for part in taken.read_carried(run)) == run.count
 
 
 def state(data: bytes) -> None:

@@ -44,7 +44,7 @@ async def test_the_next_version_is_the_last_one_and_the_delta(site: Site) -> Non
     assert len(content) < model.size_bytes / 6
     step = Format(EDEN, base.schema).decode(content)
     version = base.plus(np.concatenate([block.copy() for block in step.to_blocks()]))
-    version["steps"] = next(iter(step.carried(base.schema.segments[0])))
+    version["steps"] = next(iter(step.read_carried(base.schema.segments[0])))
     assert version.to_bytes() == await clients[0].download(model.digest)
     assert assignments[1].delta == delta
 

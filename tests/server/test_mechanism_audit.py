@@ -134,7 +134,7 @@ def by_examples_with_the_noise_of_an_equal_mean(release: Release, partial: Parti
 
 def lying(lie: Lie) -> Callable[[Release, Noise | None], Wrapper]:
     """The mechanism, but what it divides by, and its noise, follow from who has reported."""
-    honest = privacy.privatized
+    honest = privacy.privatize
 
     def privatized(release: Release, noise: Noise | None) -> Wrapper:
         def wrap(inner: Rule) -> Rule:

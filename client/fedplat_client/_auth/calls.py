@@ -14,7 +14,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.authenticator import Access, Pass
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import CallRefusedError, IncompatibleServerError, ServerError, ServerUnavailableError
-from fedplat_client.transport import Method, Response, result, translated
+from fedplat_client.transport import Method, Response, result, translate_error
 
 _CHECK_IN = Method("CheckIn", fleet_pb2.CheckInResponse)
 _HEARTBEAT = Method("Heartbeat", fleet_pb2.HeartbeatResponse)
@@ -76,11 +76,11 @@ class Connection:
         used = self._access.let_in(_DOWNLOAD.path, data, signal)
         call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
         try:
-            with signal.attached(call.cancel):
+            with signal.attach(call.cancel):
                 yield from call
         except grpc.RpcError as exc:
             signal.check()
-            raise self._final(used, translated(exc)) from exc
+            raise self._final(used, translate_error(exc)) from exc
         finally:
             call.cancel()
 
@@ -93,7 +93,7 @@ class Connection:
         def requests() -> Iterator[bytes]:
             yield first
             for part in parts:
-                yield pieces.framed(pieces.UPLOAD, part)
+                yield pieces.frame_field(pieces.UPLOAD, part)
 
         used = self._access.let_in(_UPLOAD.path, first, signal)
         try:

@@ -109,7 +109,7 @@ class Session:
         )
         return self._door.connection.check_in(request, self._stop)
 
-    def explained(self, exc: ServerError) -> ServerError:
+    def explain_error(self, exc: ServerError) -> ServerError:
         """An error in better words, if the server and what the client trusts do not go together."""
         known = self._identity
         if not known.tls or exc.code != "UNAVAILABLE":

@@ -83,7 +83,7 @@ class CertificateAccess:
         with self._changing:
             now = self._clock()
             if self._held is None or now >= self._held.renew_at:
-                self._held = self._renewed(now, signal)
+                self._held = self._renew_if_due(now, signal)
             return Pass(self._held.channel, ())
 
     def may_try_again(self, used: Pass, exc: ServerError) -> bool:
@@ -99,10 +99,10 @@ class CertificateAccess:
         # Fenced by a rival, or by the session that this very process has opened since: the signed call will tell.
         return isinstance(exc, CertificateExpiredError | FencedError)
 
-    def _renewed(self, now: float, signal: StopSignal) -> _Held:
+    def _renew_if_due(self, now: float, signal: StopSignal) -> _Held:
         held = self._held
         try:
-            fresh = self._certified(now, signal)
+            fresh = self._request_certificate(now, signal)
         except IdentityError:
             raise
         except ServerError as exc:
@@ -115,7 +115,7 @@ class CertificateAccess:
         _logger.info("The client has a new certificate.", extra={"valid_s": round(fresh.expires_at - now)})
         return fresh
 
-    def _certified(self, now: float, signal: StopSignal) -> _Held:
+    def _request_certificate(self, now: float, signal: StopSignal) -> _Held:
         key = self._directory.tls_key()
         try:
             request = fleet_pb2.RenewCertificateRequest(signing_request=keys.signing_request(key))

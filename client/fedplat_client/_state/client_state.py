@@ -45,10 +45,10 @@ class Memories:
         """
         if not memory.changed:
             return True
-        return self._files.keep(job_id, _FORMAT, sent, _joined(memory.contents).to_bytes())
+        return self._files.keep(job_id, _FORMAT, sent, _pack_notes(memory.contents).to_bytes())
 
 
-def _joined(notes: Mapping[str, Parameters]) -> Parameters:
+def _pack_notes(notes: Mapping[str, Parameters]) -> Parameters:
     """All notes as one file, with tensors NOTE/TENSOR; names of notes have no slash."""
     arrays: dict[str, npt.NDArray[Any]] = {
         f"{note}/{name}": array for note, values in notes.items() for name, array in values.items()

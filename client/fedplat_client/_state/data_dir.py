@@ -48,7 +48,7 @@ def default_data_dir() -> Path:
     return platformdirs.user_data_path("fedplat")
 
 
-def enrolled(data_dir: Path) -> Identity:
+def find_identity(data_dir: Path) -> Identity:
     """The only identity of a data directory. Raises `DataDirectoryError` if there are none or several."""
     found = sorted(data_dir.glob("*/*/identity.json"))
     if len(found) != 1:
@@ -76,7 +76,7 @@ class DataDirectory:
         self._tls_key = self.path / "tls.key"
 
     @contextlib.contextmanager
-    def locked(self) -> Generator[None]:
+    def lock(self) -> Generator[None]:
         """Makes the folder and keeps every other process out of it."""
         try:
             for folder in (*reversed(self.path.parents[:2]), self.path):

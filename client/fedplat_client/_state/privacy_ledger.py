@@ -83,15 +83,15 @@ class PrivacyLedger:
         self, dataset: str, job_id: str, planned: StepCharge, allowed: Callable[[Sequence[StepCharge]], None]
     ) -> None:
         """Notes steps that will be made. `allowed` is given all of the dataset with them; what it raises, stops it."""
-        with self._held():
+        with self._lock():
             content = self._read()
-            after = self._with(content, dataset, job_id, steps.added(self._of(content, dataset, job_id), planned))
+            after = self._with(content, dataset, job_id, steps.merge_charges(self._of(content, dataset, job_id), planned))
             allowed([charge for entry in after.entries if entry.dataset == dataset for charge in entry.charges])
             self._write(after)
 
     def settle(self, dataset: str, job_id: str, unmade: StepCharge) -> list[StepCharge]:
         """Takes back steps that were not made; what the job has cost the dataset so far."""
-        with self._held():
+        with self._lock():
             content = self._read()
             charges = self._of(content, dataset, job_id)
             if unmade.num_steps:
@@ -99,11 +99,11 @@ class PrivacyLedger:
                 self._write(self._with(content, dataset, job_id, charges))
             return charges
 
-    def spent(self, dataset: str) -> list[StepCharge]:
+    def load_charges(self, dataset: str) -> list[StepCharge]:
         """What all jobs together have cost a dataset."""
-        with self._held():
+        with self._lock():
             entries = self._read().entries
-        return steps.added(charge for entry in entries if entry.dataset == dataset for charge in entry.charges)
+        return steps.merge_charges(charge for entry in entries if entry.dataset == dataset for charge in entry.charges)
 
     def _of(self, content: _Content, dataset: str, job_id: str) -> list[StepCharge]:
         key = (dataset, self._job(job_id))
@@ -118,7 +118,7 @@ class PrivacyLedger:
         return f"{self._scope} {job_id}"
 
     @contextlib.contextmanager
-    def _held(self) -> Generator[None]:
+    def _lock(self) -> Generator[None]:
         """Keeps other clients of the same data directory out."""
         if self._path is None:
             yield

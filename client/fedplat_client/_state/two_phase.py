@@ -62,7 +62,7 @@ class Provisional:
     def settle(self, job_id: str, format: str, merged: WasMerged) -> bytes | None:
         """What counts for a job now, or None."""
         settled, pending = self._paths(job_id)
-        if (waiting := self._merged(pending, format, merged)) is not None:
+        if (waiting := self._merge_pending(pending, format, merged)) is not None:
             pending.replace(settled)
             return waiting
         pending.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ class Provisional:
     def peek(self, job_id: str, format: str, merged: WasMerged) -> bytes | None:
         """The same, for work beside the training: the attempt may be open yet, so that nothing is settled."""
         settled, pending = self._paths(job_id)
-        if (waiting := self._merged(pending, format, merged)) is not None:
+        if (waiting := self._merge_pending(pending, format, merged)) is not None:
             return waiting
         kept = self._read(settled, format)
         return None if kept is None else kept[1]
@@ -99,7 +99,7 @@ class Provisional:
             for path in self._paths(job_id):
                 path.unlink(missing_ok=True)
 
-    def _merged(self, pending: Path, format: str, merged: WasMerged) -> bytes | None:
+    def _merge_pending(self, pending: Path, format: str, merged: WasMerged) -> bytes | None:
         waiting = self._read(pending, format)
         return waiting[1] if waiting is not None and merged(waiting[0].sent) else None
 

@@ -134,14 +134,14 @@ class Worker:
 
     def _stoppable(self, control: Control) -> contextlib.AbstractContextManager[None]:
         """Within it, the end of the client is the end of the task."""
-        return self.stop.attached(lambda: control.signal.set(client_stopped()))
+        return self.stop.attach(lambda: control.signal.set(client_stopped()))
 
     def _function(self, assignment: fleet_pb2.Assignment) -> Callable[[Task], TrainResult | EvaluateResult]:
         name = assignment.trainer
         if assignment.task == fleet_pb2.TASK_EVALUATE:
-            evaluator = _installed(self.evaluators, "evaluator", name)
+            evaluator = _find_trainer(self.evaluators, "evaluator", name)
             return lambda task: _call(evaluator, task, EvaluateResult)
-        trainer = _installed(self.trainers, "trainer", name)
+        trainer = _find_trainer(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
 
     def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
@@ -271,7 +271,7 @@ def _codec(assignment: fleet_pb2.Assignment) -> codecs.Options | None:
         raise _AssignmentFailedError(model_pb2.REASON_UNKNOWN_CODEC, str(exc)) from exc
 
 
-def _installed(functions: Mapping[str, Function], kind: str, name: str) -> Function:
+def _find_trainer(functions: Mapping[str, Function], kind: str, name: str) -> Function:
     if name not in functions:
         there = ", ".join(sorted(functions)) or "none"
         raise _AssignmentFailedError(

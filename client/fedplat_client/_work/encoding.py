@@ -41,7 +41,7 @@ def encode(
             _logger.warning("What the codec leaves out cannot be kept: %s", exc)
         except CodecError:
             broken = True
-    content = Content.joined(format.encode(update, np.random.default_rng(seed)))
+    content = Content.merge_parts(format.encode(update, np.random.default_rng(seed)))
     if broken:  # not because of the update, then
         residuals.forget(assignment.job_id)
     return content
@@ -59,6 +59,6 @@ def _encode_with_feedback(
     size, name = format.schema.num_floating, hashlib.sha256(format.prefix).hexdigest()
     residual = residuals.settle(assignment.job_id, name, size, merged)
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
-    content = Content.joined(pieces)
+    content = Content.merge_parts(pieces)
     sent = Sent(assignment.token, content.digest)
     return content if residuals.keep(assignment.job_id, name, sent, left_out) else None

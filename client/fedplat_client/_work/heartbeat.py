@@ -49,7 +49,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         backoff, answered = Backoff(self._control.options), True
-        with self._control.signal.attached(self._end):
+        with self._control.signal.attach(self._end):
             self._ended.wait(_FIRST_BEAT_S)
             while not self._ended.is_set():
                 remaining_s = self._control.remaining_s

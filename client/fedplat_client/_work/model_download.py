@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import ModelFile, Parameters, Read, Segment, Values, kept, stepped
+from fedplat.model import ModelFile, Parameters, Read, Segment, Values, read_base_values, apply_step
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache
@@ -43,7 +43,7 @@ class Models:
         """
         model = assignment.model
         if assignment.model_bytes:
-            return transfer.received(model, assignment.model_bytes)
+            return transfer.decode_model(model, assignment.model_bytes)
         path = self.cache.find(model.digest)
         if path is None and assignment.HasField("delta"):
             path = self._from_delta(model, assignment.delta, control)
@@ -98,21 +98,21 @@ class Models:
             transfer.download(self.connection, delta, part, control)
             self.cache.check(part, delta.digest)
             try:
-                return self._stepped(base, format.open(part.path), model, control)
+                return self._apply_step(base, format.open(part.path), model, control)
             finally:
                 part.path.unlink()
 
-    def _stepped(self, base: ModelFile, step: Values, model: model_pb2.ModelRef, control: Control) -> Path:
+    def _apply_step(self, base: ModelFile, step: Values, model: model_pb2.ModelRef, control: Control) -> Path:
         """The base with the step added, written and hashed window by window."""
 
         def carried(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
-            return step.carried(run) if base.schema.carry == "max" else kept(read, run)
+            return step.read_carried(run) if base.schema.carry == "max" else read_base_values(read, run)
 
         with self.cache.part(model.digest) as part:
             part.restart()
             try:
                 part.write(base.schema.header)
-                for placed in stepped(base, iter(step.to_blocks()), carried):
+                for placed in apply_step(base, iter(step.to_blocks()), carried):
                     control.signal.check()
                     part.write(placed.values.view(np.uint8).data)
             except BaseException:

@@ -40,7 +40,7 @@ def current() -> Crew | None:
     return _crews[0] if _crews else None
 
 
-def followed(trainers: Mapping[str, TrainFunction]) -> bool:
+def run_follower(trainers: Mapping[str, TrainFunction]) -> bool:
     """Follows the leader to its end, if this process is not the one that leads; whether it did."""
     crew = current()
     if crew is None or crew.leads:

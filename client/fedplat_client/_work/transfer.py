@@ -49,7 +49,7 @@ def download(connection: Connection, model: Source, part: Part, control: Control
             patience.broken(broken, retry, progress=part.size > have)
 
 
-def received(model: model_pb2.ModelRef, content: bytes) -> Parameters:
+def decode_model(model: model_pb2.ModelRef, content: bytes) -> Parameters:
     """A model that came with its assignment. Raises `TransferError` if it has another digest, and `ModelError`."""
     if (found := hashlib.sha256(content).hexdigest()) != model.digest:
         raise TransferError(f"the model that was sent has the digest {found}; expected {model.digest}")
@@ -68,7 +68,7 @@ class Content:
         return cls((memoryview(update.schema.header), update.buffer.data))
 
     @classmethod
-    def joined(cls, parts: Iterable[bytes]) -> Content:
+    def merge_parts(cls, parts: Iterable[bytes]) -> Content:
         """Many small parts as one piece."""
         whole = bytearray()
         for part in parts:

@@ -25,7 +25,7 @@ from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import COLLECTIVE_S, Backend, Ranks, join_group
-from fedplat.pytorch.server import Spread, agreed
+from fedplat.pytorch.server import Spread, make_on_all_ranks
 from fedplat_client._work import process_group
 from fedplat_client.errors import Cancelled, ClientError
 from fedplat_client.task import Scalar, Task, TrainFunction
@@ -84,7 +84,7 @@ class TorchrunCrew:
             timeout_s=timeout_s,
         )
         self._say(msgspec.msgpack.encode(announced))
-        with join_group(backend, timeout_s, self._room()) as ranks, self._blamed():
+        with join_group(backend, timeout_s, self._room()) as ranks, self._name_failed_rank():
             notes = task.memory.contents
             sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
             ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
@@ -94,7 +94,7 @@ class TorchrunCrew:
 
     def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
         """Joins the trainings that rank 0 announces, until it ends. Raises `ClientError` if it is gone."""
-        while (said := self._heard()) != _END:
+        while (said := self._receive_from_leader()) != _END:
             announced = msgspec.msgpack.decode(said, type=_Announced)
             fields = {"job": announced.job_name or announced.job_id, "round": announced.round}
             _logger.info("A training with rank 0 begins.", extra=fields)
@@ -119,17 +119,17 @@ class TorchrunCrew:
             except Exception as exc:
                 # Before the group is left, since that fails the others.
                 said = f"rank {self._ranks.rank}: {type(exc).__name__}: {exc}"
-                self._opened().compare_set(self._failed, "", said)
+                self._open_group().compare_set(self._failed, "", said)
                 raise
 
     @contextlib.contextmanager
-    def _blamed(self) -> Generator[None]:
+    def _name_failed_rank(self) -> Generator[None]:
         """Says which rank has failed first, where rank 0 only sees that the group is broken."""
         try:
             yield
         except RuntimeError as exc:
-            if self._opened().check([self._failed]):
-                raise ClientError(f"the training failed on {self._opened().get(self._failed).decode()}") from exc
+            if self._open_group().check([self._failed]):
+                raise ClientError(f"the training failed on {self._open_group().get(self._failed).decode()}") from exc
             raise
 
     @property
@@ -138,25 +138,25 @@ class TorchrunCrew:
 
     def _say(self, content: bytes) -> None:
         self._number += 1
-        self._opened().set(f"said/{self._number}", content)
+        self._open_group().set(f"said/{self._number}", content)
 
-    def _heard(self) -> bytes:
+    def _receive_from_leader(self) -> bytes:
         """What rank 0 says next, however long that takes."""
         self._number += 1
         key, pause = f"said/{self._number}", threading.Event()
         try:
             # Polls, because nothing interrupts a wait of the store, no signal either.
-            while not self._opened().check([key]):
+            while not self._open_group().check([key]):
                 pause.wait(_POLL_S)
-            return self._opened().get(key)
+            return self._open_group().get(key)
         except RuntimeError as exc:
             raise ClientError(f"rank 0 or torchrun is gone, and this process with it: {exc}") from exc
 
     def _room(self) -> Any:
         """Where the ranks meet for the training that was announced last."""
-        return PrefixStore(f"group/{self._number}", self._opened())
+        return PrefixStore(f"group/{self._number}", self._open_group())
 
-    def _opened(self) -> Any:
+    def _open_group(self) -> Any:
         if self._store is None:
             store, _, _ = next(rendezvous("env://"))
             self._store = PrefixStore("fedplat", store)
@@ -181,9 +181,9 @@ class WithOthers:
         self._ranks = ranks
         self.device = ranks.device
 
-    def agreed(self, make: Callable[[], Made]) -> Made:
+    def make_on_all(self, make: Callable[[], Made]) -> Made:
         """What `make` gives, if it gives something in all processes; else all of them raise `TrainingError`."""
-        return agreed(self._ranks, make)
+        return make_on_all_ranks(self._ranks, make)
 
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Raises `ValueError` where so few examples are not enough for all."""
@@ -221,13 +221,13 @@ def _task(announced: _Announced, ranks: Ranks) -> Task:
     sizes = msgspec.msgpack.decode(ranks.broadcast(), type=_Sizes)
     return Task(
         name=announced.name,
-        parameters=_received(sizes.model),
+        parameters=_receive_parameters(sizes.model),
         config=announced.config,
         job_id=announced.job_id,
         job_name=announced.job_name,
         round=announced.round,
         attempt=announced.attempt,
-        memory=Memory({name: _received(size) for name, size in sizes.notes.items()}),
+        memory=Memory({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
     )
 
 
@@ -235,7 +235,7 @@ def _send(values: Parameters) -> None:
     distributed.broadcast(torch.frombuffer(bytearray(values.to_bytes()), dtype=torch.uint8), group_src=0)
 
 
-def _received(size_bytes: int) -> Parameters:
+def _receive_parameters(size_bytes: int) -> Parameters:
     content = torch.empty(size_bytes, dtype=torch.uint8)
     distributed.broadcast(content, group_src=0)
     return Parameters.from_bytes(content.numpy())

@@ -24,14 +24,14 @@ class TaskLedger:
 
     def charge(self, planned: StepCharge) -> None:
         """Notes steps for good. Raises `PrivacyLimitError` and `DataDirectoryError`."""
-        self._task.ledger.charge(self._dataset, self._task.job_id, planned, self._allowed)
+        self._task.ledger.charge(self._dataset, self._task.job_id, planned, self._check_budget)
 
     def settle(self, planned: StepCharge, made: int) -> list[StepCharge]:
         """Takes back what was not made; what the job has cost so far. Raises `DataDirectoryError`."""
         unmade = StepCharge(planned.noise_multiplier, planned.sampling_probability, planned.num_steps - made)
         return self._task.ledger.settle(self._dataset, self._task.job_id, unmade)
 
-    def _allowed(self, charges: Sequence[StepCharge]) -> None:
+    def _check_budget(self, charges: Sequence[StepCharge]) -> None:
         if self._limit is None:
             return
         from fedplat.pytorch.dp import epsilon

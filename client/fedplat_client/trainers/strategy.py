@@ -21,7 +21,7 @@ class Company(Protocol):
         """Where this process computes."""
         ...
 
-    def agreed(self, make: Callable[[], Made]) -> Made:
+    def make_on_all(self, make: Callable[[], Made]) -> Made:
         """What `make` gives, if it gives something in all processes; else all of them raise."""
         ...
 
@@ -44,7 +44,7 @@ class ByItself:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def agreed(self, make: Callable[[], Made]) -> Made:
+    def make_on_all(self, make: Callable[[], Made]) -> Made:
         """What `make` gives."""
         return make()
 

@@ -82,7 +82,7 @@ class TorchTrainer:
         options, make_optimizer = self._options(task)
         private.check_training(options, self.private)
         with self._company(task, options) as company:
-            trainee, examples = company.agreed(lambda: self._made(task, company))
+            trainee, examples = company.make_on_all(lambda: self._build_trainee(task, company))
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
             work = training.Training(
                 examples=examples,
@@ -101,7 +101,7 @@ class TorchTrainer:
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measures the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
         private.check_evaluation(self.private)
-        trainee, examples = self._made(task, ByItself(self._device()))
+        trainee, examples = self._build_trainee(task, ByItself(self._device()))
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
@@ -141,7 +141,7 @@ class TorchTrainer:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(automatic if self.device == "auto" else self.device)
 
-    def _made(self, task: Task, company: Company) -> tuple[training.Trainee, training.Examples]:
+    def _build_trainee(self, task: Task, company: Company) -> tuple[training.Trainee, training.Examples]:
         learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal)
         trainee = training.Trainee(learner, company.device, self.seed)
         examples = self._examples(task, company.device)

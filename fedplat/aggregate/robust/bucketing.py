@@ -39,6 +39,6 @@ class Bucketing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
             for number, bucket in enumerate(factors):
                 members = order[number * self.size : (number + 1) * self.size]
                 bucket[members] = 1 / len(members)
-            return rows.mixed(factors)
+            return rows.combine(factors)
 
         return mix

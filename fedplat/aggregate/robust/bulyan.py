@@ -12,7 +12,7 @@ import numpy as np
 
 from fedplat.aggregate.algebra import Wrapper
 from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
-from fedplat.aggregate.robust.krum import ranked
+from fedplat.aggregate.robust.krum import rank_updates
 from fedplat.aggregate.robust.median import ascending
 from fedplat.model import Vector
 from fedplat.model.rows import Columns, Matrix
@@ -30,18 +30,18 @@ class Bulyan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
         def reduce(cohort: Cohort) -> Vector:
             number = len(cohort.rows)
-            chosen = _chosen(cohort.rows.squared_distances, byzantine, number - 2 * byzantine)
+            chosen = _select_updates(cohort.rows.squared_distances, byzantine, number - 2 * byzantine)
             near = number - 4 * byzantine
-            return cohort.rows.chosen(chosen).each_column(lambda columns: _mean_near_median(columns, near))
+            return cohort.rows.select(chosen).each_column(lambda columns: _mean_near_median(columns, near))
 
         return gathering(reduce, before)
 
 
-def _chosen(squared_distances: Matrix, byzantine: int, count: int) -> list[int]:
+def _select_updates(squared_distances: Matrix, byzantine: int, count: int) -> list[int]:
     left = list(range(len(squared_distances)))
     chosen: list[int] = []
     while len(chosen) < count:
-        best = ranked(squared_distances[np.ix_(left, left)], byzantine)[0]
+        best = rank_updates(squared_distances[np.ix_(left, left)], byzantine)[0]
         chosen.append(left.pop(best))
     return sorted(chosen)
 

@@ -41,11 +41,11 @@ class Rows:
         """Number of rows."""
         return len(self.mixing)
 
-    def mixed(self, factors: Matrix) -> Rows:
+    def combine(self, factors: Matrix) -> Rows:
         """Weighted sums of these rows, [new rows, rows]."""
         return dataclasses.replace(self, mixing=_product(factors, self.mixing))
 
-    def chosen(self, indices: Sequence[int]) -> Rows:
+    def select(self, indices: Sequence[int]) -> Rows:
         """Some of these rows."""
         return dataclasses.replace(self, mixing=self.mixing[list(indices)])
 

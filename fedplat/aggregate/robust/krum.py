@@ -54,7 +54,7 @@ def _mean_of_best(byzantine: int, before: Mix, keep: int) -> Wrapper:
     def reduce(cohort: Cohort) -> Vector:
         number = len(cohort.rows)
         count = keep or number - byzantine
-        best = ranked(cohort.rows.squared_distances, byzantine)[:count]
+        best = rank_updates(cohort.rows.squared_distances, byzantine)[:count]
         coefficients = np.zeros(number)
         coefficients[best] = 1 / count
         return cohort.rows.weighted_sum(coefficients)
@@ -62,7 +62,7 @@ def _mean_of_best(byzantine: int, before: Mix, keep: int) -> Wrapper:
     return gathering(reduce, before)
 
 
-def ranked(squared_distances: Matrix, byzantine: int) -> list[int]:
+def rank_updates(squared_distances: Matrix, byzantine: int) -> list[int]:
     """The updates by their scores, the best first.
 
     A score looks at n - f - 2 neighbours, and at one if that is less. Two updates that are each other's only neighbour

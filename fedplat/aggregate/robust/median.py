@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.aggregate.algebra import Wrapper
 from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
 from fedplat.model import Vector
-from fedplat.model.rows import Columns, padded
+from fedplat.model.rows import Columns, allocate_rows
 
 
 class Median(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="median"):
@@ -40,7 +40,7 @@ def middle(columns: Columns) -> Vector:
 
 def ascending(columns: Columns) -> Columns:
     """The entries of each column in ascending order."""
-    ordered = padded(len(columns), columns.shape[1], np.float32)
+    ordered = allocate_rows(len(columns), columns.shape[1], np.float32)
     ordered[...] = columns
     ordered.sort(axis=0)
     return ordered

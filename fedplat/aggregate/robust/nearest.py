@@ -27,6 +27,6 @@ class NearestNeighbours(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             nearest = np.argsort(rows.squared_distances, axis=1, kind="stable")[:, :count]
             factors = np.zeros((len(rows), len(rows)))
             np.put_along_axis(factors, nearest, 1 / count, axis=1)
-            return rows.mixed(factors)
+            return rows.combine(factors)
 
         return mix

@@ -27,7 +27,7 @@ _NOTE = "privacy"
 
 def epsilon(charges: Iterable[StepCharge], delta: float) -> float:
     """Epsilon at delta of all steps together; 0 if there are none."""
-    if not (grouped := steps.added(charges)):
+    if not (grouped := steps.merge_charges(charges)):
         return 0.0
     each_kind = [each.num_steps * _of_step(each.noise_multiplier, each.sampling_probability) for each in grouped]
     # It means that another order would give a smaller epsilon; this one holds. The filter is set anew, since whoever
@@ -55,7 +55,7 @@ class NotedLedger:
 
     def charge(self, planned: StepCharge) -> None:
         """Notes steps; there is no limit."""
-        self._note(steps.added(self._charges(), planned))
+        self._note(steps.merge_charges(self._charges(), planned))
 
     def settle(self, planned: StepCharge, made: int) -> Sequence[StepCharge]:
         """Takes back what was not made; returns what was, of the whole job."""

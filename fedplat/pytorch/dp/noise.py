@@ -20,7 +20,7 @@ class StepNoise:
         self._noise = noise
         self._drawn = self._added = 0
 
-    def drawn(self, num_examples: int, probability: float) -> npt.NDArray[np.int64]:
+    def draw_examples(self, num_examples: int, probability: float) -> npt.NDArray[np.int64]:
         """The examples of a step: each with this probability, independently of the others; perhaps none."""
         if probability >= 1.0:
             return np.arange(num_examples)
@@ -28,7 +28,7 @@ class StepNoise:
         self._drawn += num_examples
         return np.flatnonzero(numbers < NormalDist().inv_cdf(probability))
 
-    def added(self, total: torch.Tensor, deviation: float) -> torch.Tensor:
+    def add_noise(self, total: torch.Tensor, deviation: float) -> torch.Tensor:
         """A tensor with noise of this standard deviation in each entry, as float64 on the CPU.
 
         What is rounded to float32 later has lost the last bits of the noise, which Mironov 2012, "On Significance of

@@ -24,7 +24,7 @@ def check(module: nn.Module) -> None:
             continue
         validator = ModuleValidator.VALIDATORS.get(type(part))
         if reasons := validator(part) if validator is not None else []:
-            raise ModelError(f"{_proposal(name, part)}. Opacus says: {_shortened(str(reasons[0]))}")
+            raise ModelError(f"{_proposal(name, part)}. Opacus says: {_shorten(str(reasons[0]))}")
 
 
 def _proposal(name: str, part: nn.Module) -> str:
@@ -37,6 +37,6 @@ def _proposal(name: str, part: nn.Module) -> str:
     return f"{said}; put {instead} there, as opacus.validators.ModuleValidator.fix(module) does"
 
 
-def _shortened(reason: str) -> str:
+def _shorten(reason: str) -> str:
     sentences = " ".join(reason.split()).split(". ")
     return ". ".join(sentences[:_SENTENCES]).removesuffix(".") + "."

@@ -10,8 +10,8 @@ from __future__ import annotations
 from fedplat.pytorch.server.data_parallel import Spread
 from fedplat.pytorch.server.distillation import distill
 from fedplat.pytorch.server.evaluation import evaluate
-from fedplat.pytorch.server.packing import packed
-from fedplat.pytorch.server.trainer import ServerTrainer, agreed
+from fedplat.pytorch.server.packing import pack_sequences
+from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks
 from fedplat.pytorch.server.training import ServerTraining, Trained, train
 
-__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "agreed", "distill", "evaluate", "packed", "train"]
+__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "make_on_all_ranks", "distill", "evaluate", "pack_sequences", "train"]

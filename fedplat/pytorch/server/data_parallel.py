@@ -23,7 +23,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.training import Examples, Indices, Plan, Scores, Sums, Trainee, seeded
+from fedplat.pytorch.training import Examples, Indices, Plan, Scores, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 _LATE = "forward_sync_buffers"  # what PyTorch 2.13 calls it
@@ -92,7 +92,7 @@ class Spread:
         )
         reduction = _Reduction(self._ranks.group)
         # DDP does not understand annotations that are text; a lambda has none.
-        hook = lambda state, bucket: _summed(state, bucket)  # noqa: E731  # pyright: ignore[reportUnknownLambdaType]
+        hook = lambda state, bucket: _sum_gradients(state, bucket)  # noqa: E731  # pyright: ignore[reportUnknownLambdaType]
         module.register_comm_hook(reduction, hook)
         buffers = _Buffers(trainee.module, self._ranks, in_turn=len(self._own) > 1)
         steps, ahead = itertools.tee(self.parts(plan))
@@ -102,7 +102,7 @@ class Spread:
             buffers.begin()
             for part, following in itertools.zip_longest(step, step[1:]):
                 wait = module.no_sync() if following is not None else nullcontext()
-                with seeded(trainee.device, part.seed), wait:
+                with use_seed(trainee.device, part.seed), wait:
                     inputs, targets = next(batches)
                     with stepper.forward():
                         outputs = module(inputs)
@@ -147,7 +147,7 @@ class _Reduction:
                 parameter.grad = None
 
 
-def _summed(reduction: _Reduction, bucket: Any) -> Any:
+def _sum_gradients(reduction: _Reduction, bucket: Any) -> Any:
     """DDP's hook: the future sum of what all logical ranks have found of a `GradBucket`, without a division."""
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         earlier = reduction.earlier.pop(parameter, None)

@@ -22,7 +22,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.trainer import ServerTrainer
 from fedplat.pytorch.server.training import ServerTraining, Session, Trained
-from fedplat.pytorch.training import Examples, Indices, Loss, seeded
+from fedplat.pytorch.training import Examples, Indices, Loss, use_seed
 from fedplat.pytorch.training.examples import Batch
 
 
@@ -84,7 +84,7 @@ def _mean_logits(session: Session, teachers: Iterable[Parameters]) -> list[torch
         module = session.trainee.module.eval()
         batches = session.examples.batches(part.indices for part in parts)
         for number, part in enumerate(parts):
-            with torch.no_grad(), seeded(session.trainee.device, part.seed):  # a dataset may be random
+            with torch.no_grad(), use_seed(session.trainee.device, part.seed):  # a dataset may be random
                 logits = module(next(batches)[0]).float()
             if count == 1:
                 sums.append(logits)

@@ -8,8 +8,8 @@ from fedplat.client_state import Memory
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.data_parallel import total
-from fedplat.pytorch.server.trainer import ServerTrainer, agreed, examples_of
-from fedplat.pytorch.training import Examples, Trainee, in_order, scored
+from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks, examples_of
+from fedplat.pytorch.training import Examples, Trainee, in_order, evaluate_batches
 
 _AT_ONCE = 256
 
@@ -30,6 +30,6 @@ def evaluate(
         trainee.load(parameters, Memory())
         return trainee, examples_of(trainer.evaluation, ranks.device)
 
-    trainee, examples = agreed(ranks, made)
+    trainee, examples = make_on_all_ranks(ranks, made)
     order = itertools.islice(in_order(len(examples), batch_size), ranks.rank, None, ranks.size)
-    return total(ranks, scored(trainee, examples, order)).means()
+    return total(ranks, evaluate_batches(trainee, examples, order)).means()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 
-def packed(
+def pack_sequences(
     sequences: Iterable[Sequence[int] | npt.NDArray[np.integer]], length: int, separator: int | None = None
 ) -> TensorDataset:
     """Sequences of tokens, one after the other, cut into rows of `length` tokens: no step computes padding.

@@ -15,7 +15,7 @@ _ACTIVE = 3
 
 
 @contextmanager
-def traced(folder: Path | None, ranks: Ranks, num_steps: int) -> Generator[Callable[[], None]]:
+def trace_steps(folder: Path | None, ranks: Ranks, num_steps: int) -> Generator[Callable[[], None]]:
     """Within it, steps are traced into `folder`, a file for each rank; what it gives is called after each step.
 
     Three steps are recorded, after one that is left out and one for the profiler to warm up; of a training of fewer

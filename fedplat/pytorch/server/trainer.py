@@ -55,7 +55,7 @@ def examples_of(data: Data, device: torch.device) -> training.Examples:
     return training.examples_to_use(data if isinstance(data, Dataset) else data(), device)
 
 
-def agreed(ranks: Ranks, make: Callable[[], Made]) -> Made:
+def make_on_all_ranks(ranks: Ranks, make: Callable[[], Made]) -> Made:
     """What `make` gives on this rank, if it gives something on all of them; else all raise `TrainingError` alike.
 
     So code of the operator's that fails on one rank leaves no other one waiting.

@@ -22,7 +22,7 @@ from fedplat.pytorch.server import profiling
 from fedplat.pytorch.server.checkpoints import Checkpoints, Progress
 from fedplat.pytorch.server.data_parallel import Part, Spread
 from fedplat.pytorch.server.lr_schedule import Rates, factor
-from fedplat.pytorch.server.trainer import ServerTrainer, agreed, examples_of
+from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks, examples_of
 from fedplat.pytorch.training import Examples, LocalOptions, Plan, Scores, Sums, Trainee
 from fedplat.pytorch.training.stepper import Stepper
 
@@ -105,7 +105,7 @@ class Session:
     def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: ServerTraining) -> None:
         """Raises `TrainingError` on all ranks alike."""
         self.ranks, self._trainer, self._work = ranks, trainer, work
-        self.trainee, self.examples = agreed(ranks, self._made)
+        self.trainee, self.examples = make_on_all_ranks(ranks, self._build_trainee)
         self.plan = work.plan(len(self.examples), self._spread(0).smallest_batch(self.trainee))
 
     def parts(self) -> Iterator[list[Part]]:
@@ -114,19 +114,19 @@ class Session:
 
     def run(self, parameters: Parameters) -> Trained:
         """Trains the model in place. Raises `TrainingError` where it does not fit."""
-        optimizer = agreed(self.ranks, lambda: self._begun(parameters))
+        optimizer = make_on_all_ranks(self.ranks, lambda: self._reset(parameters))
         progress = Progress(self.trainee.module, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
         if checkpoints is not None:
             newest = checkpoints.newest()
-            agreed(self.ranks, lambda: checkpoints.restore(newest, progress))
+            make_on_all_ranks(self.ranks, lambda: checkpoints.restore(newest, progress))
         rates, curve = Rates(optimizer), _Curve(self.ranks, progress)
         stepper = Stepper(
             self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
         )
         passes = self._spread(progress.done).over(self.trainee, stepper, self.plan, self.examples)
         traces = self._work.traces if self._work.options.profile else None
-        with profiling.traced(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
+        with profiling.trace_steps(traces, self.ranks, self.plan.num_steps - progress.done) as trace:
             self._set(rates, progress)
             for scores in passes:
                 stepper.step()
@@ -141,13 +141,13 @@ class Session:
         self.trainee.save(parameters, Memory())
         return Trained(losses=progress.losses, num_examples=len(self.examples))
 
-    def _made(self) -> tuple[Trainee, Examples]:
+    def _build_trainee(self) -> tuple[Trainee, Examples]:
         trainee = Trainee(self._trainer.learner, self.ranks.device, self._work.seed)
         examples = examples_of(self._trainer.data, self.ranks.device)
         self._spread(0).check(trainee, len(examples))
         return trainee, examples
 
-    def _begun(self, parameters: Parameters) -> torch.optim.Optimizer:
+    def _reset(self, parameters: Parameters) -> torch.optim.Optimizer:
         """Gives the module the values of the model; the optimizer, as it begins."""
         self.trainee.load(parameters, Memory())
         table, trained = self._work.options, self.trainee.parameters().values()

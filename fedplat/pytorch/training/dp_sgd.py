@@ -52,7 +52,7 @@ class PoissonPlan:
     def steps(self) -> Iterator[Indices]:
         """The examples of each step; perhaps none."""
         for _ in range(self.plan.num_steps):
-            yield self.noise.drawn(self.plan.num_examples, self.probability)
+            yield self.noise.draw_examples(self.plan.num_examples, self.probability)
 
     def charge(self, options: LocalOptions) -> StepCharge:
         """What all steps cost."""
@@ -100,7 +100,7 @@ def _steps(stepper: Stepper, plan: PoissonPlan, work: Training, clipper: dp.Clip
     for number, step in enumerate(steps, 1):
         for _ in plan.plan.batches_of(step):
             clipper.add(*next(batches))
-        stepper.give([plan.noise.added(total, deviation) / plan.expected for total in clipper.take()])
+        stepper.give([plan.noise.add_noise(total, deviation) / plan.expected for total in clipper.take()])
         stepper.step()
         yield number
 

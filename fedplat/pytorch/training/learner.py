@@ -43,13 +43,13 @@ class Learner:
 
     def make(self, device: torch.device | str = "cpu", seed: int = 0) -> nn.Module:
         """A module with initial values of that seed. PyTorch's global random state is left as it was."""
-        with seeded(torch.device("cpu"), seed):
+        with use_seed(torch.device("cpu"), seed):
             return self.model().to(device)
 
     def initial(self, seed: int = 0) -> Parameters:
         """The model that a job starts from: what a new module has, without what is personal."""
         trainee = Trainee(self, seed=seed)
-        return backend.from_state_dict(trainee.shared())
+        return backend.from_state_dict(trainee.shared_tensors())
 
 
 class Trainee:
@@ -69,7 +69,7 @@ class Trainee:
         """The fewest examples that the module can be trained on at once."""
         return 2 if self.has_batch_norm else 1
 
-    def shared(self) -> dict[str, torch.Tensor]:
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
         """The module's tensors that are a part of the job's model."""
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
 
@@ -90,7 +90,7 @@ class Trainee:
 
     def save(self, parameters: Parameters, memory: Memory) -> None:
         """Copies the module's values into the job's model, and the client's own into its memory."""
-        parameters.assign({**parameters, **backend.to_arrays(self.shared())})
+        parameters.assign({**parameters, **backend.to_arrays(self.shared_tensors())})
         if self.personal:
             state = self.module.state_dict()
             memory.put(_NOTE, backend.from_state_dict({name: state[name] for name in state if name in self.personal}))
@@ -101,7 +101,7 @@ class Trainee:
 
 
 @contextmanager
-def seeded(device: torch.device, seed: int) -> Generator[None]:
+def use_seed(device: torch.device, seed: int) -> Generator[None]:
     """Within it PyTorch's randomness is that of a seed; afterwards its global state is as it was."""
     generators = [torch.default_generator]
     if device.type == "cuda":

@@ -25,9 +25,9 @@ class Sgd:
                 weight = weights[name]
                 if self._weight_decay:
                     slope.add_(weight, alpha=self._weight_decay)
-                weight.add_(self._smoothed(name, slope), alpha=-self._learning_rate)
+                weight.add_(self._apply_momentum(name, slope), alpha=-self._learning_rate)
 
-    def _smoothed(self, name: str, slope: torch.Tensor) -> torch.Tensor:
+    def _apply_momentum(self, name: str, slope: torch.Tensor) -> torch.Tensor:
         """The slope with momentum."""
         if not self._momentum:
             return slope

@@ -12,7 +12,7 @@ from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
-from fedplat.pytorch.training.learner import Trainee, seeded
+from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.metrics import Scores
 from fedplat.pytorch.training.schedule import Indices, Plan, in_order
 from fedplat.pytorch.training.stepper import Stepper
@@ -34,7 +34,7 @@ def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[s
         metrics["loss_before"] = evaluate(trainee, parameters, work.examples, memory=work.memory)["loss"]
     trainee.load(parameters, work.memory)
     start = _Start(trainee, parameters, work)
-    with seeded(trainee.device, work.seed):
+    with use_seed(trainee.device, work.seed):
         scores, num_steps = _run(trainee, start, work)
     way = start.way(trainee, num_steps)
     ending = start.ending(way)
@@ -61,10 +61,10 @@ def evaluate(
     """
     trainee.load(parameters, memory or Memory())
     order = in_order(len(examples), batch_size)
-    return scored(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
+    return evaluate_batches(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
 
 
-def scored(
+def evaluate_batches(
     trainee: Trainee,
     examples: Examples,
     order: Iterable[Indices],

@@ -23,7 +23,7 @@ class Start:
         self._half, self._note = options.client_half(), options.algorithm
         note = memory.get(self._note)
         self._remembered: Arrays = {} if note is None else backend.to_torch(note)
-        control = layout.named(base.control) if self._half.needs_control else {}
+        control = layout.as_dict(base.control) if self._half.needs_control else {}
         self.correction: Correction = self._half.begin(control, self._remembered)
 
     @property
@@ -57,7 +57,7 @@ class _Moved(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._found is None:
-            self._found = self._layout.named(self._start - self._weights[: len(self._start)])
+            self._found = self._layout.as_dict(self._start - self._weights[: len(self._start)])
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from fedplat.pytorch.vectorized.gradients import Computation
 _WARM_UP = 3
 
 
-def graphed(computation: Computation, tensors: Tensors) -> Computation:
+def capture_graph(computation: Computation, tensors: Tensors) -> Computation:
     """The same computation for tensors of these shapes as a CUDA graph; as it is, where they are not on a GPU.
 
     What it returns is overwritten by its next run.

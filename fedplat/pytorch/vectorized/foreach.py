@@ -20,7 +20,7 @@ def copy(targets: Tensors, values: Tensors) -> None:
     torch._foreach_copy_(targets, values)
 
 
-def scaled(values: Tensors, factor: float) -> Tensors:
+def scale_tensors(values: Tensors, factor: float) -> Tensors:
     """Values times a factor."""
     return torch._foreach_mul(values, factor)
 

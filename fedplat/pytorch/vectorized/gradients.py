@@ -67,7 +67,7 @@ class Gradients:
         self._times[shapes] = times = self._times.get(shapes, 0) + 1
         if times < OFTEN:
             return self._by_autograd
-        recording = recorded(self._by_autograd, (*tensors, inputs, targets))
+        recording = trace_graph(self._by_autograd, (*tensors, inputs, targets))
         if recording is None:
             self._recordings[shapes] = self._by_autograd
         else:
@@ -97,9 +97,9 @@ def prepare() -> None:
     make_fx(torch.neg)(torch.zeros(1))
 
 
-def recorded(computation: Computation, tensors: Tensors) -> fx.GraphModule | None:
+def trace_graph(computation: Computation, tensors: Tensors) -> fx.GraphModule | None:
     """A computation's operations for tensors of these shapes; None if they depend on values, or on more than these."""
-    copies = [_copied(tensor) for tensor in tensors]
+    copies = [_clone_with_strides(tensor) for tensor in tensors]
     try:
         graph_module = make_fx(computation)(*copies)
     except RuntimeError:  # PyTorch's answer to a value that is asked for while it records
@@ -122,13 +122,13 @@ def draws(recording: fx.GraphModule) -> bool:
 def _agree(one: Computation, other: Computation, tensors: Tensors) -> bool:
     results: list[list[torch.Tensor]] = []
     for computation in (one, other):
-        copies = [_copied(tensor) for tensor in tensors]
+        copies = [_clone_with_strides(tensor) for tensor in tensors]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             results.append([*computation(*copies), *copies])
     return all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, which decide what a recording does."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -72,7 +72,7 @@ class Layout:
         parts = vector.split(self.sizes[:num_names], dim=-1)
         return [part.view(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
-    def named(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    def as_dict(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same by their names."""
         return dict(zip(self.names, self.views(vector), strict=False))
 
@@ -94,7 +94,7 @@ class Layout:
             return {}
         note = memory.get(_NOTE)
         own = self._first if note is None else backend.to_torch(note)
-        for name, view in self.named(weights).items():
+        for name, view in self.as_dict(weights).items():
             if name in own:
                 view.copy_(own[name])
         return own
@@ -102,7 +102,7 @@ class Layout:
     def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: Memory) -> None:
         """Notes a client's personal values, which are among its weights and its state."""
         if self.personal:
-            values = {**self.named(weights), **state}
+            values = {**self.as_dict(weights), **state}
             memory.put(_NOTE, backend.from_state_dict({name: values[name] for name in sorted(self.personal)}))
 
     def update(

@@ -8,7 +8,7 @@ import torch
 
 from fedplat.client_state import Memory
 from fedplat.model import Bytes, Parameters
-from fedplat.pytorch.training.learner import Trainee, seeded
+from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.schedule import Plan
 from fedplat.pytorch.training.trainer import evaluate
@@ -82,7 +82,7 @@ class FlatTrainer:
         if not self._trainee.module.training:  # an evaluation came between; asking all parts each time takes long
             self._trainee.module.train()
         scores = LateScores()
-        randomness = seeded(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
+        randomness = use_seed(self._trainee.device, work.seed) if self._gradients.is_random else nullcontext()
         with randomness, torch.no_grad():
             for number, step in enumerate(steps):
                 if number % plan.steps_per_epoch == 0:
@@ -93,14 +93,14 @@ class FlatTrainer:
                     inputs, targets = next(batches)
                     found = self._gradients(tensors, inputs, targets)
                     scores.add(found.loss, found.outputs, targets)
-                    gradients = added(gradients, found.gradients, len(batch) / num_examples)
+                    gradients = accumulate_gradients(gradients, found.gradients, len(batch) / num_examples)
                 descent.step(self._views, gradients)
         return scores, plan.num_steps
 
 
-def added(gradients: Tensors, found: Tensors, share: float) -> Tensors:
+def accumulate_gradients(gradients: Tensors, found: Tensors, share: float) -> Tensors:
     """The gradients of a step so far, with those of one more batch, which is a share of the step's examples."""
     if share == 1.0:
         return found
-    scaled = foreach.scaled(found, share)
+    scaled = foreach.scale_tensors(found, share)
     return foreach.total(gradients, scaled) if gradients else scaled

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedplat.pytorch.training.learner import Loss
-from fedplat.pytorch.vectorized.cuda_graphs import graphed
+from fedplat.pytorch.vectorized.cuda_graphs import capture_graph
 from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.gradients import OFTEN, Computation, recorded
+from fedplat.pytorch.vectorized.gradients import OFTEN, Computation, trace_graph
 from fedplat.pytorch.vectorized.layout import UnsuitableError
 
 _TRIALS = 2
@@ -75,8 +75,8 @@ class StackedGradients:
         computation = self._computation(self._is_better_unfolded(key, tensors))
         if times < OFTEN:
             return computation
-        recording = recorded(computation, tensors)
-        self._computations[key] = computation if recording is None else graphed(recording.forward, tensors)
+        recording = trace_graph(computation, tensors)
+        self._computations[key] = computation if recording is None else capture_graph(recording.forward, tensors)
         return self._computations[key]
 
     def _computation(self, unfold: bool) -> Computation:
@@ -90,7 +90,7 @@ class StackedGradients:
                 outputs = functional_call(self._module, named, (inputs,))
             if not size:
                 return self._loss(outputs, targets), outputs
-            return _masked(self._each(outputs, targets), size[0]), outputs
+            return _masked_mean(self._each(outputs, targets), size[0]), outputs
 
         def compute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             batched = vmap(grad_and_value(loss_of, has_aux=True), randomness="error")
@@ -139,11 +139,11 @@ class _UnfoldedConvolutions(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.conv2d:
-            return _unfolded(*args, **(kwargs or {}))
+            return _unfold(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _unfolded(  # noqa: PLR0913 -- the parameters of `torch.conv2d`
+def _unfold(  # noqa: PLR0913 -- the parameters of `torch.conv2d`
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -174,7 +174,7 @@ def _pair(value: Any) -> Sequence[int]:
     return (value, value) if isinstance(value, int) else value
 
 
-def _masked(losses: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _masked_mean(losses: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """The mean of the first losses; 0 of none."""
     there = torch.arange(len(losses), device=losses.device) < size
     return (losses * there).sum() / size.clamp(min=1)

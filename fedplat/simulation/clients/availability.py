@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.simulation.clients.distributions import Constant, Distribution, Floats, Uniform, hashed, smallest
+from fedplat.simulation.clients.distributions import Constant, Distribution, Floats, Uniform, hash_uniform, smallest
 
 Clients = npt.NDArray[np.int64]
 Spells = tuple[Floats, Floats]
@@ -114,7 +114,7 @@ class Sometimes:
         return (slot - self.phase[clients]) * self.slot_s, (end - self.phase[clients]) * self.slot_s
 
     def _is_there(self, clients: Clients, slot: Floats) -> npt.NDArray[np.bool_]:
-        return hashed(self.seed, clients, slot + 1.0) < self.probability
+        return hash_uniform(self.seed, clients, slot + 1.0) < self.probability
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class Diurnal:
         day = np.floor((at - begins) / DAY_S)
         day += at >= begins + day * DAY_S + lasts  # that spell is over
         if self.probability < 1.0:
-            day = _first(day, lambda wanted, rows: hashed(self.seed, clients[rows], wanted + 1.0) < self.probability)
+            day = _first(day, lambda wanted, rows: hash_uniform(self.seed, clients[rows], wanted + 1.0) < self.probability)
         begin = begins + day * DAY_S
         return begin, begin + lasts
 

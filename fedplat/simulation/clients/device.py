@@ -22,7 +22,7 @@ from fedplat.rounds.commands import Assign
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
-from fedplat.simulation.clients.distributions import Floats, hashed, hashed_normal
+from fedplat.simulation.clients.distributions import Floats, hash_uniform, hashed_normal
 from fedplat.simulation.engines.interface import Work
 from fedplat.wire import INLINE_BYTES
 
@@ -146,8 +146,8 @@ class Planner:
         if options.noise:
             work_s *= np.exp(options.noise * hashed_normal(self._seed, clients, numbers, _NOISE))
         if options.stragglers:
-            slow = trains & (hashed(self._seed, clients, numbers, _STRAGGLES) < options.stragglers)
-            part = 1.0 - hashed(self._seed, clients, numbers, _PART)  # above 0, at most 1
+            slow = trains & (hash_uniform(self._seed, clients, numbers, _STRAGGLES) < options.stragglers)
+            part = 1.0 - hash_uniform(self._seed, clients, numbers, _PART)  # above 0, at most 1
             # Slower by so much that its time would just do for that part.
             work_s = np.where(slow, np.maximum(room_s, SHORTEST_S) / part, work_s)
         return work_s
@@ -157,8 +157,8 @@ class Planner:
     ) -> tuple[Floats, Floats, Floats]:
         """When clients give up, when they are gone, and when they are back after that."""
         options = self._fleet.options
-        outcome = hashed(self._seed, clients, numbers, _OUTCOME)
-        moment = now + (report_at - now) * hashed(self._seed, clients, numbers, _MOMENT)
+        outcome = hash_uniform(self._seed, clients, numbers, _OUTCOME)
+        moment = now + (report_at - now) * hash_uniform(self._seed, clients, numbers, _MOMENT)
         fails = outcome < options.fails
         vanishes = ~fails & (outcome < options.fails + options.vanishes)
         fails_at = np.where(fails & (moment < until), moment, np.inf)

@@ -101,7 +101,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def hashed(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
+def hash_uniform(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
     """Uniform numbers in [0, 1) that depend on nothing but the arguments: whoever asks again gets the same ones.
 
     A generator for each of a million clients would cost microseconds and kilobytes each. Source: Steele et al. 2014,
@@ -120,5 +120,5 @@ def hashed(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
 
 def hashed_normal(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
     """Standard normal numbers that depend on nothing but the arguments (Box and Muller 1958)."""
-    radius = np.sqrt(-2.0 * np.log1p(-hashed(seed, *numbers, 0)))
-    return radius * np.cos(2.0 * math.pi * hashed(seed, *numbers, 1))
+    radius = np.sqrt(-2.0 * np.log1p(-hash_uniform(seed, *numbers, 0)))
+    return radius * np.cos(2.0 * math.pi * hash_uniform(seed, *numbers, 1))

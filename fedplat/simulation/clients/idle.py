@@ -69,7 +69,7 @@ class Idle:
             for client, leaves in zip(clients.tolist(), leaving.tolist(), strict=True)
         ]
 
-    def refused(self, commands: Sequence[Refuse], now: float) -> None:
+    def on_refused(self, commands: Sequence[Refuse], now: float) -> None:
         """Clients wait no longer, and come back within the window that they were told."""
         clients = np.array([int(command.client_id) for command in commands])
         low = np.array([command.retry.min_s for command in commands])
@@ -79,13 +79,13 @@ class Idle:
         heard = self._until[clients] > now
         self.come(clients, now + np.where(heard, low + (high - low) * self._rng.random(len(clients)), 0.0))
 
-    def assigned(self, clients: Clients) -> Floats:
+    def on_assigned(self, clients: Clients) -> Floats:
         """Clients have work now; returns how long each is there."""
         self._waiting[clients] = False
         self._alarms.clear(clients)
         return self._until[clients]
 
-    def finished(self, client: int, now: float, *, failed: bool) -> None:
+    def on_finished(self, client: int, now: float, *, failed: bool) -> None:
         """A client has no work any more: it checks in at once, or after a back-off if it failed."""
         self._free.append((client, now, failed))
 

@@ -83,8 +83,8 @@ def read_intervals(
     if not found:
         raise JobFileError(f"{path}: there is no spell in it")
     order = list(names) if names else sorted(found)
-    spells = [spell for name in order for spell in _merged(found.get(name, []))]
-    sizes = [len(_merged(found.get(name, []))) for name in order]
+    spells = [spell for name in order for spell in _merge_spells(found.get(name, []))]
+    sizes = [len(_merge_spells(found.get(name, []))) for name in order]
     first = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
     drawn = np.arange(count) if len(order) == count else rng.integers(len(order), size=count)
     who = rows if names else drawn
@@ -92,7 +92,7 @@ def read_intervals(
     return Intervals(first, begins.copy(), ends.copy(), who, repeat_s or np.inf)
 
 
-def _merged(spells: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spells(spells: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The spells in order; those that touch are one."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spells):

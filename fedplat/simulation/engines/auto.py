@@ -83,12 +83,12 @@ class AutoEngine:
         if not self._under_way:
             self._end_of_round()
         self._under_way |= dict.fromkeys(works)
-        with self._timed():
+        with self._time():
             self._engine.begin(works)
 
     def result(self, work: Work) -> Trained:
         """Waits for a work's result."""
-        with nullcontext() if work.scores else self._timed():  # engines differ in training
+        with nullcontext() if work.scores else self._time():  # engines differ in training
             try:
                 trained = self._engine.result(work)
             except EngineError:
@@ -126,7 +126,7 @@ class AutoEngine:
                 candidate.engine = None
 
     @contextmanager
-    def _timed(self) -> Generator[None]:
+    def _time(self) -> Generator[None]:
         start = self._clock()
         yield
         self._spent += self._clock() - start

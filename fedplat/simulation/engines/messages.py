@@ -64,11 +64,11 @@ replies = msgspec.msgpack.Decoder(Done)
 _contents = msgspec.msgpack.Decoder(dict[str, memoryview])
 
 
-def packed(contents: Mapping[str, Parameters]) -> bytes:
+def pack_state(contents: Mapping[str, Parameters]) -> bytes:
     """What a client remembers, as bytes."""
     return encode({name: values.to_bytes() for name, values in contents.items()})
 
 
-def unpacked(content: bytes) -> dict[str, Parameters]:
+def unpack_state(content: bytes) -> dict[str, Parameters]:
     """The same from its bytes."""
     return {name: Parameters.from_bytes(values) for name, values in _contents.decode(content).items()}

@@ -64,7 +64,7 @@ class ProcessEngine:
         """Makes a committed version known. Raises `ModelError` for one of another schema than the first."""
         self._resident.check(model)
         _, shared = self._start(model.schema)
-        self._slots[version] = self._placed(model, shared)
+        self._slots[version] = self._place_model(model, shared)
 
     def retire(self, version: int) -> None:
         """No further work begins with this version."""
@@ -108,7 +108,7 @@ class ProcessEngine:
         if self._started is None:
             return self._remembered
         notes = self._started[1].notes
-        return {client: messages.unpacked(notes.read(note.slot, note.size)) for client, note in self._memories}
+        return {client: messages.unpack_state(notes.read(note.slot, note.size)) for client, note in self._memories}
 
     def remember(self, memories: Mapping[int, Contents]) -> None:
         """Replaces what clients remember."""
@@ -122,7 +122,7 @@ class ProcessEngine:
         if not total:
             return {}
         crew, shared = self._start(model.schema)
-        slot = self._placed(model, shared)
+        slot = self._place_model(model, shared)
         bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
         requests = [Score(self._backlog.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
@@ -162,13 +162,13 @@ class ProcessEngine:
         notes: dict[int, Note] = {}
         for client, contents in self._remembered.items():
             slot = shared.notes.acquire()
-            notes[client] = Note(slot, shared.notes.write(slot, messages.packed(contents)))
+            notes[client] = Note(slot, shared.notes.write(slot, messages.pack_state(contents)))
         self._memories.replace(notes)
 
     def _release(self, note: Note) -> None:
         self._shared.notes.release(note.slot)
 
-    def _placed(self, model: Parameters, shared: Shared) -> int:
+    def _place_model(self, model: Parameters, shared: Shared) -> int:
         slot = shared.versions.acquire()
         shared.versions.array(slot)[:] = model.buffer
         return slot

@@ -32,7 +32,7 @@ class VmapEngine:
         try:
             self._trainer = CohortTrainer(self._resident.trainee, task.options)
         except UnsuitableError as exc:
-            raise _refused(exc) from exc
+            raise _make_refusal(exc) from exc
         self._bases: dict[int, Base] = {}
         self._versions = Versions(self._bases.pop)
         self._memories = Memories[Contents]()
@@ -124,11 +124,11 @@ class VmapEngine:
             with one_thread():
                 found = self._trainer.train(self._bases[work.version], trainings)
         except UnsuitableError as exc:
-            raise _refused(exc) from exc
+            raise _make_refusal(exc) from exc
         for each, memory, (update, metrics) in zip(works, memories, found, strict=True):
             del waiting[each]
             self._done[each] = Outcome(update, metrics, memory.contents if memory.changed else None)
 
 
-def _refused(exc: UnsuitableError) -> EngineError:
+def _make_refusal(exc: UnsuitableError) -> EngineError:
     return EngineError(f'engine = "vmap": {exc}; use "loop" or "processes"')

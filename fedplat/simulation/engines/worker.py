@@ -43,11 +43,11 @@ class Worker:
     def _train(self, request: Train) -> Done:
         self._know(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
-        contents = {} if before is None else messages.unpacked(notes.read(before.slot, before.size))
+        contents = {} if before is None else messages.unpack_state(notes.read(before.slot, before.size))
         work = Work(request.client, request.version, request.seed, request.fraction, request.scores)
         outcome = self._resident.answer(work, contents, self._shared.updates.array(request.update))
         if outcome.contents is not None:
-            note = Note(request.after, notes.write(request.after, messages.packed(outcome.contents)))
+            note = Note(request.after, notes.write(request.after, messages.pack_state(outcome.contents)))
         return Done(request.number, dict(outcome.metrics), note)
 
     def _know(self, version: int, slot: int) -> None:

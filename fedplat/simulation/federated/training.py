@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedplat import report_validation
-from fedplat.aggregate import Accumulator, Rule, State, rebased, seed_of
+from fedplat.aggregate import Accumulator, Rule, State, rebase, seed_of
 from fedplat.codecs.container import Format
 from fedplat.errors import CodecError, FedplatError
 from fedplat.job import JobSpec, build_rule
@@ -160,7 +160,7 @@ class Learning:
             return None
         values, began_with = update.values, update.work.version
         if found.rule.from_latest and began_with != self._version:
-            values = rebased(values, self._models[began_with], self.model)
+            values = rebase(values, self._models[began_with], self.model)
         kept = _NOTHING if self._keeper is None else self._keeper.keep(update.values)
         found.folded[command.assignment] = dataclasses.replace(update, values=kept)
         try:

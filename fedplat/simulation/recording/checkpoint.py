@@ -97,7 +97,7 @@ def read(checkpoint: Checkpoint) -> Snapshot:
         state=state,
         scalars=scalars,
         residuals={int(client): vector for client, vector in residuals.items()},
-        memories=_nested(memories),
+        memories=_unflatten(memories),
         step=record.step,
     )
 
@@ -130,7 +130,7 @@ def _flat(memories: Mapping[int, Mapping[str, Parameters]]) -> dict[str, npt.NDA
     }
 
 
-def _nested(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[int, dict[str, Parameters]]:
+def _unflatten(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[int, dict[str, Parameters]]:
     grouped: dict[int, dict[str, dict[str, npt.NDArray[Any]]]] = {}
     for path, array in arrays.items():
         client, note, name = path.split("/", 2)

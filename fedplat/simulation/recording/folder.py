@@ -23,7 +23,7 @@ import msgspec
 from fedplat import durable
 from fedplat.errors import DataError
 from fedplat.simulation.recording.result import AttemptRecord
-from fedplat.toml import shown
+from fedplat.toml import format_value
 
 RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
     "run.json",
@@ -110,7 +110,7 @@ def resume(folder: Path, given: Mapping[str, Any]) -> None:
     for key in sorted((before.keys() | now.keys()) - ANYWHERE):
         if before.get(key) != now.get(key):
             raise DataError(
-                f"the run in {folder} has {key} = {shown(before.get(key))}, and this one {shown(now.get(key))}; go on "
+                f"the run in {folder} has {key} = {format_value(before.get(key))}, and this one {format_value(now.get(key))}; go on "
                 "with the same file, seed and changes"
             )
 

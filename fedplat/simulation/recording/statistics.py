@@ -35,12 +35,12 @@ class Tally:
         self.lost = self.check_ins = self.refused = self.events = self.batches = 0
         self.bytes_down = self.bytes_up = 0.0
 
-    def begun(self, key: AttemptKey, now: float, bytes_down: float) -> None:
+    def on_assigned(self, key: AttemptKey, now: float, bytes_down: float) -> None:
         """Clients were assigned, and download so much."""
         self._collecting_at.setdefault(key, now)
         self.bytes_down += bytes_down
 
-    def changed(self, change: Change) -> None:
+    def on_changed(self, change: Change) -> None:
         """Assignments have moved."""
         for assignment in change.assignments:
             state = assignment.state
@@ -56,7 +56,7 @@ class Tally:
             if state in _COUNTED:
                 self._by_client[state][int(assignment.client_id)] += 1
 
-    def ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
+    def on_attempt_ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
         """An attempt was committed or abandoned."""
         committed = job.latest.round == attempt.key.round and job.latest.attempt == attempt.key.number
         record = AttemptRecord(

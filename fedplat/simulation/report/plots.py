@@ -16,7 +16,7 @@ from fedplat.errors import MissingExtraError
 from fedplat.simulation.data import Federation
 from fedplat.simulation.recording.result import Group, Result
 from fedplat.simulation.report.data import label_table
-from fedplat.simulation.report.summary import Summary, federated, series
+from fedplat.simulation.report.summary import Summary, collect_federated, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ _MAX_GROUPS = 24
 def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
     """Draws what there is to be seen as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
-    if any(len(each(result.attempts, summary.metric).values) for each in (series, federated)):
+    if any(len(each(result.attempts, summary.metric).values) for each in (series, collect_federated)):
         pictures["accuracy"] = lambda figure: accuracy(figure, result, summary)
     if result.rounds:
         pictures["time"] = lambda figure: time(figure, result)
@@ -64,7 +64,7 @@ def save(path: Path, picture: Callable[[Figure], object]) -> Path:
 def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
     """The metric on held-out data, over rounds and over virtual time; beside it the clients' own, if they evaluate."""
     named = {"held by nobody": series(result.attempts, summary.metric)}
-    named["kept by clients"] = federated(result.attempts, summary.metric)
+    named["kept by clients"] = collect_federated(result.attempts, summary.metric)
     lines = {name: found for name, found in named.items() if len(found.values)}
     seconds, unit = _time_unit(max(float(found.at_s.max()) for found in lines.values()))
     figure.set_size_inches(10, 4)

@@ -54,7 +54,7 @@ def series(attempts: Sequence[AttemptRecord], metric: str) -> Series:
     return _series(scored, [record.evaluation[metric] for record in scored])
 
 
-def federated(attempts: Sequence[AttemptRecord], metric: str) -> Series:
+def collect_federated(attempts: Sequence[AttemptRecord], metric: str) -> Series:
     """A metric of the federated evaluations: the mean over what clients keep from training."""
     scored = [each for each in attempts if each.kind == "EVALUATE" and each.committed and metric in each.metrics]
     return _series(scored, [record.metrics[metric] for record in scored])
@@ -65,7 +65,7 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
     found = series(result.attempts, metric)
     trained = [record for record in result.attempts if record.kind == "TRAIN" and metric in record.metrics]
     of_clients = trained[-1].metrics[metric] if trained else None
-    of_evaluations = federated(result.attempts, metric)
+    of_evaluations = collect_federated(result.attempts, metric)
     on_clients = _score(of_evaluations, -1) if len(of_evaluations.values) else None
     if not len(found.values):
         return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)

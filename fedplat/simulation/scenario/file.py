@@ -15,7 +15,7 @@ from typing import Any, cast
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import read_record, read_toml, shown
+from fedplat.toml import read_record, read_toml, format_value
 
 TABLE = "simulation"
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
@@ -56,7 +56,7 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
     table = raw.get(TABLE, {})
     try:
         if not isinstance(table, dict):
-            raise JobFileError(f"{TABLE} = {shown(table)}: expected a table, [{TABLE}]")
+            raise JobFileError(f"{TABLE} = {format_value(table)}: expected a table, [{TABLE}]")
         options = read_record(cast(dict[str, Any], table), SimulationOptions, f"{TABLE}.")
     except JobFileError as exc:
         mistakes.append(str(exc))
@@ -104,7 +104,7 @@ def _change(raw: dict[str, Any], change: str) -> None:
     for name in path[:-1]:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise JobFileError(f"{change!r}: {name} is {shown(inner)} in the file, not a table")
+            raise JobFileError(f"{change!r}: {name} is {format_value(inner)} in the file, not a table")
         table = cast(dict[str, Any], inner)
     table[path[-1]] = new
 

@@ -17,7 +17,7 @@ from torch import nn
 from fedplat import initial, user_code
 from fedplat.errors import JobFileError
 from fedplat.model import Parameters
-from fedplat.pytorch.training import Learner, seeded
+from fedplat.pytorch.training import Learner, use_seed
 from fedplat.simulation.scenario.file import SimulationFile
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -85,7 +85,7 @@ def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
     try:
         if not options.module:
             return learner, learner.initial(seed)
-        with seeded(torch.device("cpu"), seed):
+        with use_seed(torch.device("cpu"), seed):
             start = initial.resolve(named, file.folder)
         expected = learner.initial(seed)
     except ValueError as exc:  # a personal layer that is none

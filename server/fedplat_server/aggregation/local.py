@@ -111,4 +111,4 @@ class _PartialSums:
                 np.add(total, accumulator.total, out=total)
         tallies: Sequence[Tally] = [accumulator.tally for accumulator in self._accumulators]
         shard = Shard(range(total.size), memory=total)
-        return Accumulator.merged(self.base.schema, self._rule, self._scalars, tallies, shard)
+        return Accumulator.merge_partials(self.base.schema, self._rule, self._scalars, tallies, shard)

@@ -201,7 +201,7 @@ class Aggregation:
         """Store the step to a version as a file of its own; without a version that names it, it is an orphan."""
         model = ModelFile.open(blobs.path(aggregate.model.digest))
         with crash_points.step("commit.delta"):
-            return blobs.put_chunks(Format(codec, model.schema).framed([aggregate.payload], model))
+            return blobs.put_chunks(Format(codec, model.schema).frame_payload([aggregate.payload], model))
 
 
 def _make_version(job: JobState, key: AttemptKey, aggregate: Aggregate) -> ModelVersion:

@@ -35,7 +35,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import ColumnElement
 
-from fedplat.texts import MAX_TEXT_BYTES, shortened
+from fedplat.texts import MAX_TEXT_BYTES, shorten
 
 MAX_METRICS_BYTES = 64 * 2**10
 """Maximum length of the JSON of metrics that a query returns; reports have a sixth of it at most."""
@@ -75,11 +75,11 @@ class Words(TypeDecorator[str]):
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """Convert Python to database."""
-        return shortened(value) if value is not None else None
+        return shorten(value) if value is not None else None
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
         """Convert database to Python."""
-        return shortened(value) if value is not None else None
+        return shorten(value) if value is not None else None
 
     def column_expression(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         """Return what a query selects: the database itself cuts longer text, which earlier versions accepted."""

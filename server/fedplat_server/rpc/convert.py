@@ -11,7 +11,7 @@ from fedplat.job import JobSpec, Scalar
 from fedplat.rounds import ModelVersion
 from fedplat.rounds.commands import RetryWindow
 from fedplat.rounds.states import REASON_TEXTS, AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
-from fedplat.texts import shortened
+from fedplat.texts import shorten
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.coordination.progress import ProgressSummary
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, VersionRecord
@@ -91,7 +91,7 @@ def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
         name=state.spec.name,
         population=state.spec.population,
         status=STATUSES[state.status],
-        reason=shortened(state.reason),
+        reason=shorten(state.reason),
         round=state.round,
         num_rounds=state.spec.rounds,
         model=model_ref(state.latest),
@@ -125,7 +125,7 @@ def round_(
         attempt=attempt.key.number,
         kind=KINDS[attempt.kind],
         phase=_PHASES[attempt.phase],
-        reason=shortened(attempt.reason),
+        reason=shorten(attempt.reason),
         base_version=attempt.base_version,
         goal=attempt.goal,
         minimum=attempt.minimum,
@@ -182,7 +182,7 @@ def event(record: HistoryRecord) -> admin_pb2.JobEvent:
         client_id=row.client_id,
         from_state=row.from_state,
         to_state=row.to_state,
-        reason=shortened(row.reason),
+        reason=shorten(row.reason),
         metrics=dict(row.metrics),
         kind=KINDS[AttemptKind(row.kind)] if row.kind else admin_pb2.ATTEMPT_KIND_UNSPECIFIED,
         update_bytes=row.update_bytes,

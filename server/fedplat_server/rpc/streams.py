@@ -48,7 +48,7 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, message: bytes) -> Part:
         """Reads a message. Raises `DecodeError`."""
-        data = pieces.unframed(pieces.UPLOAD, message)
+        data = pieces.unframe_field(pieces.UPLOAD, message)
         if data is not None:
             return cls(data)
         request = fleet_pb2.UploadRequest.FromString(message)

@@ -73,7 +73,7 @@ def _names(given: tuple[str, ...], what: str) -> frozenset[str]:
 
 def text(given: str, max_bytes: int) -> str:
     """Return text for people, shortened and without control characters for an operator's terminal."""
-    return texts.shortened(given, max_bytes)
+    return texts.shorten(given, max_bytes)
 
 
 def key(text: str) -> str:

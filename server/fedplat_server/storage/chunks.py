@@ -52,4 +52,4 @@ def _read(path: Path, start: int, end: int) -> bytes:
             os.close(descriptor)
     if len(data) != end - start:
         raise BlobError(f"the model {path.name} has become shorter")
-    return pieces.framed(pieces.CHUNK, data)
+    return pieces.frame_field(pieces.CHUNK, data)

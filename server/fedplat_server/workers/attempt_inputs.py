@@ -17,7 +17,7 @@ from fedplat.aggregate import (
     first_columns,
     read_columns,
     read_scalars,
-    rebased,
+    rebase,
     seed_of,
 )
 from fedplat.aggregate.state import Columns
@@ -93,7 +93,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     def open_update(self, update: SpooledUpdate, base: ModelFile) -> Values:
         """Open an update, to be folded."""
         values = container.open_update(update.path, base, self.spec.compression.uplink)
-        return rebased(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
+        return rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 
 class Close(msgspec.Struct, tag="close", frozen=True):

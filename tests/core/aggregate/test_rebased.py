@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from core.aggregate.rules import make_rule
-from fedplat.aggregate import RULES, Accumulator, Contribution, Easgd, FedAsync, rebased
+from fedplat.aggregate import RULES, Accumulator, Contribution, Easgd, FedAsync, rebase
 from fedplat.model import BLOCK, WINDOW, Parameters, VectorBlocks
 
 
@@ -31,7 +31,7 @@ def wide(parameters: Parameters) -> npt.NDArray[np.float64]:
 
 def test_a_rebased_update_leads_to_the_clients_model():
     origin, base, update = model(1), model(2), model(3)
-    moved = rebased(update, origin, base)
+    moved = rebase(update, origin, base)
     blocks = [block.copy() for block in moved.to_blocks()]
     assert [block.size for block in blocks[:-1]] == [BLOCK] * (len(blocks) - 1)
     np.testing.assert_allclose(np.concatenate(blocks), wide(update) + wide(origin) - wide(base), atol=1e-6)
@@ -59,7 +59,7 @@ def test_fedasync_is_algorithm_1():
         update = Parameters.from_arrays({"w": rng.normal(size=size).astype(np.float32)})
         s = (1 + staleness) ** -0.5
         accumulator = Accumulator(latest.schema, rule)
-        accumulator.fold(rebased(update, origin, latest), Contribution(s, staleness=staleness))
+        accumulator.fold(rebase(update, origin, latest), Contribution(s, staleness=staleness))
         versions.append(accumulator.finish(latest, {})[0])
         client = expected[-1 - staleness] + wide(update)
         expected.append((1 - alpha * s) * expected[-1] + alpha * s * client)
@@ -81,7 +81,7 @@ def test_rebasing_needs_a_block_of_memory(size: int):
     one = Parameters.from_arrays({"w": np.ones(size, np.float32)})
     tracemalloc.start()
     try:
-        for _ in rebased(one, one, one).to_blocks():
+        for _ in rebase(one, one, one).to_blocks():
             pass
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -31,7 +31,7 @@ from fedplat.aggregate import (
     compress_step,
     first_columns,
     read_columns,
-    rebased,
+    rebase,
     scalars_to_bytes,
     state_schema,
     weighted_mean,
@@ -42,7 +42,7 @@ from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
 from fedplat.model.shards import Across, Terms, alone, shards
-from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatized
+from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
 
 Updates = Sequence[tuple[Values, Contribution]]
 SMALL = BLOCK + 6
@@ -113,9 +113,9 @@ class Round:
             shards.append(Accumulator(self.base.schema, self.rule, self.scalars, Shard(mine, across(), not index)))
             for update, contribution in updates:
                 shards[-1].fold(update, contribution)
-            gathered.append(shards[-1].gathered(self._columns(mine)))
+            gathered.append(shards[-1].reduce_gathered(self._columns(mine)))
         if not self.rule.blockwise:
-            gathered, columns = [gathered[0].joined([each.total for each in gathered])], [range(self.size)]
+            gathered, columns = [gathered[0].merge_shards([each.total for each in gathered])], [range(self.size)]
         for accumulator, mine in zip(gathered, columns, strict=True):
             end = column_start(self.rule, mine.start)
             for part in accumulator.parts(self.base, self._columns(mine)):
@@ -204,7 +204,7 @@ def private(clip: float | AdaptiveClip, tree: Tree | None) -> Rule:
         tree=tree,
     )
     clipped = clip_by_quantile(clip) if isinstance(clip, AdaptiveClip) else clip_by_norm(clip)
-    return privatized(release, Noise(bytes(KEY_BYTES)))(clipped(FedAdam().build()))
+    return privatize(release, Noise(bytes(KEY_BYTES)))(clipped(FedAdam().build()))
 
 
 OTHERS = {
@@ -237,7 +237,7 @@ def test_files_encoded_updates_and_rebased_ones(tmp_path: Path):
         path = tmp_path / f"encoded{index}"
         path.write_bytes(b"".join(format.encode(update, np.random.default_rng(1))))
         files.append(format.open(path))
-        files.append(rebased(files[-2], origin, base))
+        files.append(rebase(files[-2], origin, base))
     known = some(4) + some(4) + some(1)
     check(tmp_path, clip_by_norm(100.0)(weighted_mean()), base, [list(zip(files, known, strict=True))], (2,))
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from fedplat.aggregate import FedAdam, first_columns, read_columns, state_from_bytes, state_schema, state_to_bytes
-from fedplat.aggregate.state import columns_of, joined
+from fedplat.aggregate.state import columns_of, concatenate_columns
 from fedplat.errors import ModelError
 from fedplat.model import WINDOW, Parameters
 
@@ -26,8 +26,8 @@ def test_a_state_as_bytes_and_column_by_column(size: int, tmp_path: Path):
     (tmp_path / "state").write_bytes(content)
     for restored in (
         state_from_bytes(content)[0],
-        joined(read_columns(tmp_path / "state", RULE, size)),
-        joined(columns_of(state, size)),
+        concatenate_columns(read_columns(tmp_path / "state", RULE, size)),
+        concatenate_columns(columns_of(state, size)),
     ):
         assert list(restored) == ["first_moment", "second_moment"]
         assert all(restored[name].tobytes() == state[name].tobytes() for name in state)
@@ -45,7 +45,7 @@ def test_an_empty_state_is_no_bytes():
 
 def test_the_first_state_column_by_column():
     size = WINDOW + 3
-    assert state_to_bytes(joined(first_columns(RULE, size))) == state_to_bytes(RULE.init(size))
+    assert state_to_bytes(concatenate_columns(first_columns(RULE, size))) == state_to_bytes(RULE.init(size))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def draws(training: Training) -> list[npt.NDArray[np.int64]]:
     options, noise = training.options, dp.noise_of(training.noise_seed)
     size = options.batch_size * options.accumulate
     num_steps = options.epochs * -(-len(INPUTS) // size)
-    return [noise.drawn(len(INPUTS), min(1.0, size / len(INPUTS))) for _ in range(num_steps)]
+    return [noise.draw_examples(len(INPUTS), min(1.0, size / len(INPUTS))) for _ in range(num_steps)]
 
 
 def close(found: dict[str, Wide], expected: dict[str, Wide], atol: float = 1e-5) -> None:

@@ -82,7 +82,7 @@ def test_draws_are_independent_trials() -> None:
     counts = np.zeros(500)
     sizes = list[int]()
     for _ in range(400):
-        drawn = noise.drawn(500, 0.1)
+        drawn = noise.draw_examples(500, 0.1)
         counts[drawn] += 1
         sizes.append(len(drawn))
     assert np.mean(sizes) == pytest.approx(50, abs=1.5)
@@ -146,7 +146,7 @@ def test_steps_that_were_not_made_are_taken_back() -> None:
 
 def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
     one, other = StepCharge(1.0, 0.1, 3), StepCharge(2.0, 0.1, 3)
-    assert steps.added([one, other], one) == [StepCharge(1.0, 0.1, 6), other]
+    assert steps.merge_charges([one, other], one) == [StepCharge(1.0, 0.1, 6), other]
     assert steps.taken_back([one, other], one) == [other]
     with pytest.raises(ValueError, match="4 steps cannot be taken back"):
         steps.taken_back([one], StepCharge(1.0, 0.1, 4))

@@ -15,7 +15,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.convert import from_state_dict, load_into
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import ServerTrainer, ServerTraining, packed
+from fedplat.pytorch.server import ServerTrainer, ServerTraining, pack_sequences
 from fedplat.pytorch.server.distillation import divergence
 from fedplat.pytorch.server.lr_schedule import factor
 
@@ -27,14 +27,14 @@ def test_the_rate_grows_from_that_of_one_rank_to_that_of_all() -> None:
 
 
 def test_packed_rows_go_on_where_the_last_one_ended() -> None:
-    rows = packed([[1, 2, 3], np.array([4, 5]), [6, 7, 8, 9]], 3, separator=0)
+    rows = pack_sequences([[1, 2, 3], np.array([4, 5]), [6, 7, 8, 9]], 3, separator=0)
     inputs, targets = rows.tensors
     assert inputs.tolist() == [[1, 2, 3], [0, 4, 5], [0, 6, 7]]
     assert targets.tolist() == [[2, 3, 0], [4, 5, 0], [6, 7, 8]]
     assert inputs.dtype == torch.int64
-    assert len(packed([[1, 2]], 1)) == 1
+    assert len(pack_sequences([[1, 2]], 1)) == 1
     with pytest.raises(ValueError, match="have 3 tokens: expected at least 4, for one row"):
-        packed([[1, 2, 3]], 3)
+        pack_sequences([[1, 2, 3]], 3)
 
 
 def by_hand(model: Parameters, teachers: list[Parameters], work: ServerTraining, temperature: float) -> nn.Module:

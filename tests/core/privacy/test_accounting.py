@@ -65,7 +65,7 @@ def test_rounding_and_floats_err_upwards_and_little(multiplier: float, releases:
 def test_a_finer_grid_gives_no_more_and_little_less(charge: Charge) -> None:
     delta = 1e-6
     spent = epsilon([charge], delta)
-    finer = losses.sampled(charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 2)
+    finer = losses.compute_sampled_losses(charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 2)
     assert 0.99 * spent <= finer.self_compose(charge.releases).get_epsilon_for_delta(delta) <= spent
 
 
@@ -153,7 +153,7 @@ def test_the_calibrated_noise_does_not_depend_on_where_the_search_begins(start: 
 
 def test_a_search_looks_at_few_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanism, intervals = Mechanism("poisson", 1.0, 0.0123), list[float]()
-    sampled = losses.sampled
+    sampled = losses.compute_sampled_losses
 
     def counted(release: Mechanism, interval: float) -> losses.Losses:
         intervals.append(interval)

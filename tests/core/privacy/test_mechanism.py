@@ -21,7 +21,7 @@ from fedplat.aggregate import (
     state_to_bytes,
 )
 from fedplat.model import WINDOW, Parameters, VectorBlocks
-from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatized
+from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
 
 SIZE = 12
 NOISE = Noise(bytes(KEY_BYTES))
@@ -30,7 +30,7 @@ FIXED = Release(noise_multiplier=0.5, clip=2.0, expected_weight=8.0, expected_re
 
 def ruled(release: Release, noise: Noise | None = NOISE, inner: Rule | None = None) -> Rule:
     clip = clip_by_quantile(release.clip) if isinstance(release.clip, AdaptiveClip) else clip_by_norm(release.clip)
-    return privatized(release, noise)(clip(inner or FedAvg().build()))
+    return privatize(release, noise)(clip(inner or FedAvg().build()))
 
 
 def step_of(rule: Rule, updates: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -159,7 +159,7 @@ def test_the_noise_of_a_tree_s_sum_is_that_of_its_open_nodes() -> None:
         scalars = state_from_bytes(state_to_bytes(state, accumulator.scalars))[1]
         level = (round_ & -round_).bit_length() - 1
         nodes = {each: node for each, node in nodes.items() if each > level}
-        nodes[level] = Noise(noise.derived("node")).normal("node", 0, SIZE)
+        nodes[level] = Noise(noise.derive_key("node")).normal("node", 0, SIZE)
         assert len(nodes) == round_.bit_count()
         assert total == pytest.approx(np.sum(list(nodes.values()), axis=0), abs=1e-4)
     with pytest.raises(ValueError, match="this would be round 12"):

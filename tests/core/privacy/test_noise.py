@@ -45,7 +45,7 @@ def test_streams_and_keys_are_independent() -> None:
     others = [NOISE.normal("count", 0, 50_000), Noise(bytes(KEY_BYTES)).normal("sum", 0, 50_000)]
     for other in others:
         assert abs(np.corrcoef(NOISE.normal("sum", 0, 50_000), other)[0, 1]) < 0.02
-    assert NOISE.derived("a") != NOISE.derived("b") != KEY
+    assert NOISE.derive_key("a") != NOISE.derive_key("b") != KEY
 
 
 def test_a_key_is_not_shown() -> None:

@@ -13,7 +13,7 @@ from scipy import stats
 from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import Poisson, Policy, Stratified, Uniform, Weighted
 from fedplat.sampling.poisson import OVERFLOW
-from fedplat.sampling.stratified import equal_shares, rounded
+from fedplat.sampling.stratified import equal_shares, round_shares
 
 NUM_DRAWS = 4000
 SIGNIFICANCE = 0.01
@@ -167,7 +167,7 @@ def test_equal_shares_add_up(count: int) -> None:
 
 def test_shares_are_rounded_to_whole_numbers_with_the_same_mean() -> None:
     rng, shares = np.random.default_rng(12), np.array([0.25, 2.5, 3.0, 0.1, 1.15])
-    found = np.array([rounded(shares, 7, rng) for _ in range(NUM_DRAWS)])
+    found = np.array([round_shares(shares, 7, rng) for _ in range(NUM_DRAWS)])
     assert (found.sum(axis=1) == 7).all()
     assert ((found == np.floor(shares)) | (found == np.ceil(shares))).all()
     chances = shares - np.floor(shares)

@@ -16,7 +16,7 @@ from fedplat.job import calibrate
 from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.engines.interface import Trained, Work
-from fedplat.simulation.privacy_audit import Audit, audited, canaries_of, chosen
+from fedplat.simulation.privacy_audit import Audit, run_audit, canaries_of, choose_canaries
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
@@ -107,7 +107,7 @@ def run(text: str, num_canaries: int = NUM_CLIENTS) -> Audit:
     seed = file.simulation.seed
     fleet = build_fleet(FleetOptions(num_clients=NUM_CLIENTS), seed)
     simulation = Simulation(spec=calibrate(file.job), fleet=fleet, engine=engine, initial=engine.initial, seed=seed)
-    return audited(file, Setup(simulation, None, "loop", 1), num_canaries=num_canaries)
+    return run_audit(file, Setup(simulation, None, "loop", 1), num_canaries=num_canaries)
 
 
 @pytest.mark.parametrize("participation", ["poisson", "fixed", "min_separation"])
@@ -143,7 +143,7 @@ def test_the_other_clients_train_as_ever() -> None:
     spec = files.parse(job("fixed", "noise_multiplier = 1.0"), Path()).job
     canaries, included = canaries_of(spec, engine, 50, seed=3)
     assert len(included) == 50
-    assert chosen(NUM_CLIENTS, 50, 3) == included != chosen(NUM_CLIENTS, 50, 4)
+    assert choose_canaries(NUM_CLIENTS, 50, 3) == included != choose_canaries(NUM_CLIENTS, 50, 4)
     canaries.publish(0, engine.initial)
     other = next(client for client in range(NUM_CLIENTS) if client not in included)
     works = [Work(client, 0, 0) for client in (other, *included)]

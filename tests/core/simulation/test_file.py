@@ -88,7 +88,7 @@ def test_what_only_a_server_does_is_refused() -> None:
     step = '[server_step]\ntrainer = "public"\nbatch_size = 8\nlearning_rate = 0.1\nsteps = 2\n'
     job = file.parse(JOB + warm + step, HERE)  # as it is submitted
     with pytest.raises(JobFileError, match=r"^\[warm_start\] and \[server_step\]: a simulation .*model\.initial"):
-        setup.prepared(job).__enter__()
+        setup.prepare(job).__enter__()
     with pytest.raises(JobFileError, match=r"^\[warm_start\] and"):
         run(Simulation(spec=job.job, fleet=build_fleet(FleetOptions(num_clients=4), 0)))
     assert file.parse(JOB + "[pool]\nranks = 4\n", HERE).job.num_ranks == 4, "they change no result"

@@ -13,7 +13,7 @@ from core.simulation.cases import make_fleet
 from fedplat.errors import JobFileError
 from fedplat.simulation.clients import Availability, FleetOptions, build_fleet
 from fedplat.simulation.clients.availability import DAY_S, HOUR_S
-from fedplat.simulation.clients.distributions import Distribution, hashed, hashed_normal
+from fedplat.simulation.clients.distributions import Distribution, hash_uniform, hashed_normal
 from fedplat.toml import read_record, read_toml
 
 
@@ -39,10 +39,10 @@ def test_distributions_have_the_quantiles_that_they_name(table: dict[str, Any], 
 
 def test_hashed_numbers_are_uniform_and_depend_on_their_arguments_only() -> None:
     clients = np.arange(100_000)
-    drawn = hashed(7, clients, 3)
+    drawn = hash_uniform(7, clients, 3)
     assert np.quantile(drawn, (0.0, 0.25, 0.5, 0.75, 1.0)) == pytest.approx([0, 0.25, 0.5, 0.75, 1], abs=0.01)
-    assert hashed(7, clients[5:9], 3).tolist() == drawn[5:9].tolist()
-    assert abs(np.corrcoef(drawn, hashed(7, clients, 4))[0, 1]) < 0.02
+    assert hash_uniform(7, clients[5:9], 3).tolist() == drawn[5:9].tolist()
+    assert abs(np.corrcoef(drawn, hash_uniform(7, clients, 4))[0, 1]) < 0.02
     normal = hashed_normal(7, clients, 3)
     assert (normal.mean(), normal.std()) == pytest.approx((0.0, 1.0), abs=0.02)
 

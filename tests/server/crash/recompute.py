@@ -9,7 +9,7 @@ from fedplat.aggregate import (
     Accumulator,
     Contribution,
     compress_step,
-    rebased,
+    rebase,
     seed_of,
     state_from_bytes,
     state_to_bytes,
@@ -85,10 +85,10 @@ def _aggregate(
         values = _values(content, base, spec)
         if rule.from_latest and row.base_version != before.version:
             origin = next(one for one in job.versions if one.version == row.base_version)
-            values = rebased(values, Parameters.open(files.path_of(blobs, origin.digest)), base)
+            values = rebase(values, Parameters.open(files.path_of(blobs, origin.digest)), base)
         accumulator.fold(values, contribution_of(row))
     model, state = accumulator.finish(base, state)
-    delta = b"" if codec is None else b"".join(Format(codec, base.schema).framed(payloads, model))
+    delta = b"" if codec is None else b"".join(Format(codec, base.schema).frame_payload(payloads, model))
     return model.to_bytes(), state_to_bytes(state, accumulator.scalars), delta
 
 

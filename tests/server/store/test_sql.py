@@ -17,7 +17,7 @@ from sqlalchemy import event, text
 
 from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
-from fedplat.texts import shortened
+from fedplat.texts import shorten
 from fedplat_server.database import drivers as transactions
 from fedplat_server.database.engine import async_url, create_engine
 from fedplat_server.database.store import SqlStore, open_store
@@ -225,7 +225,7 @@ async def test_what_was_stored_too_large_is_read_shortened(store: SqlStore, data
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    short = shortened(text)
+    short = shorten(text)
     assert {(record.row.reason, len(record.row.metrics)) for record in rows} == {(short, 0)}
     assert len(rows) > 5
     assert found is not None

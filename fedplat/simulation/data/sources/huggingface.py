@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, numbered
+from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, number_owners
 
 
 class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="huggingface"):
@@ -33,7 +33,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         train, test = self._splits(place)
         inputs, targets = self._arrays(train)
         test_arrays = (inputs[:0], targets[:0]) if test is None else self._arrays(test)
-        groups, names = numbered(np.asarray(self._column(train, self.groups))) if self.groups else (None, ())
+        groups, names = number_owners(np.asarray(self._column(train, self.groups))) if self.groups else (None, ())
         dataset = Dataset(inputs, targets, *test_arrays, groups, names)
         return hold_out(dataset, self.test_fraction, place.rng)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, numbered, read_arrays
+from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, number_owners, read_arrays
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):
@@ -34,18 +34,18 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
         names = [self.inputs, self.targets, *test_names, *([self.groups] if self.groups else [])]
         path = place.folder / self.path
         arrays = read_arrays(path, names)
-        inputs, targets = self._scaled(arrays[self.inputs]), _labels(arrays[self.targets])
+        inputs, targets = self._scale(arrays[self.inputs]), _labels(arrays[self.targets])
         test_inputs, test_targets = inputs[:0], targets[:0]
         if self.test_inputs:
-            test_inputs, test_targets = self._scaled(arrays[self.test_inputs]), _labels(arrays[self.test_targets])
-        groups, group_names = numbered(arrays[self.groups]) if self.groups else (None, ())
+            test_inputs, test_targets = self._scale(arrays[self.test_inputs]), _labels(arrays[self.test_targets])
+        groups, group_names = number_owners(arrays[self.groups]) if self.groups else (None, ())
         try:
             dataset = Dataset(inputs, targets, test_inputs, test_targets, groups, group_names)
         except ValueError as exc:
             raise DataError(f"{path}: {exc}") from exc
         return hold_out(dataset, self.test_fraction, place.rng)
 
-    def _scaled(self, inputs: Array) -> Array:
+    def _scale(self, inputs: Array) -> Array:
         return inputs.astype(np.float32) / np.float32(255.0) if self.scale == "unit" else inputs
 
 

@@ -73,7 +73,7 @@ def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dat
     )
 
 
-def numbered(owners: Array) -> tuple[Part, tuple[str, ...]]:
+def number_owners(owners: Array) -> tuple[Part, tuple[str, ...]]:
     """Owners of any kind as numbers and their names."""
     names, groups = np.unique(owners, return_inverse=True)
     return groups.astype(np.int64), tuple(str(name) for name in names)

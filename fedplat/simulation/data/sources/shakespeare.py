@@ -54,7 +54,7 @@ class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         if not names:
             raise DataError(f"nobody in {path} says {self.min_examples} examples of {self.length} characters")
         sizes = np.array([len(inputs) for inputs, _ in train])
-        return Dataset(*_joined(train), *_joined(test), _owners(sizes), tuple(names))
+        return Dataset(*_concatenate(train), *_concatenate(test), _owners(sizes), tuple(names))
 
     def _examples(self, said: str) -> tuple[Array, Array]:
         characters = text.codes(said)
@@ -64,7 +64,7 @@ class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         return windows[:, :-1], windows[:, -1].astype(np.int64)
 
 
-def _joined(pairs: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+def _concatenate(pairs: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return np.concatenate([inputs for inputs, _ in pairs]), np.concatenate([targets for _, targets in pairs])
 
 

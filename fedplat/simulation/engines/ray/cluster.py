@@ -38,7 +38,7 @@ class Cluster:
     """
 
     def __init__(self, num_workers: int, data_bytes: int, address: str | None = None) -> None:
-        self.ray = _imported()
+        self.ray = _import_ray()
         address = address or os.environ.get("RAY_ADDRESS")
         if not self.ray.is_initialized():
             with _as_it_was():
@@ -99,7 +99,7 @@ class Cluster:
         _State.home = home
 
 
-def _imported() -> Any:
+def _import_ray() -> Any:
     with _as_it_was():
         try:
             import ray  # pyright: ignore[reportMissingImports]

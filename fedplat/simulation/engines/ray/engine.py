@@ -121,11 +121,11 @@ class RayEngine:
 
     def memories(self) -> Mapping[int, Contents]:
         """What clients remember."""
-        return {client: messages.unpacked(note) for client, note in self._memories}
+        return {client: messages.unpack_state(note) for client, note in self._memories}
 
     def remember(self, memories: Mapping[int, Contents]) -> None:
         """Replaces what clients remember."""
-        self._memories.replace({client: messages.packed(contents) for client, contents in memories.items()})
+        self._memories.replace({client: messages.pack_state(contents) for client, contents in memories.items()})
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
         """Scores a model on the data that no client has, each actor a part of it."""

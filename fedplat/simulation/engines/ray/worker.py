@@ -58,11 +58,11 @@ class RayWorker:
             if work.version not in self._known:
                 self._trainer.publish(work.version, self._parameters(model))
                 self._known.add(work.version)
-            contents = {} if note is None else messages.unpacked(note)
+            contents = {} if note is None else messages.unpack_state(note)
             outcome = self._trainer.answer_on(_examples(piece, span), work, contents)
         except Exception as exc:  # the boundary of the process: the engine raises it
-            return _failed(exc)
-        after = None if outcome.contents is None else messages.packed(outcome.contents)
+            return _make_failure(exc)
+        after = None if outcome.contents is None else messages.pack_state(outcome.contents)
         return Answer(dict(outcome.metrics), outcome.update.buffer, after)
 
     def score(self, model: Model, piece: Piece) -> Answer:
@@ -71,7 +71,7 @@ class RayWorker:
             examples = _examples(piece, (0, len(piece[1])))
             return Answer(self._trainer.evaluate_on(examples, self._parameters(model)))
         except Exception as exc:  # as above
-            return _failed(exc)
+            return _make_failure(exc)
 
     def retire(self, version: int) -> None:
         """Forgets a version, if it was ever met."""
@@ -96,5 +96,5 @@ def piece_of(inputs: Array, targets: Array) -> Piece:
     return tensor_of(inputs).numpy(), tensor_of(targets).numpy()
 
 
-def _failed(exc: Exception) -> Answer:
+def _make_failure(exc: Exception) -> Answer:
     return Answer({}, failure=f"{type(exc).__name__}: {exc}"[: messages.MAX_FAILURE])

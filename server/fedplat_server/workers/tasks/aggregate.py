@@ -98,7 +98,7 @@ class _Attempt:
             layout = VectorLayout(number, (0, *(each.stop for each in columns)))
             terms = held.enter_context(make_vectors(ranks, layout))
             whole = {logical: make(Shard(range(size), memory=_memory(own))) for logical, own in terms.own.items()}
-            merge = functools.partial(Accumulator.merged, base.schema, rule, inputs.read_scalars(rule, base))
+            merge = functools.partial(Accumulator.merge_partials, base.schema, rule, inputs.read_scalars(rule, base))
             self.sums = _ReportSums(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
 
     def close(self, files: Close) -> Aggregated:
@@ -107,13 +107,13 @@ class _Attempt:
         accumulator = self.sums.close()
         columns, state = self._columns, self._inputs.read_columns(rule, base, self._columns)
         try:
-            result = accumulator.gathered(state)
+            result = accumulator.reduce_gathered(state)
         except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
             return Aggregated("refused", str(exc))
         if not rule.blockwise:  # the rule needs the whole step, which only one rank can have
             totals = self._ranks.gather_arrays(result.total)
             columns = range(base.schema.num_floating if totals else 0)
-            result = result.joined(totals) if totals else None
+            result = result.merge_shards(totals) if totals else None
             state = self._inputs.read_columns(rule, base, columns)
         reply = Aggregated(
             num_updates=accumulator.num_updates,

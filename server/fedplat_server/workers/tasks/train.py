@@ -19,7 +19,7 @@ from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server.trainer import agreed
+from fedplat.pytorch.server.trainer import make_on_all_ranks
 from fedplat_server.workers.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -51,7 +51,7 @@ def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note
     """Score a model; see `EvaluateRequest`."""
     wanted = msgspec.msgpack.decode(request, type=EvaluateRequest)
     try:
-        trainer = agreed(ranks, lambda: _load(wanted.trainer))
+        trainer = make_on_all_ranks(ranks, lambda: _load(wanted.trainer))
         model = wanted.rule.build().counterpart.reduce(Parameters.open(wanted.model))
         metrics = server.evaluate(ranks, trainer, model.copy())
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
@@ -92,7 +92,7 @@ class _ProgressReporter:
 
 def _train(ranks: Ranks, wanted: TrainRequest, note: Note) -> TrainReply:
     group = ranks.subgroup(wanted.num_ranks)
-    trainer = agreed(ranks, lambda: _load(wanted.trainer))
+    trainer = make_on_all_ranks(ranks, lambda: _load(wanted.trainer))
     options = wanted.warm_start or wanted.server_step
     assert options is not None
     work = server.ServerTraining(
