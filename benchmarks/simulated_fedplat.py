@@ -19,7 +19,7 @@ from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.clients import FleetOptions, build_fleet
 from fedplat.simulation.data.federation import Federation
 from fedplat.simulation.engines import malloc
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.ray.engine import RayEngine
@@ -64,7 +64,9 @@ def main(engine: str, model: str, clients: int, cohort: int, samples: int, round
         "config": CONFIG,
     }
     learner = Learner(model=MODELS[model])
-    trained = ENGINES[engine](Task(federation(model, clients, samples), learner, LocalOptions.from_config(CONFIG)))
+    trained = ENGINES[engine](
+        ClientTraining(federation(model, clients, samples), learner, LocalOptions.from_config(CONFIG))
+    )
     simulation = Simulation(
         spec=msgspec.convert(job, JobSpec),
         fleet=build_fleet(FleetOptions(num_clients=clients), 0),

@@ -27,7 +27,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import transport
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
-from fedplat_client._auth.enrollment import Door, Profile, Session
+from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._state.data_dir import DataDirectory
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._work import transfer
@@ -153,9 +153,11 @@ def fedplat_client(ticket: str, folder: str) -> None:
         channel = transport.connect(known.server, tls=known.tls, ca=known.ca)
         access = SignedAccess(channel, directory.signing_key(known), 30.0)
         connection, stop = Connection(access, 30.0), StopSignal()
-        profile = Profile(population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked)
-        session = Session(Door(access, connection), directory, known, profile, stop)
-        session.enrol()
+        profile = ClientDescription(
+            population=asked.population, labels={}, trainers=["noop"], evaluators=[], ticket=asked
+        )
+        session = ClientSession(Endpoints(access, connection), directory, known, profile, stop)
+        session.enroll()
         reply = session.check_in(60.0)
         while not reply.HasField("assignment"):
             reply = session.check_in(60.0)

@@ -10,7 +10,7 @@ from fedplat.model import Parameters
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 
 
-class Memory:
+class ClientState:
     """A client's notes of one job, by name, while it works on one assignment.
 
     What is written counts only once the server has merged the update that it belongs to: then `contents` are kept, and

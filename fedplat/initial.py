@@ -57,10 +57,10 @@ def _from_file(path: Path) -> Parameters:
 
 
 def _from_function(name: str, folder: Path) -> Parameters:
-    return converted(user_code.call(name, folder), user_code.split(name)[1])
+    return convert_result(user_code.call(name, folder), user_code.split(name)[1])
 
 
-def converted(value: object, function_name: str) -> Parameters:
+def convert_result(value: object, function_name: str) -> Parameters:
     """What a user's function returned as `Parameters`. Raises `JobFileError`."""
     if isinstance(value, Parameters):
         return value

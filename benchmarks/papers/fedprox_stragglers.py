@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from reproduction import Cell, Log, Observe, Paper, Value, main, mean
 
-from fedplat.simulation import Keep, simulate
+from fedplat.simulation import RunFolderOptions, simulate
 from fedplat.simulation.data import Dataset, Federation, partitioners, sources
-from fedplat.simulation.data.sources import Place, data_folder
+from fedplat.simulation.data.sources import SourcePaths, data_folder
 from fedplat.simulation.scenario.file import SimulationFile
 
 VARIANTS = {
@@ -78,7 +78,7 @@ stragglers = {stragglers}
 def federation(seed: int) -> Federation:
     """The paper's data. Raises `DataError` where MNIST is not in the data folder."""
     rng = np.random.default_rng(seed)
-    mnist = sources.Mnist().load(Place(Path.cwd(), data_folder(), rng))
+    mnist = sources.Mnist().load(SourcePaths(Path.cwd(), data_folder(), rng))
     inputs = np.concatenate([mnist.inputs, mnist.test_inputs])
     inputs = (inputs - inputs.mean(axis=0)) / (inputs.std(axis=0) + 0.001 / 255)
     targets = np.concatenate([mnist.targets, mnist.test_targets])
@@ -90,7 +90,7 @@ def federation(seed: int) -> Federation:
     return Federation(whole.inputs, whole.targets, parts, whole.inputs[test], whole.targets[test])
 
 
-def play(file: SimulationFile, observe: Observe, keep: Keep) -> None:
+def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
     """Runs a cell on that data."""
     simulate(file, data=federation(file.simulation.seed), observe=observe, keep=keep)
 

@@ -31,8 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import report  # noqa: E402
 from fedplat.errors import FedplatError  # noqa: E402
-from fedplat.simulation import Keep, simulate  # noqa: E402
-from fedplat.simulation.recording.result import AttemptRecord  # noqa: E402
+from fedplat.simulation import RunFolderOptions, simulate  # noqa: E402
+from fedplat.simulation.recording.result import AttemptResult  # noqa: E402
 from fedplat.simulation.scenario.file import SimulationFile, parse  # noqa: E402
 
 RESULTS = HERE / "results"
@@ -41,7 +41,7 @@ KEPT = Path("runs/papers")
 CHECKPOINT_S = 60.0
 Value = report.Cell
 """A cell of a table."""
-Observe = Callable[[AttemptRecord], object]
+Observe = Callable[[AttemptResult], object]
 
 
 class Reached(Exception):
@@ -91,7 +91,7 @@ class Paper:
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
     rows: Callable[[Sequence[Log]], Sequence[tuple[Value, ...]]]
-    play: Callable[[SimulationFile, Observe, Keep], object]
+    play: Callable[[SimulationFile, Observe, RunFolderOptions], object]
     notes: tuple[str, ...] = ()
 
 
@@ -108,7 +108,7 @@ def rounds_to(accuracies: Sequence[float], target: float) -> float | None:
     return None
 
 
-def play(file: SimulationFile, observe: Observe, keep: Keep) -> None:
+def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
     """Runs a simulation file as it is."""
     simulate(file, observe=observe, keep=keep)
 
@@ -173,7 +173,7 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        def observe(record: AttemptRecord) -> None:
+        def observe(record: AttemptResult) -> None:
             if not record.committed:
                 return
             counts = {"merged": record.num_updates, "assigned": sum(record.counts.values())}
@@ -192,12 +192,12 @@ def run_cell(paper: Paper, cell: Cell, seed: int, path: Path, quick: bool) -> st
     return ""
 
 
-def _kept(paper: Paper, path: Path, quick: bool) -> Keep:
+def _kept(paper: Paper, path: Path, quick: bool) -> RunFolderOptions:
     """Where a cell is kept while it runs; one that was stopped goes on, unless its log was thrown away."""
     folder = KEPT / paper.name / (f"{path.stem}-quick" if quick else path.stem)
     if not path.exists() or read_log(path).done:
         shutil.rmtree(folder, ignore_errors=True)
-    return Keep(folder, resume=folder.exists(), checkpoint_s=CHECKPOINT_S)
+    return RunFolderOptions(folder, resume=folder.exists(), checkpoint_s=CHECKPOINT_S)
 
 
 def main(paper: Paper, arguments: Sequence[str] | None = None) -> int:

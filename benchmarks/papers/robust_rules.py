@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from reproduction import Cell, Log, Observe, Paper, Value, main, mean
 
-from fedplat.simulation import Keep
+from fedplat.simulation import RunFolderOptions
 from fedplat.simulation.api import execute
 from fedplat.simulation.clients import build_fleet
 from fedplat.simulation.data import sources
-from fedplat.simulation.data.sources import Place, data_folder
+from fedplat.simulation.data.sources import SourcePaths, data_folder
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup
@@ -80,12 +80,12 @@ engine = "loop"
             yield Cell(name=f"{rule}-{attack}-{before}", settings=settings, quick=("rounds=2", "evaluation.every=2"))
 
 
-def play(file: SimulationFile, observe: Observe, keep: Keep) -> None:
+def play(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
     """Runs a cell with the engine of `workers`."""
     from workers import Workers
 
     seed, spec = file.simulation.seed, file.job
-    place = Place(Path.cwd(), data_folder(), np.random.default_rng(seed))
+    place = SourcePaths(Path.cwd(), data_folder(), np.random.default_rng(seed))
     data = sources.Mnist(scale="standard").load(place)
     engine = Workers(data, NUM_GOOD, NUM_BAD, str(spec.config["attack"]), 0.9, seed)
     fleet = build_fleet(file.simulation.fleet, seed, engine.num_clients)

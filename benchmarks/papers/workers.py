@@ -19,7 +19,7 @@ from torch import nn
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.simulation.data import Dataset
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 
 BATCH_SIZE = 32
 BATCHES_BEFORE_A_SHUFFLE = 30
@@ -85,11 +85,11 @@ class Workers:
     def begin(self, works: Sequence[Work]) -> None:
         """Nothing: a version's steps are computed together when the first is asked for."""
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """The step of a worker, as its update."""
         if work.version not in self._reports:
             self._reports[work.version] = self._step(work.version)
-        return Trained(self._update(-self._reports[work.version][work.client]), float(BATCH_SIZE))
+        return LocalUpdate(self._update(-self._reports[work.version][work.client]), float(BATCH_SIZE))
 
     def drop(self, work: Work) -> None:
         """Nothing is held for a work alone."""

@@ -22,16 +22,16 @@ from fedplat_client._state.privacy_ledger import PrivacyLimit
 from fedplat_client._version import __version__
 from fedplat_client.client import Client
 from fedplat_client.errors import (
+    CallError,
     CallRefusedError,
     Cancelled,
     ClientError,
     DataDirectoryError,
-    EnrolmentError,
+    EnrollmentError,
     FencedError,
     IdentityError,
     IncompatibleServerError,
     RevokedError,
-    ServerError,
     ServerUnavailableError,
     TransferError,
     UnknownClientError,
@@ -40,13 +40,14 @@ from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateResult, Task, TrainResult
 
 __all__ = [
+    "CallError",
     "CallRefusedError",
     "Cancelled",
     "Client",
     "ClientError",
     "ClientOptions",
     "DataDirectoryError",
-    "EnrolmentError",
+    "EnrollmentError",
     "EvaluateResult",
     "FencedError",
     "IdentityError",
@@ -56,7 +57,6 @@ __all__ = [
     "PrivacyLimit",
     "PrivacyLimitError",
     "RevokedError",
-    "ServerError",
     "ServerUnavailableError",
     "Task",
     "TicketError",

@@ -15,28 +15,28 @@ from fedplat_client import cancellation, transport
 from fedplat_client._auth import tickets
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.calls import Connection
-from fedplat_client._auth.enrollment import Door, Profile, Session
+from fedplat_client._auth.enrollment import ClientDescription, ClientSession, Endpoints
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._state import data_dir as identity
-from fedplat_client._state.client_state import Memories
+from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
 from fedplat_client._work import assignment, process_group
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import (
+    CallError,
     Cancelled,
     DataDirectoryError,
     IdentityError,
     IncompatibleServerError,
-    ServerError,
     UnknownClientError,
 )
 from fedplat_client.options import ClientOptions
 from fedplat_client.task import EvaluateFunction, TrainFunction
 
 Function = TypeVar("Function", TrainFunction, EvaluateFunction)
-Work: TypeAlias = Callable[[fleet_pb2.Assignment], assignment.Outcome]
+Work: TypeAlias = Callable[[fleet_pb2.Assignment], assignment.CheckInResult]
 _logger = logging.getLogger(__name__)
 
 
@@ -150,7 +150,7 @@ class Client:
             again = False  # whether the client has enrolled again since something last went well
             while num_tasks != max_tasks and not self._stopped_within(delay_s):
                 try:
-                    session.enrol()
+                    session.enroll()
                     reply = session.check_in(self._options.check_in_wait_s)
                     if reply.HasField("assignment"):
                         num_tasks += 1
@@ -162,19 +162,19 @@ class Client:
                 except Cancelled:
                     return
                 except UnknownClientError as exc:
-                    session.forget_enrolment()
+                    session.forget_enrollment()
                     delay_s = backoff.next_s() if again else 0.0
                     again = True
                     _logger.warning("The server does not know this client any more: %s", exc, extra=self._fields)
                 except (IncompatibleServerError, IdentityError):
                     raise
-                except ServerError as exc:
+                except CallError as exc:
                     delay_s = backoff.next_s(exc.retry)
                     fields = {**self._fields, "retry_s": round(delay_s, 3)}
                     _logger.warning("The server cannot be used: %s", session.explain_error(exc), extra=fields)
 
     @contextlib.contextmanager
-    def _start_work(self) -> Generator[tuple[Session, Work]]:
+    def _start_work(self) -> Generator[tuple[ClientSession, Work]]:
         with self._directory.lock(), cancellation.on_signals(self.stop), contextlib.ExitStack() as stack:
             known = self._directory.identity(self._ticket)
             key = self._directory.signing_key(known)
@@ -182,7 +182,7 @@ class Client:
             access = SignedAccess(channel, key, self._options.call_timeout_s)
             shown = stack.enter_context(self._certificates(access, known)) if self._options.mtls else access
             calls = Connection(shown, self._options.call_timeout_s)
-            profile = Profile(
+            profile = ClientDescription(
                 ticket=self._ticket,
                 population=self._population,
                 labels=self._labels,
@@ -195,18 +195,18 @@ class Client:
                 raise DataDirectoryError(
                     f"{self._directory.models} cannot be used: {exc}; free space or make it writable"
                 ) from exc
-            hand = assignment.Worker(
+            hand = assignment.AssignmentWorker(
                 connection=calls,
                 cache=cache,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
-                memories=Memories(self._directory.memories, self._options.cache_limit_bytes),
+                memories=ClientStateStore(self._directory.memories, self._options.cache_limit_bytes),
                 ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
                 trainers=self._trainers,
                 evaluators=self._evaluators,
                 options=self._options,
                 stop=self._stop,
             )
-            yield Session(Door(access, calls), self._directory, known, profile, self._stop), hand.work
+            yield ClientSession(Endpoints(access, calls), self._directory, known, profile, self._stop), hand.work
 
     def _certificates(self, access: SignedAccess, known: identity.Identity) -> CertificateAccess:
         return CertificateAccess(access, self._directory, known, self._options.call_timeout_s, self._options.clock)
@@ -214,7 +214,7 @@ class Client:
     def _stopped_within(self, delay_s: float) -> bool:
         return self._options.wait(self._stop, delay_s) if delay_s > 0 else self._stop.is_set()
 
-    def _delay_s(self, outcome: assignment.Outcome, backoff: Backoff) -> float:
+    def _delay_s(self, outcome: assignment.CheckInResult, backoff: Backoff) -> float:
         if not outcome.failed:
             backoff.reset()
         if outcome.retry is not None:
@@ -237,13 +237,13 @@ def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-def _read_refusal(reply: fleet_pb2.CheckInResponse) -> assignment.Outcome:
+def _read_refusal(reply: fleet_pb2.CheckInResponse) -> assignment.CheckInResult:
     """A check-in without work; a server that names no retry window gets the back-off."""
     refusal = reply.refusal
     _logger.debug("There is no work: %s", refusal.text, extra={"reason": cancellation.reason_name(refusal.reason)})
     if refusal.HasField("retry"):
-        return assignment.Outcome(failed=False, retry=refusal.retry)
-    return assignment.Outcome(failed=True)
+        return assignment.CheckInResult(failed=False, retry=refusal.retry)
+    return assignment.CheckInResult(failed=True)
 
 
 def _install(table: dict[str, Function], kind: str, name: str, function: Function) -> Function:

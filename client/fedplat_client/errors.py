@@ -50,7 +50,7 @@ class DataDirectoryError(ClientError):
     """The data directory is in use, unreadable or damaged; the message says what to do."""
 
 
-class EnrolmentError(ClientError):
+class EnrollmentError(ClientError):
     """The server does not accept this client; trying again does not help."""
 
 
@@ -58,7 +58,7 @@ class TransferError(ClientError):
     """A model or an update could not be moved, or its digest is wrong."""
 
 
-class ServerError(ClientError):
+class CallError(ClientError):
     """A call failed; `code` is the name of the gRPC status, `retry` when the server wants to be asked again."""
 
     def __init__(self, code: str, text: str, retry: model_pb2.RetryWindow | None = None) -> None:
@@ -67,7 +67,7 @@ class ServerError(ClientError):
         self.retry = retry
 
 
-class ServerUnavailableError(ServerError):
+class ServerUnavailableError(CallError):
     """There was no usable answer; the same call may work later."""
 
 
@@ -87,7 +87,7 @@ class UnreachableError(ServerUnavailableError):
     """The server has not answered at all: there is no connection to it, or it broke."""
 
 
-class IdentityError(ServerError):
+class IdentityError(CallError):
     """The server does not accept who this client says it is; trying again does not help."""
 
 
@@ -103,9 +103,9 @@ class RevokedError(IdentityError):
     """An operator has revoked this client."""
 
 
-class IncompatibleServerError(ServerError):
+class IncompatibleServerError(CallError):
     """The server speaks another version of the protocol; the message names the versions that it supports."""
 
 
-class CallRefusedError(ServerError):
+class CallRefusedError(CallError):
     """The server understood the call and said no."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 
 from fedplat import claims
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters, Schema
 from fedplat.wire.v1 import model_pb2
 from fedplat_client._state.privacy_ledger import PrivacyLedger
@@ -92,7 +92,7 @@ class Task:
     job_name: str = ""
     round: int = 1
     attempt: int = 1
-    memory: Memory = field(default_factory=Memory, repr=False)
+    memory: ClientState = field(default_factory=ClientState, repr=False)
     """What the client remembers of the job: kept until its next training if the update of this one is merged."""
     ledger: PrivacyLedger = field(default_factory=PrivacyLedger, repr=False)
     """What was told of single examples, of all jobs; for trainers that protect them."""

@@ -17,13 +17,13 @@ from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
+    CallError,
     CallRefusedError,
     CertificateExpiredError,
     FencedError,
     IdentityError,
     RevokedError,
     ServerBusyError,
-    ServerError,
     ServerUnavailableError,
     SessionLostError,
     UnknownClientError,
@@ -61,7 +61,7 @@ _TRY_LATER = frozenset(
 )
 
 
-_BY_CODE: dict[str, type[ServerError]] = {
+_BY_CODE: dict[str, type[CallError]] = {
     "TOO_MANY_UPLOADS": ServerBusyError,
     "SESSION_UNKNOWN": SessionLostError,
     "REPLAYED": SessionLostError,
@@ -144,7 +144,7 @@ def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
             raise translate_error(exc) from exc
 
 
-def translate_error(exc: grpc.RpcError) -> ServerError:
+def translate_error(exc: grpc.RpcError) -> CallError:
     """What an error of gRPC means to us."""
     status, text = exc.code(), exc.details() or "no details"
     said = {entry.key: entry.value for entry in exc.trailing_metadata() or ()}.get(auth.METADATA_CODE)

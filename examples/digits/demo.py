@@ -33,7 +33,7 @@ from rich.table import Table
 import picture
 from fedplat.admin import AdminClient, profile
 from fedplat.cli import formats, submission, watch
-from fedplat.cli.board import Board
+from fedplat.cli.board import AttemptTable
 from fedplat.errors import FedplatError
 from fedplat.job import parse_job
 from fedplat.wire.v1 import admin_pb2
@@ -113,7 +113,7 @@ class Demo:
     port: int
     console: Console
     processes: Processes
-    board: Board = dataclasses.field(default_factory=Board)
+    board: AttemptTable = dataclasses.field(default_factory=AttemptTable)
     victim_id: str = ""
     killed_in_round: int = 0
     victim_reported_again: bool = False

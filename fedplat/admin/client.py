@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from fedplat import durable
-from fedplat.admin.connection import Connection
+from fedplat.admin.connection import AdminConnection
 from fedplat.admin.profile import Profile
 from fedplat.errors import ModelError, ServerRefusedError, ServerUnreachableError
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
@@ -33,7 +33,7 @@ class AdminClient:
     """
 
     def __init__(self, profile: Profile, *, timeout_s: float = 30.0, transfer_s: float = 3600.0) -> None:
-        self._connection = Connection(profile, timeout_s)
+        self._connection = AdminConnection(profile, timeout_s)
         self.profile = profile
         self.server = profile.server
         self._transfer_s = transfer_s

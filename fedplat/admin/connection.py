@@ -49,7 +49,7 @@ Row = TypeVar("Row")
 Response = TypeVar("Response")
 
 
-class Connection:
+class AdminConnection:
     """A connection to the server of a profile, with TLS unless the profile is `insecure`.
 
     It is made at the first call. Raises `ValueError` when the profile's server is not `host:port`.

@@ -17,9 +17,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from fedplat.aggregate.accumulator import Accumulator, Part, Shard, Tally
+from fedplat.aggregate.accumulator import Accumulator, PartialSummary, ResultPart, Shard
 from fedplat.aggregate.adaptive_clip import AdaptiveClip, clip_by_quantile
-from fedplat.aggregate.algebra import Contribution, Counterpart, Elsewhere, Partial, Rule, State, Wrapper, unusable
+from fedplat.aggregate.algebra import (
+    ClientRequirements,
+    Contribution,
+    DeviceAccumulator,
+    Partial,
+    Rule,
+    State,
+    Wrapper,
+    unusable,
+)
 from fedplat.aggregate.clip import clip_by_norm
 from fedplat.aggregate.downlink import compress_step, seed_of
 from fedplat.aggregate.easgd import Easgd
@@ -78,10 +87,10 @@ __all__ = [
     "SERVER_OPTIMIZERS",
     "Accumulator",
     "AdaptiveClip",
+    "ClientRequirements",
     "Contribution",
-    "Counterpart",
+    "DeviceAccumulator",
     "Easgd",
-    "Elsewhere",
     "FedAdagrad",
     "FedAdam",
     "FedAsync",
@@ -92,15 +101,15 @@ __all__ = [
     "FedNova",
     "FedYogi",
     "Options",
-    "Part",
     "Partial",
+    "PartialSummary",
     "QFedAvg",
+    "ResultPart",
     "Robust",
     "Rule",
     "Scaffold",
     "Shard",
     "State",
-    "Tally",
     "Wrapper",
     "clip_by_norm",
     "clip_by_quantile",

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.aggregate.algebra import Contribution, Elsewhere, Partial, Rule, State
-from fedplat.aggregate.state import Remembered, columns, columns_of, concatenate_columns
+from fedplat.aggregate.algebra import Contribution, DeviceAccumulator, Partial, Rule, State
+from fedplat.aggregate.state import StoredColumns, columns, columns_of, concatenate_columns
 from fedplat.errors import ModelError
 from fedplat.model import (
     DTYPES,
@@ -32,14 +32,14 @@ from fedplat.model import (
     Values,
     Vector,
     all_finite,
+    apply_step,
     blocks,
     read_base_values,
-    apply_step,
 )
-from fedplat.model.shards import Across, alone
+from fedplat.model.shards import ShardReduce, alone
 
 
-class Part(NamedTuple):
+class ResultPart(NamedTuple):
     """A part of the result: the next entries of the model's flat buffer, and the next column of the state, if any.
 
     `start` is the byte of the flat buffer that the entries begin with. Valid until the next part is drawn.
@@ -58,12 +58,12 @@ class Shard(NamedTuple):
     """
 
     columns: range
-    across: Across = alone
+    across: ShardReduce = alone
     carries: bool = True
-    memory: Vector | Elsewhere | None = None
+    memory: Vector | DeviceAccumulator | None = None
 
 
-class Tally(msgspec.Struct, frozen=True):
+class PartialSummary(msgspec.Struct, frozen=True):
     """What is known of the updates that an accumulator has folded, beside their sum: for those it is merged with.
 
     `carried` are the largest values of the runs that are carried, in the order of the schema.
@@ -170,7 +170,7 @@ class Accumulator:
             return self._with(rule, dataclasses.replace(self._partial, total=elsewhere.total(), elsewhere=None))
         if rule.gather is None:
             return self
-        remembered = {name: Remembered(state, name, size) for name in rule.init(0)}
+        remembered = {name: StoredColumns(state, name, size) for name in rule.init(0)}
         with np.errstate(all="ignore"):
             partial = rule.gather(remembered, self._partial)
         return self._with(dataclasses.replace(rule, gather=None), partial)
@@ -185,14 +185,14 @@ class Accumulator:
         return self._with(self._rule, self._partial, shard)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> PartialSummary:
         """What is known beside the sum."""
         carried = [self._carried[run].tobytes() for run in self._schema.segments if run in self._carried]
-        return Tally(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)
+        return PartialSummary(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)
 
     @classmethod
     def merge_partials(
-        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[Tally], shard: Shard
+        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[PartialSummary], shard: Shard
     ) -> Accumulator:
         """One of all updates that several have folded, whose sums `shard.memory` is the sum of."""
         nothing = np.empty(0, np.float32)
@@ -219,7 +219,7 @@ class Accumulator:
             other._shard, other._partial = shard, _place_in_memory(partial, shard, rule)
         return other
 
-    def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[Part]:
+    def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[ResultPart]:
         """The next model version and the rule's next state, part by part; changes nothing, and may be repeated.
 
         `state` are the columns of the last state, which a rule that gathers draws more than once. Memory is a few
@@ -233,9 +233,9 @@ class Accumulator:
         steps = self._steps(state, drawn)
         for placed in apply_step(base, steps, self._carry, self._shard.columns):
             _check_finite(placed.values)
-            yield Part(*placed, drawn.pop() if drawn else None)
+            yield ResultPart(*placed, drawn.pop() if drawn else None)
         for _ in steps:  # the one column of a model without floating-point entries
-            yield Part(0, np.empty(0, np.uint8), drawn.pop())
+            yield ResultPart(0, np.empty(0, np.uint8), drawn.pop())
 
     def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
         """The rule's step, column by column; the next state's column is put into `drawn`."""
@@ -264,7 +264,9 @@ class Accumulator:
         if not self._shard.carries:
             return iter(())
         largest = self._carried.get(run)
-        return read_base_values(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
+        return (
+            read_base_values(read, run) if largest is None else (largest[block] for block in blocks(run.count, WINDOW))
+        )
 
     def _carry_largest(self, update: Values) -> None:
         for run in self._schema.segments:

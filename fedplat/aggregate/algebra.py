@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fedplat.model import Blocks, Parameters, Schema, Vector
-from fedplat.model.shards import Across, alone
+from fedplat.model.shards import ShardReduce, alone
 
 State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
@@ -61,7 +61,7 @@ class Contribution:
     client_id: str = ""
 
 
-class Elsewhere(Protocol):
+class DeviceAccumulator(Protocol):
     """Memory for a sum of updates that NumPy cannot add to: that of an accelerator."""
 
     def add(self, start: int, values: Vector, weight: float) -> None:
@@ -91,8 +91,8 @@ class Partial:
     scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kept: tuple[tuple[Blocks, Contribution], ...] = ()
     first: int = 0
-    across: Across = alone
-    elsewhere: Elsewhere | None = None
+    across: ShardReduce = alone
+    elsewhere: DeviceAccumulator | None = None
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""
@@ -113,7 +113,7 @@ def _same(model: Parameters) -> Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counterpart:
+class ClientRequirements:
     """What a rule asks of the job's clients and of its model; by default nothing.
 
     `algorithm` is what the clients have to compute, by the name that `config.algorithm` gives it; then all updates of
@@ -156,7 +156,7 @@ class Rule:
     metrics: frozenset[str] = frozenset()
     unit_weights: bool = False
     from_latest: bool = False
-    counterpart: Counterpart = Counterpart()
+    counterpart: ClientRequirements = ClientRequirements()
     gather: Callable[[Mapping[str, Blocks], Partial], Partial] | None = None
 
 

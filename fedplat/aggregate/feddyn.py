@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Counterpart, Partial, Rule, State, Wrapper
-from fedplat.aggregate.local import Arrays, Correction, Ending, LocalAlgorithm, Way
+from fedplat.aggregate.algebra import ClientRequirements, Partial, Rule, State, Wrapper
+from fedplat.aggregate.local import Arrays, Correction, LocalAlgorithm, LocalEnding, UpdateDirection
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.model import Vector
 
@@ -53,7 +53,7 @@ def server_feddyn(options: FedDyn) -> Wrapper:
             correction += state[_STATE]
             return mean + correction, {**below, _STATE: correction}
 
-        return dataclasses.replace(inner, init=init, apply=apply, counterpart=Counterpart(NAME))
+        return dataclasses.replace(inner, init=init, apply=apply, counterpart=ClientRequirements(NAME))
 
     return wrap
 
@@ -64,7 +64,7 @@ def client_feddyn(alpha: float) -> LocalAlgorithm:
     def begin(control: Arrays, remembered: Arrays) -> Correction:
         return Correction(pull=alpha, drift={name: -1.0 * array for name, array in remembered.items()})
 
-    def end(correction: Correction, remembered: Arrays, way: Way) -> Ending:
-        return Ending({name: alpha * moved + remembered.get(name, 0.0) for name, moved in way.moved.items()})
+    def end(correction: Correction, remembered: Arrays, way: UpdateDirection) -> LocalEnding:
+        return LocalEnding({name: alpha * moved + remembered.get(name, 0.0) for name, moved in way.moved.items()})
 
     return LocalAlgorithm(begin, end)

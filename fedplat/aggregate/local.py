@@ -28,7 +28,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class UpdateDirection:
     """How far local training went: `moved` = w₀ - w, by steps of `learning_rate`.
 
     `steps` is what their gradients counted for together: their number, but for momentum and pull (`effective_steps`).
@@ -40,15 +40,15 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LocalEnding:
     """What the client remembers until its next training, and what it adds to its update."""
 
     remember: Arrays = field(default_factory=dict[str, Any])
     update: Arrays = field(default_factory=dict[str, Any])
 
 
-def _no_ending(correction: Correction, remembered: Arrays, way: Way) -> Ending:
-    return Ending()
+def _no_ending(correction: Correction, remembered: Arrays, way: UpdateDirection) -> LocalEnding:
+    return LocalEnding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class LocalAlgorithm:
     """
 
     begin: Callable[[Arrays, Arrays], Correction]
-    end: Callable[[Correction, Arrays, Way], Ending] = _no_ending
+    end: Callable[[Correction, Arrays, UpdateDirection], LocalEnding] = _no_ending
     needs_control: bool = False
 
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from fedplat.aggregate import options as ranges
-from fedplat.aggregate.algebra import Counterpart, Partial, Rule, State, Wrapper
-from fedplat.aggregate.local import CONTROL, Arrays, Correction, Ending, LocalAlgorithm, Way
+from fedplat.aggregate.algebra import ClientRequirements, Partial, Rule, State, Wrapper
+from fedplat.aggregate.local import CONTROL, Arrays, Correction, LocalAlgorithm, LocalEnding, UpdateDirection
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.errors import ModelError
 from fedplat.model import FLOATING, Parameters, Schema, Vector
@@ -53,7 +53,7 @@ def server_scaffold(options: Scaffold) -> Wrapper:
             step[half:] *= partial.num_updates / options.num_clients
             return step, state
 
-        counterpart = Counterpart(NAME, with_control, without_control, _misfit)
+        counterpart = ClientRequirements(NAME, with_control, without_control, _misfit)
         return dataclasses.replace(inner, apply=apply, blockwise=False, counterpart=counterpart)
 
     return wrap
@@ -65,13 +65,13 @@ def client_scaffold() -> LocalAlgorithm:
     def begin(control: Arrays, remembered: Arrays) -> Correction:
         return Correction(drift={name: c - remembered.get(name, 0.0) for name, c in control.items()})
 
-    def end(correction: Correction, remembered: Arrays, way: Way) -> Ending:
+    def end(correction: Correction, remembered: Arrays, way: UpdateDirection) -> LocalEnding:
         if not way.steps:
-            return Ending()
+            return LocalEnding()
         length = way.learning_rate * way.steps
         variates = {name: moved / length - correction.drift[name] for name, moved in way.moved.items()}
         changes = {CONTROL + name: after - remembered.get(name, 0.0) for name, after in variates.items()}
-        return Ending(variates, changes)
+        return LocalEnding(variates, changes)
 
     return LocalAlgorithm(begin, end, needs_control=True)
 

@@ -36,7 +36,7 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembered:
+class StoredColumns:
     """One vector of a state as `Blocks`, read column by column."""
 
     state: Iterable[State]

@@ -58,7 +58,7 @@ def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: flo
     planning.private(file.job)
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: there is no such table; expected one that says what surrounds the job")
-    board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+    board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with (
         wrap_errors("the training"),

@@ -20,7 +20,7 @@ _COUNTED = {
 }
 
 
-class Board:
+class AttemptTable:
     """The attempts of a job, oldest first, as the server's ListRounds would tell them.
 
     The server's moments count only among themselves: the seconds of an open attempt are those until its last event.

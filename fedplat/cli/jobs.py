@@ -16,11 +16,11 @@ from fedplat.cli.session import (
     FAILED,
     INTERRUPTED,
     WRONG_USAGE,
+    CommandSession,
     JobArgument,
     JsonOption,
     LimitOption,
     ServerOption,
-    Session,
     TimeoutOption,
     own_timeout_s,
     reporting,
@@ -263,7 +263,7 @@ def _warn(output: Output, submission: Submission) -> None:
         output.note(f"warning: {warning}")
 
 
-def _control(here: Session, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
+def _control(here: CommandSession, change: Callable[[AdminClient, str], admin_pb2.Job], job: str) -> None:
     _print_state(here.output, change(here.client, job))
 
 
@@ -275,7 +275,7 @@ def _print_state(output: Output, job: admin_pb2.Job) -> None:
         output.line(f"job {job.name} ({job.job_id}) is {formats.job_status(job.status)}{reason}")
 
 
-def _watch(here: Session, job: admin_pb2.Job) -> None:
+def _watch(here: CommandSession, job: admin_pb2.Job) -> None:
     try:
         with watch.view_for(here.output, job) as view:
             # Its own: on a terminal the view alone knows where a sentence can stand.

@@ -22,7 +22,7 @@ from fedplat.cli.session import JsonOption, reporting
 from fedplat.cli.simulate import read_file
 from fedplat.errors import JobFileError
 from fedplat.job import planning
-from fedplat.job.planning import Noise, Plan
+from fedplat.job.planning import NoiseCost, PrivacyPlan
 from fedplat.privacy import Mechanism
 from fedplat.simulation import api
 from fedplat.simulation.data import Federation
@@ -69,7 +69,7 @@ def plan(  # noqa: PLR0913 - a command's parameters are its options
             _print(out, read, found, scores)
 
 
-def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> Plan:
+def _make_plan(out: Output, file: SimulationFile, clients: int, noise: Sequence[float]) -> PrivacyPlan:
     for multiplier in noise:
         if not 0.0 < multiplier <= 1e6:
             raise JobFileError(f"--noise {multiplier:g}: expected a number above 0, and 1e6 at most")
@@ -113,7 +113,9 @@ def _data(out: Output, file: SimulationFile) -> Federation | None:
     return load_data(file, (lambda text: None) if out.as_json else out.note)
 
 
-def _simulate_plan(out: Output, file: SimulationFile, plan: Plan, data: Federation | None) -> dict[float, float | None]:
+def _simulate_plan(
+    out: Output, file: SimulationFile, plan: PrivacyPlan, data: Federation | None
+) -> dict[float, float | None]:
     """The metric at the end, by noise multiplier; the key 0 is without noise. None where there is no such job."""
     scores: dict[float, float | None] = {}
     runs = (0.0, *(choice.noise_multiplier for choice in plan.by_noise))
@@ -132,7 +134,7 @@ def _simulate_plan(out: Output, file: SimulationFile, plan: Plan, data: Federati
 
 
 def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) -> float | None:
-    board = progress.Board(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+    board = progress.ProgressEstimate(name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     with (
         wrap_errors("the training"),
         api.prepare(file, data) as setup,
@@ -142,7 +144,7 @@ def _run(out: Output, file: SimulationFile, name: str, data: Federation | None) 
     return None if last is None else last.value
 
 
-def _draw(path: Path, file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> None:
+def _draw(path: Path, file: SimulationFile, found: PrivacyPlan, scores: dict[float, float | None] | None) -> None:
     from fedplat.simulation.report import plots, privacy
 
     lines = [
@@ -153,14 +155,14 @@ def _draw(path: Path, file: SimulationFile, found: Plan, scores: dict[float, flo
     points = [(epsilon, value) for epsilon, value in known if value is not None]
     baseline = scores[0.0] if scores else None
     metric = file.simulation.target_metric
-    picture = privacy.Picture(plan=found, lines=lines, scores=points, baseline=baseline, metric=metric)
+    picture = privacy.PrivacyChart(plan=found, lines=lines, scores=points, baseline=baseline, metric=metric)
     try:
         plots.save(path, lambda figure: privacy.draw(figure, picture))
     except (OSError, ValueError) as exc:
         raise JobFileError(f"--plot {path}: the picture cannot be written: {exc}") from exc
 
 
-def _record(file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> dict[str, Any]:
+def _record(file: SimulationFile, found: PrivacyPlan, scores: dict[float, float | None] | None) -> dict[str, Any]:
     record: dict[str, Any] = msgspec.to_builtins(found)
     if scores is not None:
         record["metric"] = file.simulation.target_metric
@@ -170,7 +172,7 @@ def _record(file: SimulationFile, found: Plan, scores: dict[float, float | None]
     return folders.finite(record)
 
 
-def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, float | None] | None) -> None:
+def _print(out: Output, file: SimulationFile, found: PrivacyPlan, scores: dict[float, float | None] | None) -> None:
     out.fields(_facts(found))
     own = found.noise_multiplier
     out.line("")
@@ -212,7 +214,7 @@ def _print(out: Output, file: SimulationFile, found: Plan, scores: dict[float, f
         out.note(f"note: {remark}")
 
 
-def _facts(found: Plan) -> dict[str, str]:
+def _facts(found: PrivacyPlan) -> dict[str, str]:
     spent = next(each.epsilon for each in found.by_rounds if each.rounds == found.rounds)
     why = f"calibrated for epsilon {found.budget:.4g}" if found.calibrated else "given"
     return {
@@ -236,11 +238,11 @@ def _participation(mechanism: Mechanism) -> str:
     return f"a client may take part in {turns}" + (f", and in {_rounds(most)} of the job" if most else "")
 
 
-def _what(found: Plan) -> str:
+def _what(found: PrivacyPlan) -> str:
     return "a node of the tree over the rounds" if found.mechanism.kind == "tree" else "a round's mean"
 
 
-def _most(found: Plan, noise: Noise) -> str:
+def _most(found: PrivacyPlan, noise: NoiseCost) -> str:
     far = min(planning.MOST_ROUNDS, planning.FAR * found.rounds)
     return f"{noise.max_rounds:,}" + ("+" if noise.max_rounds == far else "")
 

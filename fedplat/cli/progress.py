@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedplat.cli import formats
 from fedplat.cli.output import Output, table
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 
 COLUMNS = ("#ROUND", "#TRY", "KIND", "PHASE", "#MERGED", "#LATE", "#FAILED", "#TOOK", "#CLOCK", "METRICS")
 LINE_EVERY_S = 1.0
@@ -24,12 +24,12 @@ _KEPT = 100
 Clock = Callable[[], float]
 
 
-class Board:
+class ProgressEstimate:
     """What is known of a running simulation; `clock` is the real one, everything else is virtual."""
 
     def __init__(self, name: str, num_rounds: int, metric: str, clock: Clock) -> None:
         self.name, self.num_rounds, self.metric = name, num_rounds, metric
-        self.latest: collections.deque[AttemptRecord] = collections.deque(maxlen=_KEPT)
+        self.latest: collections.deque[AttemptResult] = collections.deque(maxlen=_KEPT)
         self.round = self.merged = self.late = self.failed = 0
         self.now_s = 0.0
         self.best: float | None = None
@@ -40,7 +40,7 @@ class Board:
         """What was added until now was computed earlier: speed counts from here on."""
         self._began_at, self._began_with = self._clock(), (self.round, self.merged)
 
-    def add(self, record: AttemptRecord) -> None:
+    def add(self, record: AttemptResult) -> None:
         """An attempt has ended."""
         self.latest.append(record)
         self.now_s = record.ended_at
@@ -77,7 +77,7 @@ class Board:
 
 
 @contextlib.contextmanager
-def showing(output: Output, board: Board) -> Generator[Callable[[AttemptRecord], None]]:
+def showing(output: Output, board: ProgressEstimate) -> Generator[Callable[[AttemptResult], None]]:
     """Yields what is to be told of each attempt. Everything goes to stderr; with JSON nothing is shown."""
     if output.as_json:
         yield board.add
@@ -88,7 +88,7 @@ def showing(output: Output, board: Board) -> Generator[Callable[[AttemptRecord],
         yield _lines(output, board)
 
 
-def picture(board: Board, output: Output) -> Group:
+def picture(board: ProgressEstimate, output: Output) -> Group:
     """The latest attempts, as many as fit, above a progress bar over the rounds."""
     shown = list(board.latest)[-max(1, output.messages.height - 4) :]
     bar = Table.grid(padding=(0, 2))
@@ -101,7 +101,7 @@ def picture(board: Board, output: Output) -> Group:
     return Group(table(COLUMNS, [row(record) for record in shown]), bar)
 
 
-def row(record: AttemptRecord) -> tuple[str, ...]:
+def row(record: AttemptResult) -> tuple[str, ...]:
     """An attempt's cells, in the order of `COLUMNS`."""
     return (
         str(record.round),
@@ -117,11 +117,11 @@ def row(record: AttemptRecord) -> tuple[str, ...]:
     )
 
 
-def _lines(output: Output, board: Board, clock: Clock = time.monotonic) -> Callable[[AttemptRecord], None]:
+def _lines(output: Output, board: ProgressEstimate, clock: Clock = time.monotonic) -> Callable[[AttemptResult], None]:
     """A line for the last round, and for another when the last line is some time ago."""
     shown_at = -LINE_EVERY_S
 
-    def add(record: AttemptRecord) -> None:
+    def add(record: AttemptResult) -> None:
         nonlocal shown_at
         board.add(record)
         now = clock()

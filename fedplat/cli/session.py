@@ -101,7 +101,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class CommandSession:
     """A command's connection and its printer, and how long it tries again."""
 
     client: AdminClient
@@ -126,7 +126,7 @@ def reporting(context: typer.Context, as_json: bool) -> Generator[Output]:
 @contextlib.contextmanager
 def session(
     context: typer.Context, server: str | None, as_json: bool, timeout_s: float | None = None
-) -> Generator[Session]:
+) -> Generator[CommandSession]:
     """A connection to the server that the options name; `server` and `as_json` are those after the command.
 
     A command that tries again by itself gives `timeout_s`, from `own_timeout_s`. Any other one begins when the server
@@ -144,7 +144,7 @@ def session(
             patience = Patience(wait_s if timeout_s is None else timeout_s, output.note)
             if timeout_s is None and wait_s:
                 patience.run(client, client.status)
-            yield Session(client, output, patience)
+            yield CommandSession(client, output, patience)
 
 
 def own_timeout_s(context: typer.Context, given: float | None, default_s: float = DEFAULT_TIMEOUT_S) -> float:

@@ -21,7 +21,7 @@ from fedplat.simulation import api
 from fedplat.simulation.api import Run
 from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.report import data as data_report
-from fedplat.simulation.run_folder import CHECKPOINT_S, Keep
+from fedplat.simulation.run_folder import CHECKPOINT_S, RunFolderOptions
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import load_data
@@ -67,7 +67,7 @@ def simulate(  # noqa: PLR0913 - a command's parameters are its options
             return
         default = Path("runs") / read.job.name
         folder = output or (folders.latest(default) if resume else folders.free(default))
-        keep = Keep(folder, resume, tensorboard, checkpoint_s)
+        keep = RunFolderOptions(folder, resume, tensorboard, checkpoint_s)
         try:
             run = _run(out, read, keep)
         except KeyboardInterrupt as exc:
@@ -99,7 +99,7 @@ def read_file(file: Path, changes: list[str]) -> SimulationFile:
         raise JobFileError("\n".join(f"{file}: {line}" for line in str(exc).splitlines())) from exc
 
 
-def _command(file: Path, keep: Keep, changes: list[str]) -> str:
+def _command(file: Path, keep: RunFolderOptions, changes: list[str]) -> str:
     """What goes on with a run."""
     words = ["fedplat", "simulate", str(file), "--resume", "--output", str(keep.folder)]
     for change in changes:
@@ -107,8 +107,8 @@ def _command(file: Path, keep: Keep, changes: list[str]) -> str:
     return shlex.join([*words, "--tensorboard"] if keep.tensorboard else words)
 
 
-def _run(out: Output, file: SimulationFile, keep: Keep) -> Run:
-    board = progress.Board(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
+def _run(out: Output, file: SimulationFile, keep: RunFolderOptions) -> Run:
+    board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)
     tell: Callable[[str], object] = (lambda text: None) if out.as_json else out.note
     with wrap_errors("the training"), api.prepare(file, tell=tell) as setup:
         if not out.as_json:
@@ -117,7 +117,7 @@ def _run(out: Output, file: SimulationFile, keep: Keep) -> Run:
             return api.execute(file, setup, observe, keep, board.begin)
 
 
-def _introduction(file: SimulationFile, engine: str, workers: int, num_clients: int, keep: Keep) -> str:
+def _introduction(file: SimulationFile, engine: str, workers: int, num_clients: int, keep: RunFolderOptions) -> str:
     how = f"engine {engine}" + (f", {workers} workers" if workers > 1 else "") if workers else "no training"
     what = f"{file.job.name}: {file.job.rounds} rounds, {num_clients:,} clients, {file.job.selection.goal} reports each"
     return f"{what}; {how}, seed {file.simulation.seed}; {keep.folder}"

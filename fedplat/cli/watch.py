@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedplat.admin import AdminClient
 from fedplat.cli import formats
-from fedplat.cli.board import Board
+from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output, table, to_record
 from fedplat.cli.patience import DEFAULT_TIMEOUT_S, Patience
 from fedplat.errors import ServerUnreachableError
@@ -89,7 +89,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
         yield View(lambda event: output.json(to_record(event)), output.note, JSON_PROGRESS_EVERY_S)
     elif output.screen.is_terminal and not output.screen.is_dumb_terminal:
         with Live(console=output.screen, refresh_per_second=4) as live:
-            board = Board()
+            board = AttemptTable()
 
             def show(event: admin_pb2.JobEvent) -> None:
                 board.add(event)
@@ -105,7 +105,7 @@ def view_for(output: Output, job: admin_pb2.Job) -> Generator[View]:
         yield View(lines(output.line, job), output.note, LINE_PROGRESS_EVERY_S)
 
 
-def picture(board: Board, job: admin_pb2.Job, height: int) -> Group:
+def picture(board: AttemptTable, job: admin_pb2.Job, height: int) -> Group:
     """The latest attempts, as many as fit, above a progress bar over the job's rounds."""
     rows = [_short_row(attempt) for attempt in board.latest(max(1, height - 4))]
     bar = Table.grid(padding=(0, 2))
@@ -120,7 +120,7 @@ def picture(board: Board, job: admin_pb2.Job, height: int) -> Group:
 
 def lines(line: Callable[[str], object], job: admin_pb2.Job) -> Callable[[admin_pb2.JobEvent], None]:
     """Print a line for each attempt that ended, version that was scored, state of the job, and event about progress."""
-    board = Board()
+    board = AttemptTable()
 
     def show(event: admin_pb2.JobEvent) -> None:
         attempt = board.add(event)

@@ -9,7 +9,7 @@ value and what was expected, and suggests similar names.
 from __future__ import annotations
 
 from fedplat.job.advice import warnings
-from fedplat.job.pool import Pool, ServerLearning, ServerStep, WarmStart
+from fedplat.job.pool import PoolOptions, ServerLearning, ServerStep, WarmStart
 from fedplat.job.privacy import build_mechanism, calibrate, find_mechanism, plan_charge
 from fedplat.job.rule import build_rule
 from fedplat.job.sections import (
@@ -42,7 +42,7 @@ __all__ = [
     "JobSpec",
     "Model",
     "Name",
-    "Pool",
+    "PoolOptions",
     "Positive",
     "Retention",
     "Retry",

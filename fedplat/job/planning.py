@@ -32,8 +32,8 @@ FAR = 100
 CURVE_POINTS = 24
 
 Row = TypeVar("Row")
-Task = Callable[[], "Cohort | Noise"]
-Run = Callable[[Callable[[Task], "Cohort | Noise"], Sequence[Task]], Iterable["Cohort | Noise"]]
+Task = Callable[[], "CohortCost | NoiseCost"]
+Run = Callable[[Callable[[Task], "CohortCost | NoiseCost"], Sequence[Task]], Iterable["CohortCost | NoiseCost"]]
 """A `map`: the builtin one, or that of a pool of processes."""
 
 
@@ -45,7 +45,7 @@ class Rounds(Struct, frozen=True, kw_only=True):
     epsilon_rdp: float
 
 
-class Cohort(Struct, frozen=True, kw_only=True):
+class CohortCost(Struct, frozen=True, kw_only=True):
     """What a number of expected reports needs for the epsilon of the plan.
 
     `noise_multiplier` is None where no noise is enough. `deviation` is that of the noise in each entry of the mean
@@ -59,7 +59,7 @@ class Cohort(Struct, frozen=True, kw_only=True):
     deviation: float | None
 
 
-class Noise(Struct, frozen=True, kw_only=True):
+class NoiseCost(Struct, frozen=True, kw_only=True):
     """What a noise multiplier costs in the job's rounds.
 
     `max_rounds` are those that the epsilon of the plan is enough for, but a hundred times the job's at most.
@@ -71,7 +71,7 @@ class Noise(Struct, frozen=True, kw_only=True):
     deviation: float
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class PrivacyPlan(Struct, frozen=True, kw_only=True):
     """A private job before it is submitted. `num_clients` is 0 where nothing says it.
 
     `budget` is the epsilon that other choices are compared at: the job's, or what its noise comes to.
@@ -91,8 +91,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     noise_multiplier: float
     deviation: float
     by_rounds: tuple[Rounds, ...]
-    by_cohort: tuple[Cohort, ...]
-    by_noise: tuple[Noise, ...]
+    by_cohort: tuple[CohortCost, ...]
+    by_noise: tuple[NoiseCost, ...]
     remarks: tuple[str, ...]
 
 
@@ -112,7 +112,7 @@ def plan(
     multipliers: Sequence[float] = (),
     progress: Callable[[int, int], object] = lambda done, total: None,
     run: Run = map,
-) -> Plan:
+) -> PrivacyPlan:
     """Return the plan of a job; `multipliers` are compared in place of some around the job's own.
 
     `progress` is called with the number of rows that are computed, and of all. `run` computes the rows of other cohorts
@@ -133,7 +133,7 @@ def plan(
     counts = _counts(spec.rounds, found.max_releases)
     done, total = itertools.count(1), len(counts) + len(goals) + len(chosen)
 
-    def shown(row: Row) -> Row:
+    def advance(row: Row) -> Row:
         progress(next(done), total)
         return row
 
@@ -144,10 +144,10 @@ def plan(
     ]
     others = iter(run(_call, [task for task, is_own in tasks if not is_own]))
     # The costs that the job's own rows share are cached in this process.
-    by_rounds = tuple(shown(_rounds(mechanism, options.delta, count)) for count in counts)
-    own = iter([shown(task()) for task, is_own in tasks if is_own])
-    rows = [next(own) if is_own else shown(next(others)) for _, is_own in tasks]
-    return Plan(
+    by_rounds = tuple(advance(_rounds(mechanism, options.delta, count)) for count in counts)
+    own = iter([advance(task()) for task, is_own in tasks if is_own])
+    rows = [next(own) if is_own else advance(next(others)) for _, is_own in tasks]
+    return PrivacyPlan(
         job=spec.name,
         population=spec.population,
         rounds=spec.rounds,
@@ -162,23 +162,23 @@ def plan(
         noise_multiplier=found.noise_multiplier,
         deviation=found.noise_multiplier / (spec.selection.goal * options.expected_weight),
         by_rounds=by_rounds,
-        by_cohort=tuple(row for row in rows if isinstance(row, Cohort)),
-        by_noise=tuple(row for row in rows if isinstance(row, Noise)),
+        by_cohort=tuple(row for row in rows if isinstance(row, CohortCost)),
+        by_noise=tuple(row for row in rows if isinstance(row, NoiseCost)),
         remarks=tuple(_remarks(spec, num_clients)),
     )
 
 
-def _call(task: Task) -> Cohort | Noise:
+def _call(task: Task) -> CohortCost | NoiseCost:
     return task()
 
 
-def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> Noise:
+def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
     """Return the cost of another `privacy.noise_multiplier` of the same job."""
     spec, options = calibrated, private(calibrated)
     mechanism = build_mechanism(spec, options.whole(multiplier))
     precision = FINE if multiplier == options.noise_multiplier else ROUGH
     limit = min(MOST_ROUNDS, FAR * spec.rounds)
-    return Noise(
+    return NoiseCost(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
         max_rounds=max_releases(mechanism, budget, options.delta, limit, precision=precision),
@@ -218,7 +218,7 @@ def _goals(spec: JobSpec) -> list[int]:
     return sorted({max(1, round(factor * spec.selection.goal)) for factor in FACTORS})
 
 
-def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> Cohort:
+def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> CohortCost:
     spec, options, mechanism = calibrated, private(calibrated), find_mechanism(calibrated)
     assert mechanism is not None
     if mechanism.kind == "poisson":
@@ -240,7 +240,7 @@ def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> 
             multiplier = options.of_model(whole)
     except ValueError:
         multiplier = None
-    return Cohort(
+    return CohortCost(
         expected_reports=goal,
         sampling_probability=mechanism.sampling_probability,
         separation=mechanism.separation,

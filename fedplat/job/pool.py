@@ -16,7 +16,7 @@ from fedplat.job.sections import Count, Name
 Coefficient = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
-class Pool(Struct, frozen=True, forbid_unknown_fields=True):
+class PoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Ranks of the server's accelerators that work for the job."""
 
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1

@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from fedplat import aggregate, modes, privacy
-from fedplat.job.pool import Pool, ServerStep, WarmStart
+from fedplat.job.pool import PoolOptions, ServerStep, WarmStart
 from fedplat.job.sections import (
     Compression,
     Count,
@@ -24,7 +24,7 @@ from fedplat.job.sections import (
     Updates,
 )
 from fedplat.sampling import Poisson, Uniform
-from fedplat.toml import read_record, read_toml, format_value, shown_key
+from fedplat.toml import format_value, read_record, read_toml, shown_key
 
 OUTLIER_FACTOR = 1000.0
 MAX_WEIGHT_FACTOR = 10.0
@@ -71,7 +71,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Evaluation of committed models."""
     retention: Retention = Retention()
     """Files and history that the server keeps."""
-    pool: Pool | None = None
+    pool: PoolOptions | None = None
     """Ranks of the server that work for the job, if it has any; needs `durability = "spool"`."""
     warm_start: WarmStart | None = None
     """Training on the server's data before round 1; none: round 1 begins with the initial model."""
@@ -85,7 +85,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"config.{shown_key(key)} = {value}: expected a finite number")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"config.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits")
+                raise ValueError(
+                    f"config.{shown_key(key)} = {format_value(value)}: expected a number of at most 64 bits"
+                )
         _check(self)
 
     @property

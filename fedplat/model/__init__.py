@@ -28,8 +28,8 @@ from fedplat.model import header
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, VectorBlocks, blocks, is_finite, part_of, windows
 from fedplat.model.file import ModelFile
 from fedplat.model.schema import DTYPES, FLOATING, Carry, Schema, Segment, TensorSpec
-from fedplat.model.steps import read_base_values, apply_step
-from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, all_finite, add_step, read_run
+from fedplat.model.steps import apply_step, read_base_values
+from fedplat.model.values import Bytes, FloatingBlocks, Read, Values, add_step, all_finite, read_run
 
 __all__ = [
     "BLOCK",
@@ -48,14 +48,14 @@ __all__ = [
     "Values",
     "Vector",
     "VectorBlocks",
+    "add_step",
     "all_finite",
+    "apply_step",
     "blocks",
     "is_finite",
-    "read_base_values",
-    "add_step",
     "part_of",
+    "read_base_values",
     "read_run",
-    "apply_step",
     "windows",
 ]
 

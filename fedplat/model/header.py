@@ -26,7 +26,7 @@ _CACHED_BYTES = 2**20
 _UP_TO_COLON = re.compile(rb'[^":]*+(?:"(?:[^"\\]++|\\.)*+"[^":]*+)*+:', re.DOTALL)
 
 
-class Layout(msgspec.Struct, frozen=True):
+class FileHeader(msgspec.Struct, frozen=True):
     """What a header says: the schema, and the file's own tensors in the order of their bytes."""
 
     schema: Schema
@@ -51,13 +51,13 @@ def header_size(prefix: bytes, file_size: int) -> int:
     return size
 
 
-def read_layout(text: bytes, body_size: int) -> Layout:
+def read_layout(text: bytes, body_size: int) -> FileHeader:
     """The layout that a header describes; its tensors fill the `body_size` bytes without gap or overlap."""
     # All updates of a job have the same header: reading it once is most of the work for a small model.
     return (_read_layout_cached if len(text) <= _CACHED_BYTES else _read_layout)(text, body_size)
 
 
-def _read_layout(text: bytes, body_size: int) -> Layout:
+def _read_layout(text: bytes, body_size: int) -> FileHeader:
     entries, carry = _decode(text)
     tensors: list[TensorSpec] = []
     end = 0
@@ -75,7 +75,7 @@ def _read_layout(text: bytes, body_size: int) -> Layout:
         end = stop
     if end != body_size:
         raise ModelError(f"the tensors fill {end} bytes; the file has {body_size}")
-    return Layout(Schema(tuple(tensors), carry), tuple(tensors))
+    return FileHeader(Schema(tuple(tensors), carry), tuple(tensors))
 
 
 _read_layout_cached = lru_cache(maxsize=16)(_read_layout)

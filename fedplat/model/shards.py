@@ -18,7 +18,7 @@ from fedplat.model.blocks import WINDOW
 Terms = npt.NDArray[np.float64]
 
 
-class Across(Protocol):
+class ShardReduce(Protocol):
     """Adds up what all shards have."""
 
     def __call__(self, zero: Terms, terms: Iterable[Terms]) -> Terms:

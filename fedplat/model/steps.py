@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedplat.model.blocks import WINDOW, Vector, blocks
 from fedplat.model.schema import FLOATING, Schema, Segment
-from fedplat.model.values import Read, floating_runs, add_step, read_run
+from fedplat.model.values import Read, add_step, floating_runs, read_run
 
 
 class Flat(Protocol):

@@ -42,7 +42,9 @@ def sampling(mechanism: Mechanism) -> str:
             f"each client takes part in each round with probability {mechanism.sampling_probability:g}, by a trial of "
             "its own that nobody else sees"
         )
-    seldom = "a client takes part in any round" if mechanism.separation == 1 else _describe_separation(mechanism.separation)
+    seldom = (
+        "a client takes part in any round" if mechanism.separation == 1 else _describe_separation(mechanism.separation)
+    )
     at_most = f", {mechanism.max_participations} times in all" if mechanism.max_participations else ""
     return f"{seldom}{at_most}; who takes part may be known"
 

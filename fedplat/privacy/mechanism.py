@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedplat.aggregate import AdaptiveClip, Contribution, Counterpart, Partial, Rule, State, Wrapper
+from fedplat.aggregate import AdaptiveClip, ClientRequirements, Contribution, Partial, Rule, State, Wrapper
 from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, following
 from fedplat.model import Blocks, Schema, Vector
 from fedplat.privacy.noise import Noise, Normals
@@ -115,7 +115,7 @@ def privatize(release: Release, noise: Noise | None) -> Wrapper:
     return wrap
 
 
-def _counterpart(inner: Counterpart) -> Counterpart:
+def _counterpart(inner: ClientRequirements) -> ClientRequirements:
     def misfit(schema: Schema) -> str:
         if schema.carry == "max":
             return (

@@ -9,8 +9,8 @@ round 1), `restart` (how attempts go on after a crash), `rollback` (how a job go
 
 from fedplat.rounds.changes import Change, HistoryRow, difference
 from fedplat.rounds.coordinator import Coordinator, Proposal
-from fedplat.rounds.participation import Memory, Participation, participations_of, rounds_to_recall
-from fedplat.rounds.records import Assignment, AssignmentId, Attempt, AttemptKey, Crew, JobState, ModelVersion
+from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of, rounds_to_recall
+from fedplat.rounds.records import Assignment, AssignmentId, AssignmentSet, Attempt, AttemptKey, JobState, ModelVersion
 from fedplat.rounds.reporting import rebuild_attempt
 from fedplat.rounds.sync import verdict_on_report
 from fedplat.rounds.transition import Context, Verdict
@@ -18,17 +18,17 @@ from fedplat.rounds.transition import Context, Verdict
 __all__ = [
     "Assignment",
     "AssignmentId",
+    "AssignmentSet",
     "Attempt",
     "AttemptKey",
     "Change",
     "Context",
     "Coordinator",
-    "Crew",
     "HistoryRow",
     "JobState",
-    "Memory",
     "ModelVersion",
     "Participation",
+    "ParticipationHistory",
     "Proposal",
     "Verdict",
     "difference",

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, reporting
 from fedplat.rounds.commands import Command
-from fedplat.rounds.records import Assignment, Attempt, Crew, JobState, make_crew
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_crew
 from fedplat.rounds.states import (
     ATTEMPT_TRANSITIONS,
     AssignmentState,
@@ -85,15 +85,15 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
 def forget_updates(job: JobState) -> JobState:
     """Drop the accepted updates, which a job in memory loses when the server dies. Busy clients go on."""
 
-    def lost(crew: Crew) -> list[Assignment]:
+    def drop(crew: AssignmentSet) -> list[Assignment]:
         return [assignments.end(each, AssignmentState.DROPPED, Reason.ATTEMPT_ABANDONED) for each in crew.reported]
 
     attempt = job.attempt
     if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:
-        attempt = attempt.with_assignments(lost(attempt))
-    carried = job.carried.with_assignments(lost(job.carried)) if job.carried.num_reported else job.carried
+        attempt = attempt.with_assignments(drop(attempt))
+    carried = job.carried.with_assignments(drop(job.carried)) if job.carried.num_reported else job.carried
     return structs.replace(job, attempt=attempt, carried=carried)
 
 
-def _open(crew: Crew) -> list[Assignment]:
+def _open(crew: AssignmentSet) -> list[Assignment]:
     return [each for each in crew.assignments.values() if each.is_open]

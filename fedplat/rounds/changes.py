@@ -46,7 +46,7 @@ def difference(before: JobState, after: JobState) -> Change:
     """The change that leads from one state to another; `after.revision` must be one more."""
     assert after.revision == before.revision + 1
     attempt = after.attempt if after.attempt is not before.attempt else None
-    changed = tuple(_changed(before, after))
+    changed = tuple(_find_changed(before, after))
     version = after.latest if after.latest is not before.latest else None
     return Change(
         job=after,
@@ -58,7 +58,7 @@ def difference(before: JobState, after: JobState) -> Change:
     )
 
 
-def _changed(before: JobState, after: JobState) -> Iterator[Assignment]:
+def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
     """The assignments that are new or other ones; not those that merely went from one crew to the other."""
     same_attempt = before.attempt is not None and after.attempt is not None and before.attempt.key == after.attempt.key
     for was, crew in ((before.attempt if same_attempt else None, after.attempt), (before.carried, after.carried)):

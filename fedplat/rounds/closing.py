@@ -11,7 +11,7 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, buffered, influence, pacing, reporting
 from fedplat.rounds.commands import Abandon, Abort, Command, Commit, Restart
-from fedplat.rounds.records import Assignment, Attempt, Crew, JobState
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState
 from fedplat.rounds.states import (
     ASSIGNMENT_TRANSITIONS,
     ATTEMPT_TRANSITIONS,
@@ -28,7 +28,7 @@ from fedplat.rounds.transition import Context, Transition
 
 MAX_METRICS = 64
 """How many metrics an attempt has at most."""
-_Crew = TypeVar("_Crew", bound=Crew)
+_Crew = TypeVar("_Crew", bound=AssignmentSet)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
@@ -254,7 +254,7 @@ def dismiss(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...
     return after, commands
 
 
-def _drop_open(crew: Crew, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
+def _drop_open(crew: AssignmentSet, reason: Reason) -> tuple[list[Assignment], tuple[Command, ...]]:
     still = [each for each in crew.assignments.values() if each.is_open]
     dropped = [assignments.end(each, AssignmentState.DROPPED, reason) for each in still]
     return dropped, tuple(Abort(each.key, each.client_id, reason) for each in still if each.is_busy)

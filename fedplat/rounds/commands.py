@@ -80,7 +80,7 @@ class Commit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WarmStart:
+class RunWarmStart:
     """Train the base version on the server's own data, and answer as to `Commit`. It goes on where an earlier try was.
 
     `AttemptAggregated` with a version of no updates, or `AggregationFailed`.
@@ -97,4 +97,4 @@ class Abandon:
     key: AttemptKey
 
 
-Command = Assign | Refuse | Abort | Fold | Restart | Commit | WarmStart | Abandon
+Command = Assign | Refuse | Abort | Fold | Restart | Commit | RunWarmStart | Abandon

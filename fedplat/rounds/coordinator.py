@@ -32,7 +32,7 @@ from fedplat.rounds.events import (
     ServerRestarted,
     TimerFired,
 )
-from fedplat.rounds.participation import Memory, Participation, participations_of
+from fedplat.rounds.participation import Participation, ParticipationHistory, participations_of
 from fedplat.rounds.records import Assignment, AttemptKey, JobState
 from fedplat.rounds.selection import WaitingRoom
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, JobStatus, Reason
@@ -58,7 +58,7 @@ class Proposal:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outlook:
+class _PopulationSummary:
     """What refused clients of a population may expect: the jobs that run, and what these have and need together.
 
     `fleet` is how many clients there are, for all that is said to any of them: 0 unless a job of the population hides
@@ -79,11 +79,11 @@ class Coordinator:
     def __init__(self, jobs: Iterable[JobState] = (), max_waiting: int = 100_000) -> None:
         self.jobs: dict[str, JobState] = {}
         self.room = WaitingRoom()
-        self.memories: dict[str, Memory] = {}
+        self.memories: dict[str, ParticipationHistory] = {}
         self.max_waiting = max_waiting
         self._busy: dict[str, AttemptKey] = {}
         self._timers: dict[str, float | None] = {}
-        self._outlooks: dict[str, _Outlook] = {}
+        self._outlooks: dict[str, _PopulationSummary] = {}
         for job in jobs:
             self.add(job)
 
@@ -92,7 +92,7 @@ class Coordinator:
         assert job.job_id not in self.jobs
         self.jobs[job.job_id] = job
         self._outlooks.clear()
-        memory = Memory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
+        memory = ParticipationHistory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
         if memory is not None:
             self.memories[job.job_id] = memory
         for crew in job.crews:
@@ -152,7 +152,7 @@ class Coordinator:
 
     def refusal(self, client: ClientCheckedIn) -> Refuse:
         """What to tell a client that waited for nothing: the reason, and when to come back."""
-        outlook = self._outlooks.get(client.population) or self._look_out(client.population)
+        outlook = self._outlooks.get(client.population) or self._summarize(client.population)
         reason, rest_s = Reason.NOT_ELIGIBLE if outlook.running else Reason.NO_WORK, 0.0
         train = [job for job in outlook.running if selection.may_train(job, client)]
         rests = [self._rest_s(client.client_id, job) for job in train if not self._is_spent(client.client_id, job)]
@@ -163,16 +163,16 @@ class Coordinator:
             reason = Reason.LIMIT_REACHED
         num_clients = outlook.fleet or self.room.num_waiting(client.population) + outlook.num_busy
         if reason in (Reason.NO_WORK, Reason.LIMIT_REACHED):
-            num_clients = pacing.rounded(num_clients) if outlook.hides else num_clients
+            num_clients = pacing.round_up_to_power_of_two(num_clients) if outlook.hides else num_clients
             return Refuse(client.client_id, reason, pacing.idle_window(num_clients))
         window = pacing.busy_window(num_clients, outlook.num_needed, outlook.round_s)
         return Refuse(client.client_id, reason, pacing.after_rest(window, rest_s))
 
-    def _look_out(self, population: str) -> _Outlook:
+    def _summarize(self, population: str) -> _PopulationSummary:
         """Looked up once between two changes of jobs: thousands of clients are refused meanwhile."""
         jobs = [job for job in self.jobs.values() if job.spec.population == population]
         running = tuple(job for job in jobs if job.status is JobStatus.RUNNING)
-        outlook = self._outlooks[population] = _Outlook(
+        outlook = self._outlooks[population] = _PopulationSummary(
             running,
             num_busy=sum(job.num_busy for job in running),
             # Whoever waits for a pool needs all of it there at once, however few it draws.

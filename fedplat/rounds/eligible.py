@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fedplat.rounds.events import ClientCheckedIn
-from fedplat.rounds.participation import NEVER, Memory
+from fedplat.rounds.participation import NEVER, ParticipationHistory
 from fedplat.rounds.records import AttemptKey
-from fedplat.sampling import Past
+from fedplat.sampling import ClientHistory
 
 Accepts = Callable[[ClientCheckedIn], bool]
 
 
-class Pool:
+class EligibleClients:
     """The eligible clients of a round, as `sampling.Candidates`; those that have to rest stand beside them.
 
     They lie in an array without gaps: whoever leaves is replaced by the last. The order, and so what a seed draws,
     depends on nothing but who came and went.
     """
 
-    def __init__(self, accepts: Accepts, memory: Memory | None, key: AttemptKey) -> None:
+    def __init__(self, accepts: Accepts, memory: ParticipationHistory | None, key: AttemptKey) -> None:
         self.key = key
         self._accepts = accepts
         self._memory = memory
@@ -72,7 +72,7 @@ class Pool:
         """One label of all that may be drawn."""
         return [client.labels.get(label) for client in self._clients]
 
-    def known(self) -> list[tuple[int, Past]]:
+    def list_known(self) -> list[tuple[int, ClientHistory]]:
         """The numbers and the past of those that took part before; looks at the fewer of the known and the waiting."""
         pasts = self._memory.clients if self._memory is not None else {}
         places = self._places

@@ -10,7 +10,7 @@ from fedplat.rounds.records import AttemptKey, ModelVersion
 from fedplat.rounds.states import Reason
 
 
-class Action(StrEnum):
+class JobAction(StrEnum):
     """What an operator may do to a job."""
 
     START = "start"
@@ -24,7 +24,7 @@ class OperatorCommand:
     """An operator starts, pauses, resumes or cancels a job."""
 
     job_id: str
-    action: Action
+    action: JobAction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def after_rest(window: RetryWindow, rest_s: float) -> RetryWindow:
     return RetryWindow(max(window.min_s, rest_s / 2), max(window.max_s, rest_s))
 
 
-def rounded(num_clients: int) -> int:
+def round_up_to_power_of_two(num_clients: int) -> int:
     """The next power of two: whoever hears a window that follows from it hardly learns how many there are."""
     return 1 << max(num_clients - 1, 0).bit_length()
 

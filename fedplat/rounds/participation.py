@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from fedplat.job import JobSpec
 from fedplat.rounds.records import Assignment, JobState
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat.sampling import Past
+from fedplat.sampling import ClientHistory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ NEVER = 1 << 40
 """Beyond all rounds."""
 
 
-class Memory:
+class ParticipationHistory:
     """The clients of one job. `min_separation`: how many rounds a client rests after one that it took part in.
 
     A client that was assigned in round r is not drawn before round r + min_separation + 1, and never again once it was
@@ -51,14 +51,14 @@ class Memory:
     """
 
     def __init__(self, min_separation: int = 0, max_participations: int = 0) -> None:
-        self.clients: dict[str, Past] = {}
+        self.clients: dict[str, ClientHistory] = {}
         self.utilities: list[float] = []
         self._rest = min_separation
         self._most = max_participations
         self._reported: dict[str, tuple[int, int]] = {}
 
     @classmethod
-    def recall(cls, spec: JobSpec, participations: Iterable[Participation]) -> Memory | None:
+    def recall(cls, spec: JobSpec, participations: Iterable[Participation]) -> ParticipationHistory | None:
         """The memory of a job with these in its store, in the order of rounds; None if it has no use for one."""
         if not spec.remembers:
             return None
@@ -73,7 +73,7 @@ class Memory:
         past = self.clients.get(now.client_id)
         is_new = past is None or (past.round, past.attempt) < name
         if past is None:
-            past = self.clients[now.client_id] = Past(*name)
+            past = self.clients[now.client_id] = ClientHistory(*name)
         elif is_new:
             past.num_rounds += past.round < now.round
             past.round, past.attempt = name

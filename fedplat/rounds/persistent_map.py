@@ -14,7 +14,7 @@ _Value = TypeVar("_Value")
 _ABSENT: Any = object()
 
 
-class Cohort(Mapping[str, _Value], Generic[_Value]):
+class PersistentMap(Mapping[str, _Value], Generic[_Value]):
     """An immutable map in order of insertion; equal to any mapping with the same items.
 
     >>> before = Cohort({"a": 1, "b": 2})
@@ -29,9 +29,9 @@ class Cohort(Mapping[str, _Value], Generic[_Value]):
         self._base: dict[str, _Value] = dict(items or {})
         self._recent: dict[str, _Value] = {}
 
-    def updated(self, changed: Mapping[str, _Value]) -> Cohort[_Value]:
+    def update(self, changed: Mapping[str, _Value]) -> PersistentMap[_Value]:
         """This map with some items added or replaced."""
-        after: Cohort[_Value] = Cohort()
+        after: PersistentMap[_Value] = PersistentMap()
         after._base, after._recent = self._base, {**self._recent, **changed}
         # Copying r recent items in each step, and n of the base every r steps, is cheapest at r = sqrt(2 n).
         if len(after._recent) ** 2 > 2 * len(after._base):
@@ -41,39 +41,39 @@ class Cohort(Mapping[str, _Value], Generic[_Value]):
     def changed_since(self, before: Mapping[str, _Value]) -> tuple[_Value, ...]:
         """The values that `before` has not, or has others for."""
         # Plain dictionaries are compared first: through `Mapping` each entry cost ten times as much.
-        if isinstance(before, Cohort) and before._base is self._base:
+        if isinstance(before, PersistentMap) and before._base is self._base:
             now, then = self._recent, before._recent
             names = [name for name, value in now.items() if then.get(name, _ABSENT) is not value]
             names += [name for name in then if name not in now]
         else:
-            then = before._merged() if isinstance(before, Cohort) else before
-            names = [name for name, value in self._merged().items() if then.get(name, _ABSENT) is not value]
+            then = before._merge() if isinstance(before, PersistentMap) else before
+            names = [name for name, value in self._merge().items() if then.get(name, _ABSENT) is not value]
         return tuple(self[name] for name in names if name in self and before.get(name) is not self[name])
 
     def __getitem__(self, name: str) -> _Value:
         return self._recent[name] if name in self._recent else self._base[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._merged())
+        return iter(self._merge())
 
     def __len__(self) -> int:
         return len(self._base) + sum(name not in self._base for name in self._recent)
 
     def values(self) -> ValuesView[_Value]:
         """The values, in order."""
-        return self._merged().values()
+        return self._merge().values()
 
     def items(self) -> ItemsView[str, _Value]:
         """The items, in order."""
-        return self._merged().items()
+        return self._merge().items()
 
     def __repr__(self) -> str:
-        return f"Cohort({self._merged()!r})"
+        return f"Cohort({self._merge()!r})"
 
-    def _merged(self) -> Mapping[str, _Value]:
+    def _merge(self) -> Mapping[str, _Value]:
         return {**self._base, **self._recent} if self._recent else self._base
 
 
-def cohort_of(items: Mapping[str, _Value]) -> Cohort[_Value]:
+def cohort_of(items: Mapping[str, _Value]) -> PersistentMap[_Value]:
     """The items as a cohort; a cohort is returned as it is."""
-    return items if isinstance(items, Cohort) else Cohort(items)
+    return items if isinstance(items, PersistentMap) else PersistentMap(items)

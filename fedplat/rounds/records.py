@@ -18,7 +18,7 @@ from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
-from fedplat.rounds.persistent_map import Cohort, cohort_of
+from fedplat.rounds.persistent_map import PersistentMap, cohort_of
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -104,14 +104,14 @@ class Assignment(Struct, frozen=True):
         return Contribution(self.weight, self.num_examples, self.metrics, self.staleness, self.client_id)
 
 
-class Crew(Struct, frozen=True, kw_only=True):
+class AssignmentSet(Struct, frozen=True, kw_only=True):
     """Clients that were given work, and what became of it.
 
     `counts` holds the number of assignments by state; no assignment is late before `next_deadline`. Both are kept up
     to date by `with_assignments`, so that a report costs no walk over all of them.
     """
 
-    assignments: Mapping[str, Assignment] = field(default_factory=Cohort[Assignment])
+    assignments: Mapping[str, Assignment] = field(default_factory=PersistentMap[Assignment])
     counts: Mapping[AssignmentState, int] = field(default_factory=dict[AssignmentState, int])
     next_deadline: float | None = None
 
@@ -153,7 +153,7 @@ class Crew(Struct, frozen=True, kw_only=True):
             if assignment.is_busy:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
-        assignments = cohort_of(self.assignments).updated(latest)
+        assignments = cohort_of(self.assignments).update(latest)
         return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
@@ -162,17 +162,17 @@ class Crew(Struct, frozen=True, kw_only=True):
         return found if found is not None and found.key == key else None
 
 
-NOBODY = Crew()
+NOBODY = AssignmentSet()
 """A crew without anybody."""
 
 
-def make_crew(assignments: Iterable[Assignment]) -> Crew:
+def make_crew(assignments: Iterable[Assignment]) -> AssignmentSet:
     """Return a crew of these assignments."""
     members = list(assignments)
     return NOBODY.with_assignments(members) if members else NOBODY
 
 
-class Attempt(Crew, frozen=True, kw_only=True):
+class Attempt(AssignmentSet, frozen=True, kw_only=True):
     """One try at one round, the federated evaluation of a committed version, or a warm start (in round 0).
 
     `goal` reports close it, `minimum` are enough when no client is left to wait for, `target` clients work for it.
@@ -264,7 +264,7 @@ class JobState(Struct, frozen=True):
     resume_at: float | None = None
     durations: tuple[float, ...] = ()
     revision: int = 0
-    carried: Crew = NOBODY
+    carried: AssignmentSet = NOBODY
     claims: tuple[Claim, ...] = ()
 
     @property
@@ -273,7 +273,7 @@ class JobState(Struct, frozen=True):
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
 
     @property
-    def crews(self) -> tuple[Crew, ...]:
+    def crews(self) -> tuple[AssignmentSet, ...]:
         """Everybody that the job knows of: the last attempt's crew, and those whom the job carries."""
         return (self.carried,) if self.attempt is None else (self.attempt, self.carried)
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from fedplat.rounds import influence
 from fedplat.rounds.commands import Command, Fold
-from fedplat.rounds.records import Assignment, Attempt, Crew, JobState, make_crew
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_crew
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.rounds.transition import Context
 
@@ -68,7 +68,7 @@ def needs_update(job: JobState, assignment: Assignment) -> bool:
     return assignment.is_open or (attempt is not None and assignment.folded_into == attempt.key)
 
 
-def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, Crew]:
+def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attempt, AssignmentSet]:
     """Return the last attempt of a job with its assignments, and those that the job carries, as a store has them.
 
     `attempt` is without its crew. The rows are those that were made in the attempt, those that were folded into it, and

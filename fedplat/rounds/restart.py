@@ -68,13 +68,13 @@ def _in_bounds(job: JobState, now: float) -> JobState:
     crews: dict[str, Any] = {}
     for name, crew in (("attempt", job.attempt), ("carried", job.carried)):
         busy = crew.busy if crew is not None else []
-        moved = [after for each in busy if (after := _bounded(job, each, now)) != each]
+        moved = [after for each in busy if (after := _bound_deadline(job, each, now)) != each]
         if crew is not None and moved:
             crews[name] = crew.with_assignments(moved)
     return structs.replace(job, **crews) if crews else job
 
 
-def _bounded(job: JobState, assignment: Assignment, now: float) -> Assignment:
+def _bound_deadline(job: JobState, assignment: Assignment, now: float) -> Assignment:
     evaluation = job.spec.evaluation.clients
     if assignment.state is AssignmentState.UPLOADING:
         longest = job.spec.deadlines.upload_s

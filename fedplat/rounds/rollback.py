@@ -33,11 +33,11 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
         ended, commands = closing.dismiss(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, text, context)
-    after = structs.replace(ended, latest=restored(job, event.version), failures=0, resume_at=None)
+    after = structs.replace(ended, latest=make_version(job, event.version), failures=0, resume_at=None)
     return Transition(after, commands)
 
 
-def restored(job: JobState, version: ModelVersion) -> ModelVersion:
+def make_version(job: JobState, version: ModelVersion) -> ModelVersion:
     """The version that a rollback makes: no round made it, and no delta leads to it."""
     state_digest = version.state_digest if job.spec.privacy is None else job.latest.state_digest
     return ModelVersion(

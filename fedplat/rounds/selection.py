@@ -10,9 +10,9 @@ import numpy as np
 
 from fedplat import label_expressions
 from fedplat.rounds import reporting
-from fedplat.rounds.eligible import Pool
+from fedplat.rounds.eligible import EligibleClients
 from fedplat.rounds.events import ClientCheckedIn
-from fedplat.rounds.participation import Memory
+from fedplat.rounds.participation import ParticipationHistory
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 from fedplat.sampling import Policy, Uniform
@@ -123,7 +123,7 @@ class WaitingRoom:
         # Dictionaries, because they keep the order of arrival: a fixed seed draws the same clients.
         self.clients: dict[str, ClientCheckedIn] = {}
         self.demands: dict[str, Demand] = {}
-        self._pools: dict[tuple[str, AttemptKind], Pool] = {}
+        self._pools: dict[tuple[str, AttemptKind], EligibleClients] = {}
         self._sizes: Counter[str] = Counter()
 
     def num_waiting(self, population: str) -> int:
@@ -147,7 +147,7 @@ class WaitingRoom:
             self._sizes[client.population] -= 1
         return client
 
-    def follow(self, job: JobState, memory: Memory | None) -> None:
+    def follow(self, job: JobState, memory: ParticipationHistory | None) -> None:
         """Learns what a job wants now, and forgets who is eligible for one that does not run."""
         demand, job_id = demand_of(job), job.job_id
         if job.status is not JobStatus.RUNNING:
@@ -162,7 +162,7 @@ class WaitingRoom:
             self.demands[job_id] = demand
             self._gather(demand, memory)
 
-    def undo(self, job: JobState, memory: Memory | None) -> None:
+    def undo(self, job: JobState, memory: ParticipationHistory | None) -> None:
         """Learns what a job wants after a batch was lost: who was drawn in it takes part no more."""
         if (pool := self._pools.get((job.job_id, AttemptKind.TRAIN))) is not None:
             pool.bar(None, {})
@@ -195,15 +195,15 @@ class WaitingRoom:
             self.leave(client.client_id)
         return drawn
 
-    def _pool(self, job_id: str) -> Pool:
+    def _pool(self, job_id: str) -> EligibleClients:
         return self._pools[job_id, self.demands[job_id].kind]
 
-    def _gather(self, demand: Demand, memory: Memory | None) -> None:
+    def _gather(self, demand: Demand, memory: ParticipationHistory | None) -> None:
         """Has the pool for a demand; made anew if there is none, or if a batch that was lost had turned it too far."""
         name = (demand.key.job_id, demand.kind)
         pool = self._pools.get(name)
         if pool is None or pool.key > demand.key:
-            pool = Pool(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
+            pool = EligibleClients(demand.accepts, memory if demand.kind is AttemptKind.TRAIN else None, demand.key)
             for client in self.clients.values():
                 pool.enter(client)
             self._pools[name] = pool

@@ -28,13 +28,13 @@ from fedplat.rounds import (
 )
 from fedplat.rounds.commands import Assign, Command
 from fedplat.rounds.events import (
-    Action,
     AggregationFailed,
     AssignmentFailed,
     AssignmentReclaimed,
     AssignmentRevoked,
     AttemptAggregated,
     CandidatesDrawn,
+    JobAction,
     JobEvent,
     OperatorCommand,
     RollbackOrdered,
@@ -138,11 +138,11 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     if job.status is wanted:
         return Transition(job)  # asked twice: done already
     if wanted not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_WORD:
-        possible = [a.value for a in Action if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
-        possible = [a for a in possible if (Action(a), job.status) not in _WRONG_WORD]
+        possible = [a.value for a in JobAction if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
+        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_WORD]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
-    if event.action is Action.RESUME and (spent := privacy_rules.budget_is_spent(job)):
+    if event.action is JobAction.RESUME and (spent := privacy_rules.budget_is_spent(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
         return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
@@ -157,13 +157,13 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)
 
 
-_ACTIONS: Mapping[Action, tuple[JobStatus, Reason | None]] = {
-    Action.START: (JobStatus.RUNNING, None),
-    Action.RESUME: (JobStatus.RUNNING, None),
-    Action.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
-    Action.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
+_ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
+    JobAction.START: (JobStatus.RUNNING, None),
+    JobAction.RESUME: (JobStatus.RUNNING, None),
+    JobAction.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
+    JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
 }
-_WRONG_WORD = frozenset({(Action.START, JobStatus.PAUSED), (Action.RESUME, JobStatus.DRAFT)})
+_WRONG_WORD = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
 
 
 # --- selection ---------------------------------------------------------------------------------------------

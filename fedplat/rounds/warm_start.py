@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from fedplat.rounds.commands import WarmStart
+from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.records import Attempt, AttemptKey, JobState
 from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 from fedplat.rounds.transition import Context, Transition
@@ -43,6 +43,6 @@ def begin(job: JobState, context: Context) -> Transition:
     return Transition(after, (order(attempt),))
 
 
-def order(attempt: Attempt) -> WarmStart:
+def order(attempt: Attempt) -> RunWarmStart:
     """What has the work of an attempt done: once, and again after a restart."""
-    return WarmStart(attempt.key, attempt.base_version)
+    return RunWarmStart(attempt.key, attempt.base_version)

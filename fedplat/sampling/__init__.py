@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from fedplat.sampling.candidates import Candidates, Labels, Past
+from fedplat.sampling.candidates import Candidates, ClientHistory, Labels
 from fedplat.sampling.oort import Oort
 from fedplat.sampling.poisson import Poisson
 from fedplat.sampling.stratified import Stratified
@@ -31,9 +31,9 @@ POLICIES: Mapping[str, type[Policy]] = {each.__struct_config__.tag: each for eac
 __all__ = [
     "POLICIES",
     "Candidates",
+    "ClientHistory",
     "Labels",
     "Oort",
-    "Past",
     "Poisson",
     "Policy",
     "Stratified",

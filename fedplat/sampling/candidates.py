@@ -13,7 +13,7 @@ LARGEST_UTILITY = 1e100
 
 
 @dataclasses.dataclass(slots=True)
-class Past:
+class ClientHistory:
     """What is remembered of a client that took part, which is: was assigned in an attempt to train.
 
     `round` and `attempt` name the last time, `num_participations` counts them all, `num_rounds` the rounds that they
@@ -62,6 +62,6 @@ class Candidates(Protocol):
         """One label of all of them; None of those that do not have it. Takes time for each."""
         ...
 
-    def list_known(self) -> Sequence[tuple[int, Past]]:
+    def list_known(self) -> Sequence[tuple[int, ClientHistory]]:
         """The numbers, in order, and the past of those that took part before."""
         ...

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.sampling.candidates import Candidates, Past
+from fedplat.sampling.candidates import Candidates, ClientHistory
 from fedplat.sampling.uniform import some_of
 from fedplat.sampling.weighted import as_weights, by_weight, fill_missing_weights
 
@@ -95,7 +95,9 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
         speeds = as_weights(candidates.values_of(self.speed))[unexplored]
         return unexplored[by_weight(fill_missing_weights(speeds), count, rng)].tolist()
 
-    def _exploit(self, pasts: Sequence[Past], candidates: Candidates, count: int, rng: np.random.Generator) -> _Indices:
+    def _exploit(
+        self, pasts: Sequence[ClientHistory], candidates: Candidates, count: int, rng: np.random.Generator
+    ) -> _Indices:
         if count <= 0:
             return np.empty(0, np.int64)
         preferred_s = self.preferred_s(candidates.utilities, candidates.round)
@@ -104,7 +106,7 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
         admitted = np.flatnonzero(scores >= cut_off)
         return admitted[by_weight(scores[admitted], count, rng)]
 
-    def scores(self, pasts: Sequence[Past], round_: int, preferred_s: float) -> _Numbers:
+    def scores(self, pasts: Sequence[ClientHistory], round_: int, preferred_s: float) -> _Numbers:
         """Util(i) of Algorithm 1: what each client is expected to bring in this round."""
         utilities = np.array([past.utility for past in pasts])
         utilities = np.minimum(utilities, np.quantile(utilities, CLIPPED_QUANTILE))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fedplat.simulation.api import Run, simulate
 from fedplat.simulation.data import Dataset, Federation
-from fedplat.simulation.run_folder import Keep
+from fedplat.simulation.run_folder import RunFolderOptions
 from fedplat.simulation.scenario.file import SimulationFile
 
-__all__ = ["Dataset", "Federation", "Keep", "Run", "SimulationFile", "simulate"]
+__all__ = ["Dataset", "Federation", "Run", "RunFolderOptions", "SimulationFile", "simulate"]

@@ -21,7 +21,7 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
-from fedplat.simulation.run_folder import Keep, Observer, forget, keeping
+from fedplat.simulation.run_folder import Observer, RunFolderOptions, forget, keeping
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup, prepare
@@ -33,7 +33,7 @@ FORMAT = 1
 """Of `results.json`; it changes where a program that reads one would notice."""
 
 
-class Computed(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     """How it was computed, and how long that took: the only part of a run that no seed decides.
 
     `wall_s` is the time of the last process alone, from its first round on, and `updates` what was merged in it.
@@ -57,7 +57,7 @@ class Run:
     file: SimulationFile
     result: Result
     summary: Summary
-    computed: Computed
+    computed: SimulatedRun
     federation: Federation | None = None
     privacy: Cost | None = None
 
@@ -111,7 +111,7 @@ def simulate(
     data: Federation | None = None,
     learner: Learner | None = None,
     observe: Observer = lambda record: None,
-    keep: Keep | None = None,
+    keep: RunFolderOptions | None = None,
 ) -> Run:
     """Simulates a job, in one call.
 
@@ -133,7 +133,7 @@ def execute(
     file: SimulationFile,
     setup: Setup,
     observe: Observer,
-    keep: Keep | None = None,
+    keep: RunFolderOptions | None = None,
     begins: Callable[[], object] = lambda: None,
 ) -> Run:
     """Runs what was prepared. A run that goes on begins by telling `observe` what was computed before.
@@ -144,7 +144,7 @@ def execute(
     with keeping(keep, given, observe, begins) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()
-    computed = Computed(
+    computed = SimulatedRun(
         engine=setup.choice,
         workers=setup.workers,
         wall_s=seconds,

@@ -19,11 +19,11 @@ import numpy as np
 
 from fedplat.job import JobSpec
 from fedplat.rounds import AttemptKey, Change, Context, Coordinator, JobState, Proposal, Verdict
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
 from fedplat.rounds.events import (
-    Action,
     AssignmentFailed,
     Event,
+    JobAction,
     OperatorCommand,
     TimerFired,
     UpdateRejected,
@@ -32,11 +32,11 @@ from fedplat.rounds.events import (
 )
 from fedplat.rounds.states import AssignmentState, JobStatus, Reason
 from fedplat.simulation.clients import Fleet
-from fedplat.simulation.clients.device import Load, Planner, Task
-from fedplat.simulation.clients.event_queue import Agenda
+from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
+from fedplat.simulation.clients.event_queue import EventQueue
 from fedplat.simulation.clients.idle import Idle
-from fedplat.simulation.federated.interface import Training
-from fedplat.simulation.recording.statistics import Tally
+from fedplat.simulation.federated.interface import FederatedTraining
+from fedplat.simulation.recording.statistics import RunStatistics
 
 Trace = Callable[[Sequence[Event], float, Proposal], None]
 _PLANS, _COORDINATOR, _CLIENTS = range(1, 4)
@@ -58,7 +58,13 @@ class Driver:
     """One job, its fleet and the clock. `trace` is shown every batch: the events, the moment and what follows."""
 
     def __init__(
-        self, spec: JobSpec, fleet: Fleet, training: Training, tally: Tally, seed: int, trace: Trace | None = None
+        self,
+        spec: JobSpec,
+        fleet: Fleet,
+        training: FederatedTraining,
+        tally: RunStatistics,
+        seed: int,
+        trace: Trace | None = None,
     ) -> None:
         self.now = 0.0
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
@@ -68,8 +74,8 @@ class Driver:
         self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
         self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
-        self._agenda: Agenda[tuple[Callable[[Any], Event | None], Any]] = Agenda()
-        self._tasks: dict[int, Task] = {}
+        self._agenda: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
+        self._tasks: dict[int, DeviceAssignment] = {}
         self._settled: AttemptKey | None = None
 
     @property
@@ -79,7 +85,7 @@ class Driver:
 
     def run(self, until_s: float) -> None:
         """Plays until the job has ended or paused itself, until the time is over, or until nothing happens any more."""
-        self._do([OperatorCommand(self._spec.name, Action.START)])
+        self._do([OperatorCommand(self._spec.name, JobAction.START)])
         while self.job.status is JobStatus.RUNNING:
             moment = min(self._deadline_at, self._agenda.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
@@ -119,21 +125,21 @@ class Driver:
 
     # --- what clients and the server do, at their moments ---
 
-    def _upload(self, task: Task) -> Event | None:
+    def _upload(self, task: DeviceAssignment) -> Event | None:
         if task.is_over:
             return None
         self._agenda.put(task.report_at, (self._report, task))
         return UploadStarted(task.key, task.client_id)
 
-    def _report(self, task: Task) -> Event | None:
+    def _report(self, task: DeviceAssignment) -> Event | None:
         return None if task.is_over else self._training.report(task)
 
-    def _fail(self, task: Task) -> Event | None:
+    def _fail(self, task: DeviceAssignment) -> Event | None:
         if task.is_over:
             return None
         return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
 
-    def _go(self, task: Task) -> None:
+    def _go(self, task: DeviceAssignment) -> None:
         """The client is there no longer, and nobody is told; once back, it gets its work again if it still may."""
         if not task.is_over:
             self._tally.lost += 1
@@ -180,7 +186,7 @@ class Driver:
                 case Refuse():
                     refusals.append(command)
                 case _:
-                    assert not isinstance(command, WarmStart)  # such jobs are refused
+                    assert not isinstance(command, RunWarmStart)  # such jobs are refused
                     self._carry_out(command)
         if refusals:
             self._idle.on_refused(refusals, self.now)
@@ -205,7 +211,7 @@ class Driver:
             case Abandon():
                 pass  # what was received for it went when the attempt was settled
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: DeviceAssignment) -> None:
         task.is_over = True
         del self._tasks[task.client]
         self._training.drop(task)
@@ -227,7 +233,7 @@ class Driver:
                 self._agenda.put(task.report_at, (self._report, task))
         self._training.expect(self._that_matter(tasks))
 
-    def _that_matter(self, tasks: Sequence[Task]) -> list[Task]:
+    def _that_matter(self, tasks: Sequence[DeviceAssignment]) -> list[DeviceAssignment]:
         """Whose reports will come in time and before the goal is reached, as far as it can be known now.
 
         A buffer has no surplus: what comes when it is full is for the next one.

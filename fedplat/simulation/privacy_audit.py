@@ -22,7 +22,7 @@ from fedplat.model import Parameters, Vector
 from fedplat.privacy.audit import Bound, bound_of
 from fedplat.privacy.cost import Cost
 from fedplat.simulation import api
-from fedplat.simulation.engines.interface import Engine, Trained, Work
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.run_folder import Observer
 from fedplat.simulation.setup import Setup
 
@@ -86,7 +86,7 @@ class Canaries:
         """See `Engine`."""
         self._inner.begin([work for work in works if not self._is_canary(work)])
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """See `Engine`."""
         if not self._is_canary(work):
             return self._inner.result(work)
@@ -94,7 +94,7 @@ class Canaries:
         update = Parameters.zeros(self.first.schema)
         if self._included[work.client]:
             update = update.plus((self._norm * self.direction(work.client)).astype(np.float32))
-        return Trained(update, self._num_examples)
+        return LocalUpdate(update, self._num_examples)
 
     def drop(self, work: Work) -> None:
         """See `Engine`."""

@@ -16,11 +16,11 @@ from fedplat.model import Parameters
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.driver import Driver, Trace
 from fedplat.simulation.engines.interface import Engine
-from fedplat.simulation.federated.interface import Scheduling, Training
-from fedplat.simulation.federated.training import Learning
-from fedplat.simulation.recording.replay_log import Journal
+from fedplat.simulation.federated.interface import FederatedTraining, Scheduling
+from fedplat.simulation.federated.training import FederatedLearning
+from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.recording.statistics import Observer, Tally, groups_of, staleness_of
+from fedplat.simulation.recording.statistics import Observer, RunStatistics, groups_of, staleness_of
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.options import YEAR_S
 
@@ -70,17 +70,17 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
     spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
     unsupported.check(spec)
     with contextlib.ExitStack() as stack:
-        training: Training
-        learning: Learning | None = None
+        training: FederatedTraining
+        learning: FederatedLearning | None = None
         if engine is None:
             training = Scheduling(_model_bytes(simulation))
         else:
             if simulation.initial is None:
                 raise ValueError("a simulation with an engine needs an initial model")
             fleet = fleet.with_examples([engine.num_examples(client) for client in range(engine.num_clients)])
-            training = learning = Learning(spec, engine, _extend_initial(spec, simulation.initial), seed)
+            training = learning = FederatedLearning(spec, engine, _extend_initial(spec, simulation.initial), seed)
             if hooks.journal is not None:
-                journal = Journal(
+                journal = ReplayLog(
                     learning,
                     hooks.journal,
                     identity_of(simulation, fleet),
@@ -88,7 +88,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                     hooks.checkpoint_due,
                 )
                 training = stack.enter_context(contextlib.closing(journal))
-        tally = Tally(fleet, hooks.observe)
+        tally = RunStatistics(fleet, hooks.observe)
         driver = Driver(spec, fleet, training, tally, seed, hooks.trace)
         driver.run(simulation.until_s)
     participation = tally.participation()

@@ -12,17 +12,17 @@ from typing import Any
 
 from fedplat.simulation.recording import checkpoint
 from fedplat.simulation.recording import folder as folders
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.report.tensorboard import EventFile
 from fedplat.simulation.run import Hooks
 
-Observer = Callable[[AttemptRecord], object]
+Observer = Callable[[AttemptResult], object]
 CHECKPOINT_S = 5.0
 """A checkpoint takes a few synced files: this often it costs nothing that is noticed."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep:
+class RunFolderOptions:
     """Where a run is kept. `resume` goes on with the one that is there, from its last checkpoint.
 
     Checkpoints are at least `checkpoint_s` seconds apart. `tensorboard`: event files are written too.
@@ -45,7 +45,7 @@ class Pace:
         self._replayed, self._begins = replayed, begins
         self._since = time.perf_counter()
 
-    def add(self, record: AttemptRecord) -> None:
+    def add(self, record: AttemptResult) -> None:
         """An attempt has ended."""
         if record.version <= self._replayed:
             self._since = time.perf_counter()
@@ -58,7 +58,7 @@ class Pace:
         return time.perf_counter() - self._since
 
 
-class Every:
+class Throttle:
     """Says at most once in so many seconds that it is time."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,7 +74,10 @@ class Every:
 
 @contextlib.contextmanager
 def keeping(
-    keep: Keep | None, given: Mapping[str, Any], observe: Observer, begins: Callable[[], object] = lambda: None
+    keep: RunFolderOptions | None,
+    given: Mapping[str, Any],
+    observe: Observer,
+    begins: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[Hooks, Pace]]:
     """What a run tells while it runs, and its pace. `given` is what the run is given, for its folder.
 
@@ -88,7 +91,7 @@ def keeping(
             journal = keep.folder / folders.JOURNAL
             found = checkpoint.find(journal)
             replayed = 0 if found is None else found.version
-            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Every(keep.checkpoint_s))
+            hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Throttle(keep.checkpoint_s))
             observers.append(stack.enter_context(folders.Lines(keep.folder)).add)
             if keep.tensorboard:
                 events = EventFile(keep.folder / folders.EVENTS)
@@ -98,13 +101,13 @@ def keeping(
         # The folder first: what somebody sees is in it.
         observers += [observe, pace.add]
 
-        def tell(record: AttemptRecord) -> None:
+        def tell(record: AttemptResult) -> None:
             for each in observers:
                 each(record)
 
         yield dataclasses.replace(hooks, observe=tell), pace
 
 
-def forget(keep: Keep) -> None:
+def forget(keep: RunFolderOptions) -> None:
     """Removes what only a run that was stopped needs."""
     shutil.rmtree(keep.folder / folders.JOURNAL, ignore_errors=True)

@@ -113,7 +113,7 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
         ) from exc
     del torch
     from fedplat.pytorch.training import LocalOptions
-    from fedplat.simulation.engines.client_trainer import Task
+    from fedplat.simulation.engines.client_trainer import ClientTraining
     from fedplat.simulation.engines.registry import open_engine
     from fedplat.simulation.scenario.model import learner_of
 
@@ -128,5 +128,5 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
     if learner.personal:  # a model without any client's layers has no score
         dealt = dataclasses.replace(dealt, test_inputs=dealt.test_inputs[:0], test_targets=dealt.test_targets[:0])
-    task = Task(dealt, learner, options, file.simulation.seed)
+    task = ClientTraining(dealt, learner, options, file.simulation.seed)
     return open_engine(file.simulation.engine, task, file.simulation.workers), start

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from fedplat.rounds import Change, Coordinator, HistoryRow, JobState, ModelVersion
-from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, WarmStart
+from fedplat.rounds.commands import Abandon, Abort, Assign, Command, Commit, Fold, Refuse, Restart, RunWarmStart
 from fedplat.rounds.events import ServerRestarted
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, AttemptPhase
 from fedplat_server import __version__, logs
@@ -23,16 +23,16 @@ from fedplat_server.aggregation.service import Accelerators, Aggregation
 from fedplat_server.auth import tls
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
-from fedplat_server.auth.authentication import Callers
-from fedplat_server.auth.client_directory import ClientBook
-from fedplat_server.auth.enrollment import Enrolments, Trust
+from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import Enrollments, Trust
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
-from fedplat_server.coordination.retention import Retention
+from fedplat_server.coordination.retention import RetentionTask
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import STORE_RETRY_S, Runner
 from fedplat_server.database.engine import async_url, sqlite_path
@@ -41,19 +41,19 @@ from fedplat_server.database.store import open_store
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.leadership.election import Election, open_election
 from fedplat_server.records import audit
-from fedplat_server.records.lease import Candidate, Lease, Tenure
+from fedplat_server.records.lease import Candidate, HeldLease, Lease
 from fedplat_server.rpc import serving
 from fedplat_server.rpc.memory import UploadMemory
 from fedplat_server.rpc.routing.follower import Follower
-from fedplat_server.rpc.routing.gateway import Entrance
-from fedplat_server.rpc.routing.router import Nowhere
-from fedplat_server.rpc.services import JobBook, Services, is_to_begin
+from fedplat_server.rpc.routing.gateway import ForwardingRoute
+from fedplat_server.rpc.routing.router import NoLeader
+from fedplat_server.rpc.services import JobRegistry, Services, is_to_begin
 from fedplat_server.storage import data_dir
 from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.chunks import Chunks
 from fedplat_server.storage.inline_models import InlineModels
 from fedplat_server.storage.spool import Spool
-from fedplat_server.training.evaluation import Evaluation, Trainers
+from fedplat_server.training.evaluation import EvaluationScheduler, Trainers
 from fedplat_server.training.server_training import ServerTraining
 from fedplat_server.workers.client import WorkerPool
 
@@ -92,7 +92,7 @@ class Daemon:
     async def run(self) -> None:
         """Starts, leads or follows until `stop`, drains, ends. Raises what a part died of."""
         config = self._config
-        with data_dir.held(config.data_dir, shared=config.is_shared):
+        with data_dir.lock_data_dir(config.data_dir, shared=config.is_shared):
             for warning in data_dir.protect(config.data_dir, sqlite_path(async_url(config.database))):
                 logs.get().warning(warning)
             async with contextlib.AsyncExitStack() as stack:
@@ -117,7 +117,7 @@ class Daemon:
         await self.started.wait()
         await tls.watch(certificates, self._config.listen)
 
-    async def _follow(self, endpoint: serving.Endpoint, election: Election, candidate: Candidate) -> Tenure | None:
+    async def _follow(self, endpoint: serving.Endpoint, election: Election, candidate: Candidate) -> HeldLease | None:
         """Passes calls on to the leader until this daemon is elected, or shall stop."""
 
         async def tell(is_serving: bool) -> None:
@@ -125,7 +125,7 @@ class Daemon:
             if is_serving:
                 await self._announce(endpoint)
 
-        entrance = Entrance(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
+        entrance = ForwardingRoute(self._config.tls, endpoint.peers.client_of, UploadMemory(self._config.limits))
         follower = Follower(candidate.holder, endpoint.switch, tell, entrance)
         try:
             return await self._unless_stopped(election.elect(follower.follow))
@@ -133,7 +133,7 @@ class Daemon:
             await follower.close()
             await endpoint.health.tell(False)
 
-    async def _lead(self, endpoint: serving.Endpoint, election: Election, tenure: Tenure) -> None:
+    async def _lead(self, endpoint: serving.Endpoint, election: Election, tenure: HeldLease) -> None:
         """Runs the jobs until the daemon shall stop, or leads no more."""
         keeping = asyncio.create_task(election.keep(tenure), name="lease")
         try:
@@ -151,7 +151,7 @@ class Daemon:
             await _cancel(keeping)
             await election.resign(tenure)
 
-    async def _start(self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, tenure: Tenure) -> _Parts:
+    async def _start(self, stack: contextlib.AsyncExitStack, endpoint: serving.Endpoint, tenure: HeldLease) -> _Parts:
         store = await self._open_store(self._config.database)
         stack.push_async_callback(store.close)
         await stack.enter_async_context(_severed_when_lost(store))
@@ -163,7 +163,7 @@ class Daemon:
         stack.push_async_callback(_cancel, parts.runner_task)
         await stack.enter_async_context(_severed_when_lost(store))
         await parts.restore()
-        await _note(store, audit.Action.SERVER_STARTED)
+        await _note(store, audit.AuditAction.SERVER_STARTED)
         await stack.enter_async_context(_taking_calls(endpoint, parts.services))
         await stack.enter_async_context(_severed_when_lost(store))
         await endpoint.health.tell(True)
@@ -205,11 +205,11 @@ class Daemon:
         services.jobs.wake_all()
         services.desk.send_away()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(parts.finished(), grace_s)
+            await asyncio.wait_for(parts.wait_for_commits(), grace_s)
         with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
             async with asyncio.timeout(max(grace_s, FAREWELL_S)):
                 await services.bounded_audit.finish()
-                await _note(services.store, audit.Action.SERVER_STOPPED)
+                await _note(services.store, audit.AuditAction.SERVER_STOPPED)
         # Those who were just answered shall hear it. Heartbeats wait longer than that; they are cut.
         await endpoint.stop(min(grace_s, FAREWELL_S))
 
@@ -227,12 +227,12 @@ async def _severed_when_lost(store: Store) -> AsyncGenerator[None]:
 @contextlib.asynccontextmanager
 async def _taking_calls(endpoint: serving.Endpoint, services: Services) -> AsyncGenerator[None]:
     """Calls come to the services of this daemon. At the end none is under way."""
-    endpoint.switch.turn(serving.route(services, endpoint.reads))
+    endpoint.switch.set_route(serving.route(services, endpoint.reads))
     try:
         yield
     finally:
-        calls = endpoint.switch.turn(Nowhere())
-        await calls.ended()
+        calls = endpoint.switch.set_route(NoLeader())
+        await calls.wait_until_none()
 
 
 class _Parts:
@@ -241,7 +241,7 @@ class _Parts:
     runner_task: asyncio.Task[None]
 
     def __init__(
-        self, services: Services, aggregation: Aggregation, training: ServerTraining, retention: Retention
+        self, services: Services, aggregation: Aggregation, training: ServerTraining, retention: RetentionTask
     ) -> None:
         self.services = services
         self._aggregation = aggregation
@@ -260,21 +260,21 @@ class _Parts:
         logs.get().info("blobs were reconciled", kept=len(referenced), removed=removed)
         loop = asyncio.get_running_loop()
         runner = Runner(Coordinator(max_waiting=config.limits.max_waiting), store, loop, store_retry_s=store_retry_s)
-        jobs = JobBook(runner)
+        jobs = JobRegistry(runner)
         for record in await store.jobs.load_jobs(runner.now):
             jobs.add(record, await recall_participations(store.jobs, record.state))
         spool = await asyncio.to_thread(Spool, config.upload_dir, jobs.is_in_memory)
         await asyncio.to_thread(spool.keep, jobs.needed_updates())
-        clients = ClientBook(store.clients)
+        clients = ClientDirectory(store.clients)
         bounded_audit = BoundedAudit(store.audit, config.limits.notes_per_minute, loop.time)
         training = ServerTraining(config.trainers, config.data_dir, blobs, runner.post)
         await asyncio.to_thread(training.keep, jobs.to_begin())
-        evaluation = Evaluation(
+        evaluation = EvaluationScheduler(
             config.evaluators,
             config.evaluation_s,
             blobs,
             store.jobs.set_version_metrics,
-            jobs.changed,
+            jobs.notify_watchers,
             Trainers(frozenset(config.trainers), training.score),
         )
         services = Services(
@@ -284,12 +284,12 @@ class _Parts:
             runner=runner,
             jobs=jobs,
             clients=clients,
-            callers=Callers(bounded_audit, clients),
-            enrolments=Enrolments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
+            callers=Authenticator(bounded_audit, clients),
+            enrolments=Enrollments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,
-            desk=Desk(),
+            desk=LongPolls(),
             progress=ProgressTracker(),
             blobs=blobs,
             chunks=Chunks(),
@@ -308,7 +308,7 @@ class _Parts:
             mtls_port=endpoint.mtls_port,
         )
         pool = WorkerPool.at(config.data_dir)
-        retention = Retention(blobs, store, jobs.state, clients.take_seen)
+        retention = RetentionTask(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
             blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.look_for
@@ -336,13 +336,13 @@ class _Parts:
                 services.desk.stop(command)
             case Fold() | Restart() | Commit():
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
-            case WarmStart():
+            case RunWarmStart():
                 self._training.begin(services.jobs.state(command.key.job_id), command)
             case Abandon():
                 self._training.end(command.key)
                 self._aggregation.end(command.key)
 
-    def stored(self, changes: Sequence[Change]) -> None:
+    def on_stored(self, changes: Sequence[Change]) -> None:
         """Delete what stored changes make needless, note them in the log, wake watchers, and score new versions."""
         self.services.spool.follow(changes)
         self.services.progress.drop_ended(changes)
@@ -362,9 +362,9 @@ class _Parts:
                 self._retention.look_at(job_id)
             if change.job.spec.warm_start is not None and not is_to_begin(change.job):
                 self._training.forget(job_id)
-            self.services.jobs.changed(job_id)
+            self.services.jobs.notify_watchers(job_id)
 
-    async def finished(self) -> None:
+    async def wait_for_commits(self) -> None:
         """Returns when no version is being made durable any more."""
         while self._is_committing() or self.services.runner.has_events:
             await asyncio.sleep(0.02)
@@ -395,7 +395,7 @@ class _Parts:
             self.services.evaluation.schedule(job, version)
 
 
-async def _note(store: Store, action: audit.Action) -> None:
+async def _note(store: Store, action: audit.AuditAction) -> None:
     """Notes a start or stop, and where the audit log ends then: copies of the log can be checked against that."""
     await store.audit.append([audit.AuditEntry(audit.SERVER, action, f"fedplat {__version__}")])
     head = await store.audit.read_head()

@@ -55,7 +55,7 @@ class StoreFullError(StoreUnavailableError):
     """The database has no room to write."""
 
 
-class EnrolmentError(StoreError):
+class EnrollmentConflictError(StoreError):
     """A client that is enrolled already enrols in another population or with another key."""
 
 

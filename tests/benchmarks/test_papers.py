@@ -16,11 +16,11 @@ import workers
 from reproduction import Log, Observe, Paper, read_log, rounds_to, run_cell
 from workers import Workers
 
-from fedplat.simulation import Keep
+from fedplat.simulation import RunFolderOptions
 from fedplat.simulation.data import sources
-from fedplat.simulation.data.sources import Place
+from fedplat.simulation.data.sources import SourcePaths
 from fedplat.simulation.engines.interface import Work
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.scenario.file import SimulationFile
 
 PAPERS: list[Paper] = [importlib.import_module(name).PAPER for name in reproductions_page.PAPERS]
@@ -122,7 +122,7 @@ def test_a_run_ends_at_its_target(mnist: Path):
 @pytest.mark.parametrize("attack", ["alie", "bit-flip", "ipm"])
 def test_attackers_report_what_the_attack_says(mnist: Path, attack: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers, "BATCH_SIZE", 2)
-    data = sources.Mnist().load(Place(mnist, mnist, np.random.default_rng(0)))
+    data = sources.Mnist().load(SourcePaths(mnist, mnist, np.random.default_rng(0)))
     engine = Workers(data, 3, 1, attack, 0.9, seed=1)
     engine.publish(0, engine.initial)
     works = [Work(client, 0, 0) for client in range(4)]
@@ -150,8 +150,8 @@ def test_a_cell_that_was_stopped_goes_on(mnist: Path, monkeypatch: pytest.Monkey
     cell = dataclasses.replace(paper.cells[0], quick=("rounds=3", "selection.goal=2"))
     whole, log = mnist / "whole.jsonl", mnist / "log.jsonl"
 
-    def stopped_after_two(file: SimulationFile, observe: Observe, keep: Keep) -> None:
-        def stop(record: AttemptRecord) -> None:
+    def stopped_after_two(file: SimulationFile, observe: Observe, keep: RunFolderOptions) -> None:
+        def stop(record: AttemptResult) -> None:
             observe(record)
             if record.round == 2:
                 raise KeyboardInterrupt

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 
 from fedplat.wire.v1 import model_pb2
-from fedplat_client import Client, DataDirectoryError, EnrolmentError, Task, TrainResult
+from fedplat_client import Client, DataDirectoryError, EnrollmentError, Task, TrainResult
 from fedplat_client._auth.authenticator import SignedAccess
 from fedplat_client._auth.mtls import CertificateAccess
 from fedplat_client._state.data_dir import DataDirectory, Identity
@@ -53,5 +53,5 @@ def test_without_tls_a_certificate_is_of_no_use(
 ) -> None:
     client = make_client(mtls=True)
     client.add_trainer("digits", no_op)
-    with pytest.raises(EnrolmentError, match="without TLS"):
+    with pytest.raises(EnrollmentError, match="without TLS"):
         client.run()

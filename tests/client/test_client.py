@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import (
     Client,
-    EnrolmentError,
+    EnrollmentError,
     EvaluateResult,
     IncompatibleServerError,
     Task,
@@ -255,7 +255,7 @@ def test_a_refused_enrolment_ends_the_client(fleet: FakeFleet, make_client: Make
     fleet.failures["Enroll"] = [code]
     client = make_client()
     client.add_trainer("digits", add_one)
-    with pytest.raises(EnrolmentError, match=r"population 'demo'.*planned for Enroll"):
+    with pytest.raises(EnrollmentError, match=r"population 'demo'.*planned for Enroll"):
         client.run()
 
 

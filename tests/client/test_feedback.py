@@ -16,7 +16,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, Task, TrainResult
 from fedplat_client._state.residuals import Residuals
-from fedplat_client._state.two_phase import Sent
+from fedplat_client._state.two_phase import SentReport
 
 MakeClient = Callable[..., Client]
 TOPK = codecs.TopK(fraction=0.1, values="fp32")
@@ -153,7 +153,7 @@ def test_residuals_that_are_not_finite_are_forgotten(job: Fleet, tmp_path: Path)
     residuals = Residuals(folder, 2**20)
     head = path.read_bytes().partition(b"\n")[0]
     name = head.split(b'"format":"')[1][:64].decode()
-    assert residuals.keep("job-1", name, Sent("token of 1", "d"), np.full(100, np.inf, "f4"))
+    assert residuals.keep("job-1", name, SentReport("token of 1", "d"), np.full(100, np.inf, "f4"))
     np.testing.assert_array_equal(job.work(2), largest(job.change(2)))
     assert list(folder.iterdir()) == []
 
@@ -162,14 +162,14 @@ def test_the_jobs_of_longest_ago_go_first(tmp_path: Path) -> None:
     residuals = Residuals(tmp_path, limit_bytes=23_000)
     vectors = {name: np.full(1000, number, "f4") for number, name in enumerate("abcde")}
     for name, vector in vectors.items():
-        assert residuals.keep(name, "f", Sent(name, name), vector)
+        assert residuals.keep(name, "f", SentReport(name, name), vector)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 23_000
     found = {name: residuals.settle(name, "f", 1000, lambda sent: True) for name in vectors}
     assert [name for name, vector in found.items() if vector is None] == ["a"]
     assert all(np.array_equal(found[name], vectors[name]) for name in "bcde")  # type: ignore[arg-type]
     assert residuals.settle("b", "other", 1000, lambda sent: True) is None
     assert residuals.settle("c", "f", 999, lambda sent: True) is None
-    assert not residuals.keep("huge", "f", Sent("t", "d"), np.zeros(4000, "f4"))
+    assert not residuals.keep("huge", "f", SentReport("t", "d"), np.zeros(4000, "f4"))
 
 
 def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_a_crash_at_any_moment_leaves_one_of_two_residuals(tmp_path: Path) -> No
     one, two = np.full(3, 1, "f4"), np.full(3, 2, "f4")
     for answer in (True, False):
         residuals = Residuals(tmp_path / str(answer), 2**20)
-        residuals.keep("job", "f", Sent("t1", "d1"), one)
-        assert residuals.settle("job", "f", 3, lambda sent: sent == Sent("t1", "d1")) is not None
-        residuals.keep("job", "f", Sent("t2", "d2"), two)
+        residuals.keep("job", "f", SentReport("t1", "d1"), one)
+        assert residuals.settle("job", "f", 3, lambda sent: sent == SentReport("t1", "d1")) is not None
+        residuals.keep("job", "f", SentReport("t2", "d2"), two)
 
-        def died(sent: Sent) -> bool:
+        def died(sent: SentReport) -> bool:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):

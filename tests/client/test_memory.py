@@ -10,13 +10,13 @@ import pytest
 
 from client.fake_fleet import FakeFleet
 from fedplat import codecs
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.codecs.container import options_to_text
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client import Client, EvaluateResult, Task, TrainResult
-from fedplat_client._state.client_state import Memories
-from fedplat_client._state.two_phase import Sent
+from fedplat_client._state.client_state import ClientStateStore
+from fedplat_client._state.two_phase import SentReport
 
 MakeClient = Callable[..., Client]
 ABANDONED = fleet_pb2.ReportResponse(refusal=fleet_pb2.Refusal(reason=model_pb2.REASON_ATTEMPT_ABANDONED))
@@ -145,13 +145,13 @@ def test_memories_are_the_owners_secret(job: Job, tmp_path: Path) -> None:
 
 
 def test_the_jobs_of_longest_ago_go_first_and_what_is_unchanged_is_not_written(tmp_path: Path) -> None:
-    memories = Memories(tmp_path, limit_bytes=9_000)
+    memories = ClientStateStore(tmp_path, limit_bytes=9_000)
     for name in "abcd":
-        memory = Memory()
+        memory = ClientState()
         memory.put("count", note(1))
-        assert memories.keep(name, Sent(name, name), memory)
+        assert memories.keep(name, SentReport(name, name), memory)
     kept = {name: memories.open(name, lambda sent: True, training=True) for name in "abcd"}
     assert [name for name, memory in kept.items() if memory.get("count") is None] == ["a"]
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert memories.keep("d", Sent("later", "later"), kept["d"])
+    assert memories.keep("d", SentReport("later", "later"), kept["d"])
     assert sorted(path.name for path in tmp_path.iterdir()) == before

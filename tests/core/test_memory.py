@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 
 
@@ -15,7 +15,7 @@ def note(value: float) -> Parameters:
 
 def test_what_is_written_leaves_what_was_before_alone() -> None:
     before = {"a": note(1), "b": note(2)}
-    memory = Memory(before)
+    memory = ClientState(before)
     assert not memory.changed
     memory.put("a", note(3))
     memory.forget("b")
@@ -27,7 +27,7 @@ def test_what_is_written_leaves_what_was_before_alone() -> None:
 
 
 def test_forgetting_is_a_change() -> None:
-    memory = Memory({"a": note(1)})
+    memory = ClientState({"a": note(1)})
     memory.forget("a")
     assert memory.changed
 
@@ -35,4 +35,4 @@ def test_forgetting_is_a_change() -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 64])
 def test_names_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a note"):
-        Memory().put(name, note(1))
+        ClientState().put(name, note(1))

@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import EnrolmentError
+from fedplat_client.errors import EnrollmentError
 from fedplat_server.auth import ca
 from fedplat_server.auth.tls import utc_now
 
@@ -90,7 +90,7 @@ def _tickets_of_no_use(admin: AdminClient, server: processes.Server, used: Ticke
         "not known": unknown.to_text(),
     }
     for said, ticket in cases.items():
-        with pytest.raises(EnrolmentError, match=said) as caught:
+        with pytest.raises(EnrollmentError, match=said) as caught:
             client_of(ticket, folder / said).run()
         assert "\n" not in str(caught.value)
         assert Ticket.from_text(ticket).secret not in str(caught.value)

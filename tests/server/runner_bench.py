@@ -12,9 +12,9 @@ from typing import cast
 from fedplat.job import parse_job
 from fedplat.rounds import Change, Coordinator, JobState, ModelVersion
 from fedplat.rounds.commands import Abort, Assign, Command, Refuse
-from fedplat.rounds.events import Action, ClientCheckedIn, OperatorCommand
+from fedplat.rounds.events import ClientCheckedIn, JobAction, OperatorCommand
 from fedplat_server.coordination.check_in import wait_for_work
-from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner, Timer
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
@@ -43,7 +43,7 @@ class Actor:
     """Answers those who wait, as the daemon does."""
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.desk = LongPolls()
         self.changes: list[Change] = []
 
     def act(self, command: Command) -> None:
@@ -52,7 +52,7 @@ class Actor:
         elif isinstance(command, Abort):
             self.desk.stop(command)
 
-    def stored(self, changes: Sequence[Change]) -> None:
+    def on_stored(self, changes: Sequence[Change]) -> None:
         self.changes.extend(changes)
 
 
@@ -73,7 +73,7 @@ class Bench:
         record = await self.store.inner.jobs.create_job(state, text, f"key of {job_id}")
         self.runner.coordinator.add(record.state)
 
-    async def act(self, action: Action, job_id: str = "other") -> None:
+    async def act(self, action: JobAction, job_id: str = "other") -> None:
         assert (await self.runner.submit(OperatorCommand(job_id, action))).accepted
 
     async def back(self) -> None:

@@ -14,7 +14,7 @@ from fedplat import auth
 from fedplat.wire.v1 import admin_pb2
 from fedplat_server.auth import addresses, forwarding
 from fedplat_server.auth.addresses import Origin, Origins, origin, parse_network
-from fedplat_server.auth.forwarding import Hop
+from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import ConfigError, RefusedError
@@ -97,7 +97,7 @@ class Context:
 def test_a_call_by_a_proxy_and_a_gateway_comes_from_its_caller() -> None:
     """The gateway passes on what the proxy says, and the proxy's own address."""
     given = [("x-forwarded-for", "1.1.1.1, 192.0.2.7")]
-    passed_on = forwarding.marked(given, "secret", Hop("d-1", "", "ipv4:10.0.0.1:4"))
+    passed_on = forwarding.add_to_metadata(given, "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.1:4"))
     assert Origins(["10.0.0.0/8"], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:192.0.2.7"
     assert Origins([], "secret").of(cast(Any, Context(passed_on))).address == "ipv4:10.0.0.1"
 
@@ -168,4 +168,4 @@ async def test_behind_a_trusted_proxy_each_caller_has_its_own_address(folder: Pa
         admin = site.channel.unary_unary("/fedplat.wire.v1.Jobs/ListJobs")
         assert await code_of(admin(admin_pb2.ListJobsRequest().SerializeToString(), metadata=bad)) == "NO_OPERATOR"
         rows = await site.store.inner.audit.list_rows()
-        assert [row.actor for row in rows if row.action == audit.Action.LOGIN_REFUSED] == ["ipv6:2001:db8::7"]
+        assert [row.actor for row in rows if row.action == audit.AuditAction.LOGIN_REFUSED] == ["ipv6:2001:db8::7"]

@@ -7,12 +7,12 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedplat_server.records.audit import Action, AuditEntry, AuditHead, AuditRow, chain, check_chain
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditHead, AuditRow, chain, check_chain
 
 entries = st.builds(
     AuditEntry,
     actor=st.text(),
-    action=st.sampled_from(Action),
+    action=st.sampled_from(AuditAction),
     subject=st.text(),
     details=st.dictionaries(st.text(), st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)),
 )
@@ -54,6 +54,6 @@ def test_removed_rows_are_noticed_also_at_the_end(log: list[AuditEntry], unix_s:
 
 
 def test_a_log_that_was_computed_anew_does_not_fit_a_head_that_was_written_down() -> None:
-    _, head = chain([AuditEntry("anna", Action.JOB_CANCELLED)], 1.0, AuditHead())
-    forged, _ = chain([AuditEntry("ben", Action.JOB_CANCELLED)], 1.0, AuditHead())
+    _, head = chain([AuditEntry("anna", AuditAction.JOB_CANCELLED)], 1.0, AuditHead())
+    forged, _ = chain([AuditEntry("ben", AuditAction.JOB_CANCELLED)], 1.0, AuditHead())
     assert "rows at the end were removed, added or replaced" in check_chain(forged, head)[0]

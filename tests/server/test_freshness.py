@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedplat import auth
 from fedplat_server.auth import challenges, replay_window
 from fedplat_server.auth.challenges import MAX_USED, RANDOM_BYTES, VALID_S, Challenges
-from fedplat_server.auth.replay_window import SIZE, Window
+from fedplat_server.auth.replay_window import SIZE, ReplayWindow
 from fedplat_server.auth.sessions import MAX_OF_CLIENT, Sessions
 
 pytestmark = pytest.mark.fault("F21")
@@ -30,7 +30,7 @@ ANY = st.integers(-5, auth.MAX_COUNTER)
 @example([5, auth.MAX_COUNTER, 5])
 def test_each_counter_is_accepted_once_and_none_that_is_too_old(numbers: list[int]) -> None:
     """Against a model that remembers everything."""
-    now, seen = Window(), {0}
+    now, seen = ReplayWindow(), {0}
     for number in numbers:
         good = number not in seen and number > max(seen) - SIZE and number >= 0
         after = now.accept(number)
@@ -43,7 +43,7 @@ def test_each_counter_is_accepted_once_and_none_that_is_too_old(numbers: list[in
 
 @given(st.permutations(range(1, 60)))
 def test_whatever_the_order_all_are_accepted_once(numbers: list[int]) -> None:
-    now: Window | None = Window()
+    now: ReplayWindow | None = ReplayWindow()
     for number in numbers:
         assert now is not None
         now = now.accept(number)
@@ -53,7 +53,7 @@ def test_whatever_the_order_all_are_accepted_once(numbers: list[int]) -> None:
 
 @given(st.lists(FAR | ANY, max_size=30))
 def test_a_window_takes_no_more_memory_than_its_size(numbers: list[int]) -> None:
-    now = Window()
+    now = ReplayWindow()
     for number in numbers:
         now = now.accept(number) or now
         assert 0 <= now.seen < 1 << SIZE
@@ -61,10 +61,10 @@ def test_a_window_takes_no_more_memory_than_its_size(numbers: list[int]) -> None
 
 
 def test_a_refused_number_changes_nothing() -> None:
-    now = Window().accept(7)
+    now = ReplayWindow().accept(7)
     assert now is not None
     assert now.accept(7) is None
-    assert now == Window(7, replay_window.Window().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
+    assert now == ReplayWindow(7, replay_window.ReplayWindow().accept(7).seen)  # pyright: ignore[reportOptionalMemberAccess]
     assert dataclasses.replace(now).accept(6) is not None
 
 

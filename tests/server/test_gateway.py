@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_server.auth import forwarding
-from fedplat_server.auth.forwarding import Hop
+from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import LeaseTimes
 from fedplat_server.errors import ConfigError
 from server import harness
@@ -248,7 +248,7 @@ async def test_callers_hear_unavailable_while_the_leader_is_out_of_reach(
 
 @pytest.mark.fault("F21")
 async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(leader: Site, gateway: Site) -> None:
-    forged = forwarding.marked(ADMIN_METADATA, "a guess", Hop("d-forged", "c-forged"))
+    forged = forwarding.add_to_metadata(ADMIN_METADATA, "a guess", ForwardedCall("d-forged", "c-forged"))
     stub = admin_pb2_grpc.OperatorsStub(leader.channel)
     answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=cast(Any, tuple(forged)))
     assert answer.gateway == ""
@@ -259,15 +259,15 @@ async def test_what_callers_put_under_the_names_of_gateways_is_worth_nothing(lea
 
 def test_the_mark_of_a_gateway_is_believed_with_the_secret_only() -> None:
     given = [("authorization", "Bearer x"), ("fedplat-hop-client", "c-2"), ("user-agent", "test"), ("grpc-a", "b")]
-    marked = forwarding.marked(given, "secret", Hop("d-1", "c-1"))
-    assert forwarding.read(marked, "secret") == Hop("d-1", "c-1")
+    marked = forwarding.add_to_metadata(given, "secret", ForwardedCall("d-1", "c-1"))
+    assert forwarding.read(marked, "secret") == ForwardedCall("d-1", "c-1")
     assert forwarding.read(marked, "another") is None
     assert forwarding.read(given, "secret") is None
     assert [key for key, _ in marked if not key.startswith("fedplat-hop-")] == ["authorization"]
     assert [value for key, value in marked if key == "fedplat-hop-client"] == ["c-1"]
-    assert forwarding.read(forwarding.marked((), "secret", Hop("d-1", "", "ipv4:10.0.0.7:1")), "secret") == Hop(
-        "d-1", "", "ipv4:10.0.0.7:1"
-    )
+    assert forwarding.read(
+        forwarding.add_to_metadata((), "secret", ForwardedCall("d-1", "", "ipv4:10.0.0.7:1")), "secret"
+    ) == ForwardedCall("d-1", "", "ipv4:10.0.0.7:1")
 
 
 @pytest.mark.fault("F20")

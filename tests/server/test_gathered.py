@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fedplat_server.database.batch_loader import Gathered
+from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from server.harness import Gate
 
@@ -31,27 +31,27 @@ class Asked:
 
 async def test_whoever_asks_meanwhile_shares_the_next_call() -> None:
     asked = Asked()
-    gathered = Gathered(asked, most=3)
+    gathered = BatchLoader(asked, most=3)
     gate = asked.gate = Gate()
-    first = asyncio.create_task(gathered.one("a"))
+    first = asyncio.create_task(gathered.load("a"))
     await gate.reached.wait()
-    later = [asyncio.create_task(gathered.one(key)) for key in ("bb", "bb", "xx", "ccc", "dddd")]
+    later = [asyncio.create_task(gathered.load(key)) for key in ("bb", "bb", "xx", "ccc", "dddd")]
     await asyncio.sleep(0)
     gate.open()
     assert await first == 1
     assert await asyncio.gather(*later) == [2, 2, None, 3, 4]
     assert asked.calls == [["a"], ["bb", "xx", "ccc"], ["bb", "dddd"]]
-    assert await gathered.one("e") == 1
+    assert await gathered.load("e") == 1
     assert asked.calls[3:] == [["e"]]
 
 
 async def test_a_caller_that_is_gone_is_left_out() -> None:
     asked = Asked()
-    gathered = Gathered(asked)
+    gathered = BatchLoader(asked)
     gate = asked.gate = Gate()
-    calls = [asyncio.create_task(gathered.one("a"))]
+    calls = [asyncio.create_task(gathered.load("a"))]
     await gate.reached.wait()
-    calls += [asyncio.create_task(gathered.one(key)) for key in ("b", "c")]
+    calls += [asyncio.create_task(gathered.load(key)) for key in ("b", "c")]
     await asyncio.sleep(0)
     for call in calls[:2]:
         call.cancel()
@@ -64,14 +64,14 @@ async def test_a_caller_that_is_gone_is_left_out() -> None:
 async def test_everybody_hears_of_a_failure_and_the_next_call_is_made() -> None:
     asked = Asked()
     asked.failing = True
-    gathered = Gathered(asked)
-    answers = await asyncio.gather(*(gathered.one(key) for key in "abc"), return_exceptions=True)
+    gathered = BatchLoader(asked)
+    answers = await asyncio.gather(*(gathered.load(key) for key in "abc"), return_exceptions=True)
     assert [str(answer) for answer in answers] == ["gone"] * 3
     assert len({id(answer) for answer in answers}) == 3
     with pytest.raises(StoreUnavailableError):
-        await gathered.one("d")
+        await gathered.load("d")
     asked.failing = False
-    assert await gathered.one("d") == 1
+    assert await gathered.load("d") == 1
 
 
 class Picky:
@@ -91,8 +91,8 @@ class Picky:
 @pytest.mark.fault("F40")
 async def test_a_key_that_is_refused_fails_its_own_caller_only() -> None:
     picky = Picky()
-    gathered = Gathered(picky)
-    answers = await asyncio.gather(*(gathered.one(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
+    gathered = BatchLoader(picky)
+    answers = await asyncio.gather(*(gathered.load(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
     assert [str(answer) for answer in answers] == ["1", "cannot be encoded", "3"]
     assert picky.calls == [["a", "bad", "ccc"], ["a"], ["bad"], ["ccc"]]
 
@@ -101,7 +101,7 @@ async def test_a_key_that_is_refused_fails_its_own_caller_only() -> None:
 async def test_a_database_that_is_away_is_not_asked_for_each_key(error: Exception) -> None:
     picky = Picky()
     picky.error = error
-    gathered = Gathered(picky)
-    answers = await asyncio.gather(*(gathered.one(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
+    gathered = BatchLoader(picky)
+    answers = await asyncio.gather(*(gathered.load(key) for key in ("a", "bad", "ccc")), return_exceptions=True)
     assert [type(answer) for answer in answers] == [type(error)] * 3
     assert len(picky.calls) == 1

@@ -14,9 +14,9 @@ from grpc import aio
 from fedplat import auth, wire
 from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
-from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination import revocation
-from fedplat_server.database.clients import Enrolment, EnrolmentToken
+from fedplat_server.database.clients import Enrollment, EnrolmentToken
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
 from server import databases, harness
@@ -377,8 +377,8 @@ async def test_revocation_ends_the_work_of_a_client_and_the_round_goes_on(site: 
 async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(tmp_path: Path) -> None:
     store = FaultyStore(await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")))
     await store.inner.clients.add_enrolment_token(EnrolmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
-    await store.inner.clients.enroll(Enrolment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
-    book = ClientBook(store.clients)
+    await store.inner.clients.enroll(Enrollment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
+    book = ClientDirectory(store.clients)
     gate = Gate()
     store.after["find_clients"] = gate
     looking_up = asyncio.create_task(book.find("c"))
@@ -386,7 +386,7 @@ async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(
     del store.after["find_clients"]
     revoked = await store.inner.clients.revoke_client("c")
     assert revoked is not None
-    book.changed(revoked)
+    book.replace(revoked)
     gate.open()
     await looking_up
     with pytest.raises(RefusedError, match="revoked"):

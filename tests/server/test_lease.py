@@ -16,7 +16,7 @@ from fedplat_server.database.sql_leases import SqlLeases, open_leases
 from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 from fedplat_server.leadership.election import LeaseElection
 from fedplat_server.records import lease as rules
-from fedplat_server.records.lease import Candidate, Lease, Sighting, Tenure
+from fedplat_server.records.lease import Candidate, HeldLease, Lease, LeaseReading
 from server import databases, harness
 from server.harness import digest_of, initial_model, job_file, update_of
 from server.test_gateway import both_agree, code_of, leading
@@ -40,19 +40,19 @@ HELD = Lease("d-one", "one:7443", 4, "secret", renewed_unix_s=1000.0, expires_un
 )
 @pytest.mark.fault("F18")
 def test_when_a_lease_is_free(now: float, candidate: Candidate, free: bool) -> None:
-    assert rules.is_free(Sighting(HELD, now), candidate, TIMES.valid_s) is free
+    assert rules.is_free(LeaseReading(HELD, now), candidate, TIMES.valid_s) is free
 
 
 def test_the_first_term_and_the_next() -> None:
-    assert rules.is_free(Sighting(None, 5.0), TWO, 6.0)
-    assert rules.taken(Sighting(None, 5.0), TWO, "s", 6.0) == Lease("d-two", "two:7443", 1, "s", 5.0, 11.0)
-    assert rules.taken(Sighting(HELD, 1007.0), TWO, "s", 6.0).term == 5
+    assert rules.is_free(LeaseReading(None, 5.0), TWO, 6.0)
+    assert rules.take_lease(LeaseReading(None, 5.0), TWO, "s", 6.0) == Lease("d-two", "two:7443", 1, "s", 5.0, 11.0)
+    assert rules.take_lease(LeaseReading(HELD, 1007.0), TWO, "s", 6.0).term == 5
 
 
 def test_the_holder_counts_a_shorter_time_from_its_question_on() -> None:
-    tenure = Tenure.since(HELD, 100.0, TIMES)
+    tenure = HeldLease.since(HELD, 100.0, TIMES)
     assert (tenure.next_renewal(TIMES), tenure.is_over(104.9), tenure.is_over(105.0)) == (102.0, False, True)
-    assert tenure.renewed(103.0, TIMES).ends_at == 108.0
+    assert tenure.renew(103.0, TIMES).ends_at == 108.0
 
 
 def test_no_secret_in_a_repr() -> None:

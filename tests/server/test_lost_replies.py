@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fedplat.rounds.commands import Assign
-from fedplat.rounds.events import Action, OperatorCommand, TimerFired
+from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import StoreUnavailableError
 from server.harness import Gate
@@ -38,7 +38,7 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
     async with bench() as it:
         lost = LostReplies(it)
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.START, "toy")
+            await it.act(JobAction.START, "toy")
         await lost.asked.wait()
         assert it.runner.in_doubt
         lost.open.set()
@@ -47,7 +47,7 @@ async def test_our_own_commit_is_found_and_applied_once() -> None:
         assert record.state.revision == it.runner.coordinator.jobs["toy"].revision
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
         assert [change.job.job_id for change in it.actor.changes] == ["toy"] * len(it.actor.changes)
-        await it.act(Action.START, "toy")  # asked again by the operator who heard "try again": done already
+        await it.act(JobAction.START, "toy")  # asked again by the operator who heard "try again": done already
         assert isinstance(await it.wait_for_work(PATIENCE_S), Assign)
         rows = [
             record.row.to_state
@@ -70,30 +70,30 @@ async def test_a_save_that_did_not_happen_is_done_again_by_who_asked_for_it() ->
 
         it.store.before["save"] = fail_before
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.START, "toy")
+            await it.act(JobAction.START, "toy")
         await it.back()
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.DRAFT
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
 
 
 @pytest.mark.fault("F9", "F10")
 async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         lost, gate = LostReplies(it), Gate()
         it.store.before["save"] = gate
-        first = asyncio.create_task(it.act(Action.START))
+        first = asyncio.create_task(it.act(JobAction.START))
         await gate.reached.wait()
-        queued = asyncio.create_task(it.act(Action.PAUSE, "toy"))
+        queued = asyncio.create_task(it.act(JobAction.PAUSE, "toy"))
         await settle()
-        it.runner.post(OperatorCommand("toy", Action.CANCEL))
+        it.runner.post(OperatorCommand("toy", JobAction.CANCEL))
         gate.open()
         for call in (first, queued):
             with pytest.raises(StoreUnavailableError):
                 await call
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.PAUSE)
+            await it.act(JobAction.PAUSE)
         with pytest.raises(StoreUnavailableError):
             await it.wait_for_work(PATIENCE_S)
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.RUNNING
@@ -109,7 +109,7 @@ async def test_while_in_doubt_callers_hear_it_at_once_and_own_events_wait() -> N
 @pytest.mark.fault("F10")
 async def test_a_client_that_was_assigned_in_a_lost_reply_gets_its_work_when_it_asks_again() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         lost = LostReplies(it)
         with pytest.raises(StoreUnavailableError):
             await it.wait_for_work(PATIENCE_S)
@@ -126,7 +126,7 @@ async def test_many_lost_replies_never_look_like_another_server() -> None:
     async with bench() as it:
         lost = LostReplies(it, count=20)
         lost.open.set()
-        for action in (Action.START, *(Action.PAUSE, Action.RESUME) * 8):
+        for action in (JobAction.START, *(JobAction.PAUSE, JobAction.RESUME) * 8):
             while True:
                 try:
                     await it.act(action)
@@ -143,10 +143,10 @@ async def test_many_lost_replies_never_look_like_another_server() -> None:
 @pytest.mark.fault("F9", "F10")
 async def test_a_deadline_that_strikes_while_in_doubt_is_handled_afterwards() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         lost = LostReplies(it)
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.START)
+            await it.act(JobAction.START)
         await lost.asked.wait()
         it.clock.ahead_s = 10_000.0
         it.runner.post(TimerFired("toy"))  # nobody came: the selection is over
@@ -161,7 +161,7 @@ async def test_stopping_while_in_doubt_stops() -> None:
     async with bench() as it:
         lost = LostReplies(it)
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.START, "toy")
+            await it.act(JobAction.START, "toy")
         await lost.asked.wait()
         assert it.task is not None
         it.task.cancel()

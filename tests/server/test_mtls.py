@@ -18,7 +18,7 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2
 from fedplat_client import Client, ClientOptions, Task, TrainResult
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import EnrolmentError, FencedError, IdentityError, RevokedError
+from fedplat_client.errors import EnrollmentError, FencedError, IdentityError, RevokedError
 from fedplat_server.auth.ca import Authority
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.config import LeaseTimes
@@ -288,7 +288,7 @@ async def test_servers_without_certificates_for_clients_are_named(folder: Path, 
             await asyncio.to_thread(client.run)
     async with harness.running(folder) as site:
         client = await Place(site, made).sdk(tmp_path / "two", add_one)
-        with pytest.raises(EnrolmentError, match="without TLS"):
+        with pytest.raises(EnrollmentError, match="without TLS"):
             await asyncio.to_thread(client.run)
 
 

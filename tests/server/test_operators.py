@@ -248,7 +248,7 @@ async def test_who_guesses_is_held_up_and_fills_no_log(folder: Path) -> None:
         await site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest())  # from the same address, with a good token
 
         async def refused() -> list[tuple[str, str, str]]:
-            return [entry for entry in await noted(site) if entry[1] == audit.Action.LOGIN_REFUSED]
+            return [entry for entry in await noted(site) if entry[1] == audit.AuditAction.LOGIN_REFUSED]
 
         async def is_noted() -> bool:
             return bool(await refused())
@@ -276,7 +276,7 @@ async def test_a_role_that_is_too_low_is_held_up_noted_and_counted(folder: Path)
 
         async def rows() -> list[audit.AuditRow]:
             found = await site.store.inner.audit.list_rows()
-            return [row for row in found if row.action == audit.Action.ROLE_REFUSED]
+            return [row for row in found if row.action == audit.AuditAction.ROLE_REFUSED]
 
         async def is_noted() -> bool:
             return bool(await rows())
@@ -307,8 +307,8 @@ async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> 
     rows = await store.audit.list_rows()
     assert audit.check_chain(rows, await store.audit.read_head()) == []
     await store.close()
-    noted = [row for row in rows if row.action == audit.Action.LOGIN_REFUSED]
-    left_out = [json.loads(row.details)["num_rows"] for row in rows if row.action == audit.Action.NOT_NOTED]
+    noted = [row for row in rows if row.action == audit.AuditAction.LOGIN_REFUSED]
+    left_out = [json.loads(row.details)["num_rows"] for row in rows if row.action == audit.AuditAction.NOT_NOTED]
     assert 7 <= len(noted) <= 9  # a few more come with time
     assert len(noted) + sum(left_out) == 301  # every network is there, or counted
     assert len(left_out) <= 3
@@ -321,7 +321,7 @@ async def test_a_client_that_fences_itself_makes_one_row_an_hour(site: Site) -> 
         latest = await site.enrol(key="the-one-client")
         assert (await refusal(fenced.check_in(0.0)))[0] is grpc.StatusCode.PERMISSION_DENIED
         fenced = latest
-    assert len([entry for entry in await noted(site) if entry[1] == audit.Action.CLIENT_FENCED]) == 1
+    assert len([entry for entry in await noted(site) if entry[1] == audit.AuditAction.CLIENT_FENCED]) == 1
 
 
 async def test_models_that_come_and_go_are_noted(site: Site) -> None:
@@ -331,8 +331,8 @@ async def test_models_that_come_and_go_are_noted(site: Site) -> None:
         await viewer.export(job.job_id, 0)
     rows = [row for row in await site.store.inner.audit.list_rows() if row.action.startswith("model")]
     assert [(row.action, row.subject) for row in rows] == [
-        (audit.Action.MODEL_UPLOADED, job.model.digest),
-        (audit.Action.MODEL_EXPORTED, job.job_id),
+        (audit.AuditAction.MODEL_UPLOADED, job.model.digest),
+        (audit.AuditAction.MODEL_EXPORTED, job.job_id),
     ]
     assert json.loads(rows[1].details) == {"version": 0, "digest": job.model.digest}
     assert rows[0].actor == ADMIN_NAME
@@ -402,13 +402,15 @@ async def test_a_report_with_other_content_is_refused_and_noted_once(site: Site)
         answer = await client.report(mine.token, digest_of(again))
         assert harness.reason_name(answer.refusal.reason) == "REJECTED_CONFLICT"
     assert (await client.report(mine.token, digest_of(first))).HasField("receipt")
-    rows = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.Action.REPORT_CONFLICT]
+    rows = [row for row in await site.store.inner.audit.list_rows() if row.action == audit.AuditAction.REPORT_CONFLICT]
     assert [(row.actor, row.subject) for row in rows] == [(client.client_id, f"{job} round 1 attempt 1")]
     assert json.loads(rows[0].details) == {"first": digest_of(first)[:16], "other": digest_of(again)[:16]}
 
 
 async def test_the_audit_log_is_read_in_pages(site: Site) -> None:
-    await site.store.inner.audit.append([audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n)) for n in range(1500)])
+    await site.store.inner.audit.append(
+        [audit.AuditEntry("a", audit.AuditAction.JOB_PAUSED, str(n)) for n in range(1500)]
+    )
     seen: list[admin_pb2.AuditEvent] = []
     while True:
         after = seen[-1].sequence if seen else 0

@@ -190,7 +190,7 @@ async def test_every_list_has_pages(site: Site) -> None:
 
 
 async def test_the_audit_log_is_followed_from_any_row(site: Site) -> None:
-    entries = [audit.AuditEntry("a", audit.Action.JOB_PAUSED, str(n), {"much": "x" * 20_000}) for n in range(200)]
+    entries = [audit.AuditEntry("a", audit.AuditAction.JOB_PAUSED, str(n), {"much": "x" * 20_000}) for n in range(200)]
     await site.store.inner.audit.append(entries)
     found = await each_page(site.operator.operators.ListAudit, admin_pb2.ListAuditRequest(after_sequence=7))
     (last,) = await site.store.inner.audit.list_rows(200)  # the start of the server is noted, too

@@ -26,7 +26,7 @@ from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.aggregation.pooled import PoolAggregation, WithFallback
 from fedplat_server.errors import BlobFullError
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.workers.attempt_inputs import AttemptInputs, Close, SpooledUpdate
+from fedplat_server.workers.attempt_inputs import AttemptInputs, CloseAttempt, SpooledUpdate
 from fedplat_server.workers.client import WorkerPool
 from server import harness
 from server.harness import Site, job_file
@@ -113,11 +113,11 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield started
 
 
-def drafted(model: str) -> Callable[..., Close]:
+def drafted(model: str) -> Callable[..., CloseAttempt]:
     """Has the ranks write into something else than a file that the daemon has made."""
 
-    def drafts(*_: object) -> Close:
-        return Close(model, "", "")
+    def drafts(*_: object) -> CloseAttempt:
+        return CloseAttempt(model, "", "")
 
     return drafts
 

@@ -19,7 +19,7 @@ from fedplat import wire
 from fedplat.rounds import AttemptKey
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server.auth import client_directory, rate_limits
-from fedplat_server.auth.rate_limits import Bucket, Buckets, Progress, Quotas
+from fedplat_server.auth.rate_limits import Bucket, Buckets, MinimumRate, Quotas
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from server import harness
@@ -76,13 +76,13 @@ def test_callers_do_not_meet_and_the_memory_is_bounded(monkeypatch: pytest.Monke
 
 
 def test_a_stream_has_to_bring_so_many_bytes_in_each_window() -> None:
-    progress = Progress(10.0, 100.0, now=0.0)
-    progress.made(99, now=9.0)
+    progress = MinimumRate(10.0, 100.0, now=0.0)
+    progress.on_received(99, now=9.0)
     assert progress.left_s(9.0) == 1.0
-    progress.made(1, now=9.0)
+    progress.on_received(1, now=9.0)
     assert progress.left_s(9.0) == 10.0
     for second in range(10, 20):
-        progress.made(1, now=float(second))  # a byte a second
+        progress.on_received(1, now=float(second))  # a byte a second
     assert progress.left_s(19.0) == 0.0
 
 

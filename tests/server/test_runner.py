@@ -10,7 +10,7 @@ import pytest
 
 from fedplat.rounds import Change
 from fedplat.rounds.commands import Assign, Refuse
-from fedplat.rounds.events import Action, OperatorCommand, TimerFired
+from fedplat.rounds.events import JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import JobStatus
 from fedplat_server.errors import ParticipationError, StaleRevisionError, StoreError, StoreUnavailableError
 from server.harness import Gate
@@ -19,7 +19,7 @@ from server.runner_bench import PATIENCE_S, bench, settle
 
 async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> None:
     async with bench() as it:
-        await it.act(Action.START)
+        await it.act(JobAction.START)
         gates = [Gate() for _ in range(4)]
         order = iter(gates)
 
@@ -27,20 +27,20 @@ async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> Non
             await next(order)()
 
         it.store.before["save"] = held
-        acts = [asyncio.create_task(it.act(Action.PAUSE))]
+        acts = [asyncio.create_task(it.act(JobAction.PAUSE))]
         await gates[0].reached.wait()
         first = it.wait_for_work(0.0)
         await settle()
-        acts.append(asyncio.create_task(it.act(Action.RESUME)))
+        acts.append(asyncio.create_task(it.act(JobAction.RESUME)))
         await settle()
         gates[0].open()  # next batch: check in, resume
         await gates[1].reached.wait()
-        acts.append(asyncio.create_task(it.act(Action.PAUSE)))
+        acts.append(asyncio.create_task(it.act(JobAction.PAUSE)))
         await settle()
         gates[1].open()  # next: pause; the first call's time is over, and its leaving waits
         await gates[2].reached.wait()
         await settle()
-        acts.append(asyncio.create_task(it.act(Action.RESUME)))
+        acts.append(asyncio.create_task(it.act(JobAction.RESUME)))
         await settle()
         gates[2].open()  # next: leave, resume
         await gates[3].reached.wait()
@@ -53,7 +53,7 @@ async def test_a_refusal_for_an_earlier_call_does_not_reach_a_later_one() -> Non
         await settle()
         assert not second.done()
         assert list(it.runner.coordinator.room.clients) == ["c"]
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         assert isinstance(await second, Assign)
 
 
@@ -75,18 +75,18 @@ async def test_an_outage_tells_callers_and_changes_nothing() -> None:
         await settle()
         it.store.outage = True
         with pytest.raises(StoreUnavailableError):
-            await it.act(Action.START, "toy")
+            await it.act(JobAction.START, "toy")
         assert not waiting.done()
         assert it.runner.coordinator.jobs["toy"].status is JobStatus.DRAFT
         assert it.actor.changes == []
         await it.back()
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         assert isinstance(await waiting, Assign)
 
 
 async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         it.store.outage = True
         with pytest.raises(StoreUnavailableError):
             await it.wait_for_work(PATIENCE_S)
@@ -98,7 +98,7 @@ async def test_a_check_in_that_could_not_be_stored_is_not_in_the_room() -> None:
 
 async def test_own_events_are_tried_until_they_are_stored() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
         it.clock.ahead_s = 10_000.0
         failed, tries = asyncio.Event(), 0
 
@@ -117,7 +117,7 @@ async def test_own_events_are_tried_until_they_are_stored() -> None:
 
 async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
     async with bench() as it:
-        await it.act(Action.START)
+        await it.act(JobAction.START)
         poison = asyncio.Event()
         save = it.store.inner.jobs.save
 
@@ -128,7 +128,7 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
             await save(changes, now, **more)
 
         it.store.inner.jobs.save = picky  # pyright: ignore[reportAttributeAccessIssue]
-        results = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.PAUSE), return_exceptions=True)
+        results = await asyncio.gather(it.act(JobAction.START, "toy"), it.act(JobAction.PAUSE), return_exceptions=True)
         assert isinstance(results[0], StoreError)
         assert results[1] is None
         assert poison.is_set()
@@ -139,13 +139,13 @@ async def test_an_event_that_the_database_refuses_harms_nobody_else() -> None:
 
 async def test_an_own_event_that_the_database_refuses_ends_the_runner() -> None:
     async with bench() as it:
-        await it.act(Action.START, "toy")
+        await it.act(JobAction.START, "toy")
 
         async def refuse() -> None:
             raise StoreError("refused for good")
 
         it.store.before["save"] = refuse
-        it.runner.post(OperatorCommand("toy", Action.PAUSE))
+        it.runner.post(OperatorCommand("toy", JobAction.PAUSE))
         assert it.task is not None
         await asyncio.wait([it.task])
         assert isinstance(it.task.exception(), StoreError)
@@ -159,13 +159,13 @@ async def test_somebody_else_in_the_database_ends_the_runner_with_advice() -> No
 
         it.store.before["save"] = stale
         waiting = it.wait_for_work(PATIENCE_S)
-        calls = await asyncio.gather(it.act(Action.START, "toy"), it.act(Action.START), return_exceptions=True)
+        calls = await asyncio.gather(it.act(JobAction.START, "toy"), it.act(JobAction.START), return_exceptions=True)
         assert all(isinstance(answer, StoreUnavailableError) for answer in calls)
         assert it.task is not None
         with pytest.raises(StaleRevisionError, match="does another fedplat-server use this database"):
             await it.task
         with pytest.raises(StoreUnavailableError, match="the server stops"):  # nobody waits for ever
-            await it.act(Action.START)
+            await it.act(JobAction.START)
         waiting.cancel()
 
 
@@ -178,7 +178,7 @@ async def test_a_memory_that_the_database_contradicts_ends_the_runner() -> None:
 
         it.store.before["save"] = refuse
         with pytest.raises(StoreUnavailableError, match="the server stops"):
-            await it.act(Action.START)
+            await it.act(JobAction.START)
         assert it.task is not None
         with pytest.raises(ParticipationError, match="client c; start the server again"):
             await it.task
@@ -188,7 +188,7 @@ async def test_stopping_in_the_middle_of_a_write_lets_it_end() -> None:
     async with bench() as it:
         gate = Gate()
         it.store.before["save"] = gate
-        act = asyncio.create_task(it.act(Action.START, "toy"))
+        act = asyncio.create_task(it.act(JobAction.START, "toy"))
         await gate.reached.wait()
         assert it.runner.has_events
         assert it.task is not None

@@ -39,7 +39,7 @@ class Notes:
     def act(self, command: Command) -> None:
         self.commands.append(command)
 
-    def stored(self, changes: Sequence[Change]) -> None:
+    def on_stored(self, changes: Sequence[Change]) -> None:
         self.changes += changes
 
 

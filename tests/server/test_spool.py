@@ -14,7 +14,7 @@ import pytest
 from core.rounds.buffers import FIRST, buffered
 from core.rounds.driver import Driver, collecting
 from fedplat.rounds import AssignmentId, AttemptKey, Proposal
-from fedplat.rounds.events import Action, ClientRevoked, OperatorCommand
+from fedplat.rounds.events import ClientRevoked, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptPhase
 from fedplat_server.errors import BlobError, BlobFullError, SpoolError, UploadError
 from fedplat_server.storage.spool import Spool, path_of
@@ -59,7 +59,7 @@ def uploads(tmp_path: Path) -> Spool:
 
 def fill(uploads: Spool, key: AssignmentId = KEY, data: bytes = DATA) -> Path:
     digest = hashlib.sha256(data).hexdigest()
-    upload = uploads.open(key, digest, len(data), uploads.received(key, digest))
+    upload = uploads.open(key, digest, len(data), uploads.count_received(key, digest))
     upload.write(data)
     upload.close()
     path = uploads.complete(key, digest)
@@ -92,7 +92,7 @@ def test_a_sync_that_failed_means_not_written(uploads: Spool, disk: Disk, code: 
     with pytest.raises(error):
         uploads.persist(KEY, DIGEST)
     assert uploads.complete(KEY, DIGEST) is None
-    assert uploads.received(KEY, DIGEST) == 0
+    assert uploads.count_received(KEY, DIGEST) == 0
     disk.fails.clear()
     with pytest.raises(UploadError):
         uploads.persist(KEY, DIGEST)
@@ -157,7 +157,7 @@ def test_only_what_is_needed_is_kept_with_what_had_arrived(uploads: Spool) -> No
     assert again.complete(KEY, DIGEST) is not None
     assert again.complete(EARLIER, DIGEST) is None
     assert again.complete(needless, DIGEST) is None
-    assert again.received(partial, DIGEST) == 100
+    assert again.count_received(partial, DIGEST) == 100
     assert len([path for path in uploads.folder.rglob("*") if path.is_file()]) == 2
     resumed = again.open(partial, DIGEST, len(DATA), 100)
     resumed.write(DATA[100:])
@@ -195,7 +195,7 @@ def test_updates_in_memory_never_touch_the_disk(tmp_path: Path, disk: Disk) -> N
     upload = uploads.open(KEY, DIGEST, len(DATA), 0)
     upload.write(DATA[:100])
     upload.close()
-    assert uploads.received(KEY, DIGEST) == 100
+    assert uploads.count_received(KEY, DIGEST) == 100
     upload = uploads.open(KEY, DIGEST, len(DATA), 100)
     upload.write(DATA[100:])
     assert upload.finish().read_bytes() == DATA
@@ -274,7 +274,7 @@ async def test_an_update_that_was_accepted_and_dropped_stays_while_it_may_be_rea
     assert await followed.after(driver.report("c0", "c1")) == {"c0", "c1"}
     assert await followed.after(driver.do(ClientRevoked("c0"))) == {"c0", "c1"}
     assert driver.reasons()["c0"] == "REVOKED"
-    assert await followed.after(driver.do(OperatorCommand("j", Action.CANCEL))) == set()
+    assert await followed.after(driver.do(OperatorCommand("j", JobAction.CANCEL))) == set()
 
 
 async def test_in_a_buffer_an_update_goes_with_the_version_that_it_is_in(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ async def test_memory_is_freed_with_its_attempt(tmp_path: Path) -> None:
     before = open_files()
     followed.send("c0", "c1", "c2")
     assert open_files() == before + 3
-    await followed.after(driver.do(OperatorCommand("j", Action.CANCEL)))
+    await followed.after(driver.do(OperatorCommand("j", JobAction.CANCEL)))
     assert open_files() == before
 
 
@@ -309,5 +309,5 @@ async def test_updates_that_cannot_be_deleted_harm_nothing(tmp_path: Path, monke
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    followed.spool.follow(driver.do(OperatorCommand("j", Action.CANCEL)).changes)
+    followed.spool.follow(driver.do(OperatorCommand("j", JobAction.CANCEL)).changes)
     await followed.spool.close()

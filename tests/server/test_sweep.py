@@ -13,7 +13,7 @@ from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
 from fedplat_server.aggregation import backend
 from fedplat_server.coordination.retention import keep_of
-from fedplat_server.database.jobs import Keep
+from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.storage import blobs as blob_files
 from fedplat_server.storage.blobs import BlobStore
 from server import test_private
@@ -52,7 +52,7 @@ def test_a_blob_that_is_written_again_during_a_sweep_is_left_alone(blobs: BlobSt
 def test_a_blob_that_is_held_or_young_is_left_alone(blobs: BlobStore) -> None:
     digest = blobs.put_chunks([b"model"]).digest
     blobs.settle([digest])
-    with blobs.held(digest), blobs.sweep() as sweep:
+    with blobs.protect(digest), blobs.sweep() as sweep:
         sweep.remove([digest])
     with blobs.sweep() as sweep:
         sweep.remove([digest], older_than_s=3600.0)
@@ -106,15 +106,19 @@ async def test_work_in_a_thread_is_waited_for_when_its_task_is_cancelled() -> No
 @pytest.mark.parametrize(
     ("text", "status", "expected"),
     [
-        (job_file(), JobStatus.RUNNING, Keep(0, 0, 8)),
-        (job_file(), JobStatus.COMPLETED, Keep(0, 0, 8)),
-        (job_file(more="[retention]\nversions = 3\nevery = 4\nstates = 5\n"), JobStatus.RUNNING, Keep(7, 4, 5)),
-        (job_file(more="[retention]\nversions = 30\nstates = 40\n"), JobStatus.RUNNING, Keep(0, 0, 0)),
-        (test_private.private(), JobStatus.RUNNING, Keep(0, 0, 9)),
-        (test_private.private(), JobStatus.FAILED, Keep(0, 0, 10)),
+        (job_file(), JobStatus.RUNNING, RetainedVersions(0, 0, 8)),
+        (job_file(), JobStatus.COMPLETED, RetainedVersions(0, 0, 8)),
+        (
+            job_file(more="[retention]\nversions = 3\nevery = 4\nstates = 5\n"),
+            JobStatus.RUNNING,
+            RetainedVersions(7, 4, 5),
+        ),
+        (job_file(more="[retention]\nversions = 30\nstates = 40\n"), JobStatus.RUNNING, RetainedVersions(0, 0, 0)),
+        (test_private.private(), JobStatus.RUNNING, RetainedVersions(0, 0, 9)),
+        (test_private.private(), JobStatus.FAILED, RetainedVersions(0, 0, 10)),
     ],
 )
-def test_what_a_job_keeps(text: str, status: JobStatus, expected: Keep) -> None:
+def test_what_a_job_keeps(text: str, status: JobStatus, expected: RetainedVersions) -> None:
     job = JobState("j", parse_job(text), ModelVersion(9, 9, 1, "d", 1), status=status)
     assert keep_of(job) == expected
 

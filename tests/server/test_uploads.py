@@ -46,11 +46,11 @@ def fill(uploads: Spool, key: AssignmentId = KEY) -> None:
 
 
 def test_an_upload_in_parts(uploads: Spool) -> None:
-    assert uploads.received(KEY, DIGEST) == 0
+    assert uploads.count_received(KEY, DIGEST) == 0
     upload = uploads.open(KEY, DIGEST, SIZE, 0, limit_bytes=SIZE)
     for start in range(0, SIZE, 1000):
         upload.write(memoryview(DATA)[start : start + 1000])
-        assert upload.received == uploads.received(KEY, DIGEST) == min(start + 1000, SIZE)
+        assert upload.received == uploads.count_received(KEY, DIGEST) == min(start + 1000, SIZE)
     assert upload.finish().read_bytes() == DATA
     path = uploads.complete(KEY, DIGEST)
     assert path is not None
@@ -71,7 +71,7 @@ def test_it_resumes_where_it_stopped(uploads: Spool) -> None:
     upload.close()
     upload.close()
     assert uploads.complete(KEY, DIGEST) is None
-    assert uploads.received(KEY, DIGEST) == 100
+    assert uploads.count_received(KEY, DIGEST) == 100
     upload = uploads.open(KEY, DIGEST, SIZE, 100)
     upload.write(DATA[100:])
     assert upload.finish().read_bytes() == DATA
@@ -82,7 +82,7 @@ def test_it_resumes_after_a_restart(uploads: Spool) -> None:
     upload.write(DATA[:100])
     upload.close()
     again = reopen(uploads.folder)
-    assert again.received(KEY, DIGEST) == 100
+    assert again.count_received(KEY, DIGEST) == 100
     upload = again.open(KEY, DIGEST, SIZE, 100)
     upload.write(DATA[100:])
     assert upload.finish().read_bytes() == DATA
@@ -97,14 +97,14 @@ def test_it_resumes_nowhere_else(uploads: Spool, offset: int) -> None:
     upload.close()
     with pytest.raises(UploadError, match="resume at 100"):
         uploads.open(KEY, DIGEST, SIZE, offset)
-    assert uploads.received(KEY, DIGEST) == 100
+    assert uploads.count_received(KEY, DIGEST) == 100
 
 
 def test_other_bytes_start_again(uploads: Spool) -> None:
     upload = uploads.open(KEY, OTHER, SIZE, 0)
     upload.write(b"xyz")
     upload.close()
-    assert uploads.received(KEY, DIGEST) == 0
+    assert uploads.count_received(KEY, DIGEST) == 0
     with pytest.raises(UploadError, match="resume at 0"):
         uploads.open(KEY, DIGEST, SIZE, 3)
     fill(uploads)
@@ -149,7 +149,7 @@ def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:
     upload.write(DATA[:60])
     with pytest.raises(UploadError, match="more bytes than the 100"):
         upload.write(DATA[60:101])
-    assert uploads.received(KEY, DIGEST) == 60
+    assert uploads.count_received(KEY, DIGEST) == 60
     upload.close()
 
 
@@ -157,7 +157,7 @@ def test_more_bytes_than_were_declared_are_refused(uploads: Spool) -> None:
 def test_only_digests_are_accepted(uploads: Spool, digest: str) -> None:
     with pytest.raises(UploadError, match="not a digest"):
         uploads.open(KEY, digest, 1, 0)
-    assert uploads.received(KEY, digest) == 0
+    assert uploads.count_received(KEY, digest) == 0
     assert uploads.complete(KEY, digest) is None
 
 
@@ -173,7 +173,7 @@ def test_too_few_bytes_are_not_finished(uploads: Spool) -> None:
     upload.write(DATA[:-1])
     with pytest.raises(UploadError, match=f"{SIZE - 1} of {SIZE} bytes"):
         upload.finish()
-    assert uploads.received(KEY, DIGEST) == SIZE - 1
+    assert uploads.count_received(KEY, DIGEST) == SIZE - 1
 
 
 @pytest.mark.fault("F14")
@@ -183,7 +183,7 @@ def test_bytes_with_another_digest_start_again(uploads: Spool) -> None:
     assert uploads.complete(KEY, OTHER) is None
     with pytest.raises(UploadError, match="resume at 0"):
         upload.finish()
-    assert uploads.received(KEY, OTHER) == 0
+    assert uploads.count_received(KEY, OTHER) == 0
     upload = uploads.open(KEY, OTHER, 5, 0)
     upload.write(b"other")
     assert upload.finish().read_bytes() == b"other"
@@ -207,7 +207,7 @@ def test_one_of_many_writers_in_threads_wins(uploads: Spool) -> None:
     def send(_: int) -> None:
         while uploads.complete(KEY, DIGEST) is None:
             with contextlib.suppress(UploadError):
-                offset = uploads.received(KEY, DIGEST)
+                offset = uploads.count_received(KEY, DIGEST)
                 upload = uploads.open(KEY, DIGEST, SIZE, offset)
                 for start in range(offset, SIZE, 512):
                     upload.write(DATA[start : start + 512])
@@ -261,7 +261,7 @@ def test_a_full_disk_keeps_what_was_received(uploads: Spool, monkeypatch: pytest
         with pytest.raises(BlobFullError):
             upload.write(DATA[100:200])
     assert len(calls) == 2
-    assert uploads.received(KEY, DIGEST) == 100
+    assert uploads.count_received(KEY, DIGEST) == 100
     upload.write(DATA[100:])
     assert upload.finish().read_bytes() == DATA
 
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_with_the_upload(uploads: Spool) -> None:
             upload.write(chunk)
         upload.finish()
         again = reopen(uploads.folder)
-        assert again.received(KEY, digest) == 64 << 20
+        assert again.count_received(KEY, digest) == 64 << 20
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -12,7 +12,7 @@ from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._auth import request_signing
 from fedplat_client._state.keys import SigningKey
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import FencedError, ServerError, SessionLostError
+from fedplat_client.errors import CallError, FencedError, SessionLostError
 from fedplat_client.transport import Metadata, Method, Response, result
 
 _CHALLENGE = Method("GetChallenge", fleet_pb2.GetChallengeResponse)
@@ -20,7 +20,7 @@ _OPEN = Method("OpenSession", fleet_pb2.OpenSessionResponse)
 
 
 @dataclass(frozen=True)
-class Pass:
+class CallCredentials:
     """What one call needs to be let in: a channel, metadata, and the session that these belong to."""
 
     channel: grpc.Channel
@@ -31,11 +31,11 @@ class Pass:
 class Access(Protocol):
     """A way of authentication."""
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> Pass:
+    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call. Raises `ServerError`, or `Cancelled` when the signal is set."""
         ...
 
-    def may_try_again(self, used: Pass, exc: ServerError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
         """Whether a call that failed may be made again at once, with another pass."""
         ...
 
@@ -55,12 +55,12 @@ class SignedAccess:
         """What the server shall know the client by."""
         return self._key.public
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> Pass:
+    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call; opens a session if there is none."""
         use = self._signer.use(method, request, lambda: self._open_session(signal))
-        return Pass(self._channel, use.metadata, use.session_id)
+        return CallCredentials(self._channel, use.metadata, use.session_id)
 
-    def may_try_again(self, used: Pass, exc: ServerError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
         """Whether a call that failed may be made again at once, in another session."""
         if isinstance(exc, SessionLostError):
             self._signer.forget(used.session_id)

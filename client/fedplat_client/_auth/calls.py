@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 from fedplat import wire
 from fedplat.wire import pieces
 from fedplat.wire.v1 import fleet_pb2, model_pb2
-from fedplat_client._auth.authenticator import Access, Pass
+from fedplat_client._auth.authenticator import Access, CallCredentials
 from fedplat_client.cancellation import StopSignal
-from fedplat_client.errors import CallRefusedError, IncompatibleServerError, ServerError, ServerUnavailableError
+from fedplat_client.errors import CallError, CallRefusedError, IncompatibleServerError, ServerUnavailableError
 from fedplat_client.transport import Method, Response, result, translate_error
 
 _CHECK_IN = Method("CheckIn", fleet_pb2.CheckInResponse)
@@ -100,7 +100,7 @@ class Connection:
             return result(
                 _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata), signal
             ).received_bytes
-        except ServerError as exc:
+        except CallError as exc:
             raise self._final(used, exc) from exc
 
     def _call(self, method: Method[Response], request: Message, signal: StopSignal, timeout_s: float) -> Response:
@@ -110,12 +110,12 @@ class Connection:
             used = self._access.let_in(method.path, data, signal)
             try:
                 return result(method.start(used.channel, data, timeout_s, used.metadata), signal)
-            except ServerError as exc:
+            except CallError as exc:
                 if not self._access.may_try_again(used, exc) or tries == _MAX_TRIES:
                     raise
                 tries += 1
 
-    def _final(self, used: Pass, exc: ServerError) -> ServerError:
+    def _final(self, used: CallCredentials, exc: CallError) -> CallError:
         """The error of a stream: those who call it know how to resume, so that it need not be tried again here."""
         if self._access.may_try_again(used, exc):
             return ServerUnavailableError(exc.code, str(exc), exc.retry)

@@ -19,11 +19,11 @@ from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client._version import __version__
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
+    CallError,
     CallRefusedError,
-    EnrolmentError,
+    EnrollmentError,
     IdentityError,
     RevokedError,
-    ServerError,
     ServerUnavailableError,
 )
 from fedplat_client.transport import Method
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class ClientDescription:
     """What a client tells the server about itself; the ticket is needed to enrol, and not afterwards."""
 
     population: str
@@ -44,18 +44,23 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Door:
+class Endpoints:
     """The ways to the server: `access` proves who the client is, `connection` makes the calls of one that is known."""
 
     access: SignedAccess
     connection: Connection
 
 
-class Session:
+class ClientSession:
     """Calls are cancelled when `stop` is set; they raise `Cancelled` then."""
 
     def __init__(
-        self, door: Door, directory: DataDirectory, identity: Identity, profile: Profile, stop: StopSignal
+        self,
+        door: Endpoints,
+        directory: DataDirectory,
+        identity: Identity,
+        profile: ClientDescription,
+        stop: StopSignal,
     ) -> None:
         self._door = door
         self._directory = directory
@@ -64,13 +69,13 @@ class Session:
         self._identity = identity
         door.access.client_id = identity.client_id
 
-    def enrol(self) -> None:
+    def enroll(self) -> None:
         """Enrols unless that was done before. Raises `EnrolmentError` or `ServerError`."""
         if self._identity.client_id:
             return
         population, ticket = self._profile.population, self._profile.ticket
         if ticket is None:
-            raise EnrolmentError(
+            raise EnrollmentError(
                 f"this client is not enrolled in the population {population!r}, and has no ticket; "
                 "ask the server's operator for one (fedplat enrolment create) and give it as FEDPLAT_TICKET"
             )
@@ -89,7 +94,7 @@ class Session:
         except RevokedError:
             raise
         except (CallRefusedError, IdentityError) as exc:
-            raise EnrolmentError(
+            raise EnrollmentError(
                 f"the server does not accept this client in the population {population!r}: {exc}; "
                 "check the ticket and the labels with the server's operator"
             ) from exc
@@ -109,7 +114,7 @@ class Session:
         )
         return self._door.connection.check_in(request, self._stop)
 
-    def explain_error(self, exc: ServerError) -> ServerError:
+    def explain_error(self, exc: CallError) -> CallError:
         """An error in better words, if the server and what the client trusts do not go together."""
         known = self._identity
         if not known.tls or exc.code != "UNAVAILABLE":
@@ -117,13 +122,13 @@ class Session:
         problem = handshake.problem(known.server, ca=known.ca)
         return ServerUnavailableError(exc.code, f"{known.server}: {problem}", exc.retry) if problem else exc
 
-    def forget_enrolment(self) -> None:
+    def forget_enrollment(self) -> None:
         """Makes the next `enrol` ask anew, of a server that does not know this client. Raises `EnrolmentError`.
 
         The keys stay: a server whose database was restored knows them again. So does the enrolment, without a ticket.
         """
         if self._profile.ticket is None:
-            raise EnrolmentError(
+            raise EnrollmentError(
                 f"the server does not know the client {self._identity.client_id} any more; "
                 "ask its operator for a ticket and give it as FEDPLAT_TICKET to enrol again"
             )

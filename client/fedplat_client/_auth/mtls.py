@@ -12,18 +12,18 @@ import grpc
 
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client import transport
-from fedplat_client._auth.authenticator import Pass, SignedAccess
+from fedplat_client._auth.authenticator import CallCredentials, SignedAccess
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state import keys
 from fedplat_client._state.data_dir import DataDirectory, Identity
 from fedplat_client.cancellation import StopSignal
 from fedplat_client.errors import (
+    CallError,
     CertificateExpiredError,
     DataDirectoryError,
-    EnrolmentError,
+    EnrollmentError,
     FencedError,
     IdentityError,
-    ServerError,
     UnknownClientError,
     UnreachableError,
 )
@@ -58,7 +58,7 @@ class CertificateAccess:
     ) -> None:
         """Raises `EnrolmentError` if the server has no TLS."""
         if not identity.tls:
-            raise EnrolmentError(
+            raise EnrollmentError(
                 "this client was enrolled with a server without TLS, where certificates prove nothing; "
                 "leave mtls out (or get a ticket of a server with TLS)"
             )
@@ -78,15 +78,15 @@ class CertificateAccess:
             self._retire()
             self._retire()
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> Pass:
+    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call; gets a certificate if it is time to. Raises `ServerError`, or `Cancelled`."""
         with self._changing:
             now = self._clock()
             if self._held is None or now >= self._held.renew_at:
                 self._held = self._renew_if_due(now, signal)
-            return Pass(self._held.channel, ())
+            return CallCredentials(self._held.channel, ())
 
-    def may_try_again(self, used: Pass, exc: ServerError) -> bool:
+    def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
         """Whether a call that failed may be made again at once, with another certificate.
 
         Where nobody answers, the reason may be the certificate: TLS ends such connections without a word. Then the
@@ -105,7 +105,7 @@ class CertificateAccess:
             fresh = self._request_certificate(now, signal)
         except IdentityError:
             raise
-        except ServerError as exc:
+        except CallError as exc:
             if held is None or now >= held.expires_at:
                 raise
             _logger.warning("The certificate cannot be renewed yet: %s", exc)

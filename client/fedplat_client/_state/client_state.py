@@ -13,32 +13,32 @@ from typing import Any
 
 import numpy.typing as npt
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
-from fedplat_client._state.two_phase import Provisional, Sent, WasMerged
+from fedplat_client._state.two_phase import SentReport, TwoPhaseFiles, WasMerged
 
 _FORMAT = "memory"
 _logger = logging.getLogger(__name__)
 
 
-class Memories:
+class ClientStateStore:
     """A folder with the memories of all jobs, of at most `limit_bytes`."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._files = Provisional(folder, limit_bytes, "What a trainer remembers of a job")
+        self._files = TwoPhaseFiles(folder, limit_bytes, "What a trainer remembers of a job")
 
-    def open(self, job_id: str, merged: WasMerged, *, training: bool) -> Memory:
+    def open(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """What is remembered of a job. For an evaluation it is only looked at."""
         try:
             look = self._files.settle if training else self._files.peek
             data = look(job_id, _FORMAT, merged)
-            return Memory({} if data is None else _notes(Parameters.from_bytes(data)))
+            return ClientState({} if data is None else _notes(Parameters.from_bytes(data)))
         except (OSError, ModelError) as exc:  # most trainers remember nothing; for the others `keep` fails, too
             _logger.warning("What the trainer remembers of the job cannot be read: %s", exc, extra={"job": job_id})
-            return Memory()
+            return ClientState()
 
-    def keep(self, job_id: str, sent: Sent, memory: Memory) -> bool:
+    def keep(self, job_id: str, sent: SentReport, memory: ClientState) -> bool:
         """Stores what is remembered before the update is reported; False if it is beyond the limit. Raises `OSError`.
 
         Where nothing was written, what was kept before goes on to count.

@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
-class Part:
+class PartialDownload:
     """A download that is not finished: a file that grows, and the hash of what is in it. Close it after use."""
 
     def __init__(self, path: Path) -> None:
@@ -84,9 +84,9 @@ class ModelCache:
         return path
 
     @contextlib.contextmanager
-    def part(self, digest: str) -> Generator[Part]:
+    def part(self, digest: str) -> Generator[PartialDownload]:
         """Where the download of a model goes; what is there already is the beginning of the model."""
-        part = Part(self._path(digest, "part"))
+        part = PartialDownload(self._path(digest, "part"))
         try:
             yield part
         finally:
@@ -99,7 +99,7 @@ class ModelCache:
         """
         return lru.make_room(self._folder, size_bytes, self._limit_bytes, digests, _log_eviction)
 
-    def admit(self, part: Part, digest: str) -> Path:
+    def admit(self, part: PartialDownload, digest: str) -> Path:
         """Makes a finished download a model of the cache.
 
         It is not synced: `find` notices what a power failure may leave of it. Raises `TransferError`, and deletes the
@@ -108,7 +108,7 @@ class ModelCache:
         self.check(part, digest)
         return part.path.replace(self._path(digest, "safetensors"))
 
-    def check(self, part: Part, digest: str) -> None:
+    def check(self, part: PartialDownload, digest: str) -> None:
         """Raises `TransferError`, and deletes a finished download, when its content has another digest."""
         if part.digest != digest:
             part.path.unlink()

@@ -85,7 +85,9 @@ class PrivacyLedger:
         """Notes steps that will be made. `allowed` is given all of the dataset with them; what it raises, stops it."""
         with self._lock():
             content = self._read()
-            after = self._with(content, dataset, job_id, steps.merge_charges(self._of(content, dataset, job_id), planned))
+            after = self._with(
+                content, dataset, job_id, steps.merge_charges(self._of(content, dataset, job_id), planned)
+            )
             allowed([charge for entry in after.entries if entry.dataset == dataset for charge in entry.charges])
             self._write(after)
 

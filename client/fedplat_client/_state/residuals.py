@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from fedplat.model import Vector
-from fedplat_client._state.two_phase import Provisional, Sent, WasMerged
+from fedplat_client._state.two_phase import SentReport, TwoPhaseFiles, WasMerged
 
 
 class Residuals:
     """A folder with the residuals of all jobs, of at most `limit_bytes`. Methods raise `OSError`."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._files = Provisional(folder, limit_bytes, "A residual")
+        self._files = TwoPhaseFiles(folder, limit_bytes, "A residual")
         self.forget = self._files.forget
 
     def settle(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
@@ -24,7 +24,7 @@ class Residuals:
             return None
         return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
-    def keep(self, job_id: str, format: str, sent: Sent, residual: Vector) -> bool:
+    def keep(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
         """Stores what is left of an update before it is reported; False if it is beyond the limit."""
         data = residual.astype("<f4", copy=False).data.cast("B")
         return self._files.keep(job_id, f"{format} {residual.size}", sent, data)

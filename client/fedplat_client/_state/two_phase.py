@@ -26,14 +26,14 @@ from fedplat_client._state import lru
 _logger = logging.getLogger(__name__)
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentReport(msgspec.Struct, frozen=True):
     """A report, by which the server is asked what became of it."""
 
     token: str
     digest: str
 
 
-WasMerged = Callable[[Sent], bool]
+WasMerged = Callable[[SentReport], bool]
 """Tells whether a reported update was merged."""
 
 
@@ -45,10 +45,10 @@ class _Head(msgspec.Struct, frozen=True):
 
     format: str
     sha256: str
-    sent: Sent
+    sent: SentReport
 
 
-class Provisional:
+class TwoPhaseFiles:
     """A folder with the files of all jobs, of at most `limit_bytes`. Methods raise `OSError`.
 
     The files of the job that was worked for longest ago go first. `name` is what the log calls one of them.
@@ -81,7 +81,7 @@ class Provisional:
         kept = self._read(settled, format)
         return None if kept is None else kept[1]
 
-    def keep(self, job_id: str, format: str, sent: Sent, data: bytes | memoryview) -> bool:
+    def keep(self, job_id: str, format: str, sent: SentReport, data: bytes | memoryview) -> bool:
         """Stores what came of an update before it is reported; False if it is beyond the limit."""
         settled, pending = self._paths(job_id)
         both = 2 * (memoryview(data).nbytes + 1000)

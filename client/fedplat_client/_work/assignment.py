@@ -10,29 +10,28 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from fedplat import codecs
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.errors import CodecError, FedplatError, ModelError, PrivacyLimitError
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.client_state import Memories
+from fedplat_client._state.client_state import ClientStateStore
 from fedplat_client._state.model_cache import ModelCache
 from fedplat_client._state.privacy_ledger import PrivacyLedger
 from fedplat_client._state.residuals import Residuals
-from fedplat_client._state.two_phase import Sent, WasMerged
+from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, transfer
 from fedplat_client._work.heartbeat import Heartbeat
-from fedplat_client._work.model_download import Models
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
 from fedplat_client.errors import (
+    CallError,
     CallRefusedError,
     Cancelled,
     ClientError,
     IdentityError,
-    ServerError,
     ServerUnavailableError,
     TransferError,
 )
@@ -53,7 +52,7 @@ Result = TypeVar("Result", TrainResult, EvaluateResult)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckInResult:
     """How an assignment or a check-in ended: whether to back off, and the server's wish when to come back."""
 
     failed: bool
@@ -69,20 +68,20 @@ class _AssignmentFailedError(ClientError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class AssignmentWorker:
     """Does one assignment after the other; `stop` is the client's own signal."""
 
     connection: Connection
     cache: ModelCache
     residuals: Residuals
-    memories: Memories
+    memories: ClientStateStore
     ledger: PrivacyLedger
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
     options: ClientOptions
     stop: StopSignal
 
-    def work(self, assignment: fleet_pb2.Assignment) -> Outcome:
+    def work(self, assignment: fleet_pb2.Assignment) -> CheckInResult:
         """Works on an assignment to its end, good or bad. Raises `IdentityError` only."""
         control = Control(assignment.training_timeout_s, assignment.upload_timeout_s, self.options)
         fields = _fields(assignment)
@@ -102,11 +101,11 @@ class Worker:
         fields["reason"] = reason_name(stop.reason)
         if stop.by_server:
             _logger.info("The server stopped the task: %s", stop.text, extra=fields)
-            return Outcome(failed=False, retry=stop.retry)
+            return CheckInResult(failed=False, retry=stop.retry)
         _logger.warning("The task failed: %s", stop.text, extra=fields)
         if stop.reason not in _DEADLINES:  # the server's own deadlines have passed before ours
             self._fail(assignment.token, stop)
-        return Outcome(failed=True)
+        return CheckInResult(failed=True)
 
     def _produce(
         self, assignment: fleet_pb2.Assignment, control: Control
@@ -144,7 +143,7 @@ class Worker:
         trainer = _find_trainer(self.trainers, "trainer", name)
         return lambda task: _call(trainer, task, TrainResult)
 
-    def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: Memory, control: Control) -> Task:
+    def _task(self, assignment: fleet_pb2.Assignment, base: Parameters, memory: ClientState, control: Control) -> Task:
         return Task(
             name=assignment.trainer,
             parameters=base.copy(),
@@ -160,7 +159,7 @@ class Worker:
 
     def _model(self, assignment: fleet_pb2.Assignment, control: Control) -> Parameters:
         try:
-            return Models(self.connection, self.cache, self.options.max_model_bytes).get(assignment, control)
+            return Downloader(self.connection, self.cache, self.options.max_model_bytes).get(assignment, control)
         except (TransferError, ModelError, OSError) as exc:
             control.signal.check()
             raise _AssignmentFailedError(
@@ -182,11 +181,11 @@ class Worker:
                 model_pb2.REASON_TRAINER_ERROR, f"the trainer's result cannot be encoded: {exc}"
             ) from exc
 
-    def _remember(self, assignment: fleet_pb2.Assignment, content: Content, memory: Memory) -> None:
+    def _remember(self, assignment: fleet_pb2.Assignment, content: Content, memory: ClientState) -> None:
         """Keeps what the trainer remembers, for the case that the update is merged."""
         said = "there is no room for it (cache_limit_bytes)"
         try:
-            if self.memories.keep(assignment.job_id, Sent(assignment.token, content.digest), memory):
+            if self.memories.keep(assignment.job_id, SentReport(assignment.token, content.digest), memory):
                 return
         except (OSError, ModelError) as exc:
             said = str(exc)
@@ -215,7 +214,7 @@ class Worker:
         content: Content | None,
         control: Control,
         fields: Mapping[str, object],
-    ) -> Outcome:
+    ) -> CheckInResult:
         """Report the update until the server answers: a repetition does no harm."""
 
         def recover(exc: ServerUnavailableError) -> None:
@@ -229,17 +228,17 @@ class Worker:
             response = retry(lambda: self.connection.report(request), self.options, self.stop, recover=recover)
         except ServerUnavailableError as exc:
             _logger.warning("The task could not be reported: %s", exc, extra=fields)
-            return Outcome(failed=True)
+            return CheckInResult(failed=True)
         except CallRefusedError as exc:
             _logger.warning("The server refused the report: %s", exc, extra=fields)
-            return Outcome(failed=True)
+            return CheckInResult(failed=True)
         if not response.HasField("refusal"):
             _logger.info("The task is done and reported.", extra=fields)
-            return Outcome(failed=False)
+            return CheckInResult(failed=False)
         refusal = response.refusal
         reason = {"reason": reason_name(refusal.reason)}
         _logger.warning("The server did not accept the report: %s", refusal.text, extra={**fields, **reason})
-        return Outcome(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
+        return CheckInResult(failed=True, retry=refusal.retry if refusal.HasField("retry") else None)
 
     def _fail(self, token: str, stop: Stop) -> None:
         """Report a failure, so that the server need not wait for the deadline; best effort."""
@@ -250,7 +249,7 @@ class Worker:
             _logger.debug("The failure could not be reported: %s", exc)
         except IdentityError:
             raise
-        except ServerError as exc:
+        except CallError as exc:
             _logger.warning("The server refused the report of a failure: %s", exc)
 
 
@@ -321,7 +320,7 @@ def _make_asker(connection: Connection, options: ClientOptions, control: Control
     """Return a function that asks the server, once for each report, whether it was merged. It raises `Cancelled`."""
 
     @functools.cache
-    def asked(sent: Sent) -> bool:
+    def ask(sent: SentReport) -> bool:
         """Report again: after the end of an attempt, only merged updates get a receipt."""
         request = fleet_pb2.ReportRequest(token=sent.token, digest=sent.digest)
         try:
@@ -331,4 +330,4 @@ def _make_asker(connection: Connection, options: ClientOptions, control: Control
             return False
         return answer.HasField("receipt")
 
-    return asked
+    return ask

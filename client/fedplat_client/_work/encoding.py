@@ -12,7 +12,7 @@ from fedplat.errors import CodecError
 from fedplat.model import Values
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_client._state.residuals import Residuals
-from fedplat_client._state.two_phase import Sent, WasMerged
+from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work.transfer import Content
 
 _logger = logging.getLogger(__name__)
@@ -60,5 +60,5 @@ def _encode_with_feedback(
     residual = residuals.settle(assignment.job_id, name, size, merged)
     pieces, left_out = format.encode_with_feedback(update, residual, np.random.default_rng(seed))
     content = Content.merge_parts(pieces)
-    sent = Sent(assignment.token, content.digest)
+    sent = SentReport(assignment.token, content.digest)
     return content if residuals.keep(assignment.job_id, name, sent, left_out) else None

@@ -10,7 +10,7 @@ from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client.backoff import Backoff
 from fedplat_client.cancellation import Stop, StopSignal, reason_name
-from fedplat_client.errors import Cancelled, IdentityError, ServerError
+from fedplat_client.errors import CallError, Cancelled, IdentityError
 from fedplat_client.task import Control
 
 # A server that asks for no pause at all would get a busy loop.
@@ -67,7 +67,7 @@ class Heartbeat:
                     # The next check-in hears the same, and ends the client with it.
                     self._control.signal.set(Stop(model_pb2.REASON_REVOKED, str(exc), by_server=True))
                     return
-                except ServerError as exc:
+                except CallError as exc:
                     answered = False
                     _logger.debug("A heartbeat failed: %s", exc)
                     self._control.options.wait(self._ended, min(backoff.next_s(exc.retry), remaining_s))

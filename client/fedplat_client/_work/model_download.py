@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedplat.codecs.container import Format, options_from_text
 from fedplat.errors import CodecError, ModelError
-from fedplat.model import ModelFile, Parameters, Read, Segment, Values, read_base_values, apply_step
+from fedplat.model import ModelFile, Parameters, Read, Segment, Values, apply_step, read_base_values
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
 from fedplat_client._state.model_cache import ModelCache
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Models:
+class Downloader:
     """Models by their digest."""
 
     connection: Connection
@@ -105,14 +105,14 @@ class Models:
     def _apply_step(self, base: ModelFile, step: Values, model: model_pb2.ModelRef, control: Control) -> Path:
         """The base with the step added, written and hashed window by window."""
 
-        def carried(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
+        def read(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
             return step.read_carried(run) if base.schema.carry == "max" else read_base_values(read, run)
 
         with self.cache.part(model.digest) as part:
             part.restart()
             try:
                 part.write(base.schema.header)
-                for placed in apply_step(base, iter(step.to_blocks()), carried):
+                for placed in apply_step(base, iter(step.to_blocks()), read):
                     control.signal.check()
                     part.write(placed.values.view(np.uint8).data)
             except BaseException:

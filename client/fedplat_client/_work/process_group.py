@@ -10,7 +10,7 @@ from fedplat_client import cancellation
 from fedplat_client.task import TrainFunction
 
 
-class Crew(Protocol):
+class ProcessGroup(Protocol):
     """This process's place among them."""
 
     @property
@@ -27,15 +27,15 @@ class Crew(Protocol):
         ...
 
 
-_crews: list[Crew] = []
+_crews: list[ProcessGroup] = []
 
 
-def form(crew: Crew) -> None:
+def form(crew: ProcessGroup) -> None:
     """Makes the processes of a crew one client, as soon as a trainer is made that trains in all of them."""
     _crews[:] = [crew]
 
 
-def current() -> Crew | None:
+def current() -> ProcessGroup | None:
     """The crew of this process; None where it is a client by itself."""
     return _crews[0] if _crews else None
 

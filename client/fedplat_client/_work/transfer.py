@@ -13,7 +13,7 @@ from fedplat import wire
 from fedplat.model import Parameters
 from fedplat.wire.v1 import fleet_pb2, model_pb2
 from fedplat_client._auth.calls import Connection
-from fedplat_client._state.model_cache import Part
+from fedplat_client._state.model_cache import PartialDownload
 from fedplat_client.backoff import Backoff, draw_s
 from fedplat_client.errors import CallRefusedError, ServerBusyError, ServerUnavailableError, TransferError
 from fedplat_client.task import Control
@@ -28,7 +28,7 @@ _BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
 _OFFSET_REFUSED = frozenset({"OUT_OF_RANGE", "FAILED_PRECONDITION", "ALREADY_EXISTS"})
 
 
-def download(connection: Connection, model: Source, part: Part, control: Control) -> None:
+def download(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
     """Completes a part, which holds the beginning of a model or of a delta, or nothing yet.
 
     Raises `TransferError`, `IdentityError`, or `Cancelled` when the task is stopped.
@@ -149,7 +149,7 @@ class _Patience:
         self._control.wait(self._backoff.next_s(retry))
 
 
-def _append(connection: Connection, model: Source, part: Part, control: Control) -> None:
+def _append(connection: Connection, model: Source, part: PartialDownload, control: Control) -> None:
     request = fleet_pb2.DownloadRequest(digest=model.digest, offset=part.size)
     received = connection.download(request, _positive(control.remaining_s), control.signal)
     with contextlib.closing(received):

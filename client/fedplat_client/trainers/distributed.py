@@ -20,12 +20,12 @@ from msgspec import Struct
 from torch import distributed
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import FedplatError
 from fedplat.model import Parameters
 from fedplat.pytorch import training
 from fedplat.pytorch.distributed import COLLECTIVE_S, Backend, Ranks, join_group
-from fedplat.pytorch.server import Spread, make_on_all_ranks
+from fedplat.pytorch.server import DataParallelGradients, make_on_all_ranks
 from fedplat_client._work import process_group
 from fedplat_client.errors import Cancelled, ClientError
 from fedplat_client.task import Scalar, Task, TrainFunction
@@ -56,7 +56,7 @@ class _Sizes(Struct, frozen=True):
     notes: dict[str, int]
 
 
-class TorchrunCrew:
+class TorchrunGroup:
     """This process's place among those of torchrun: `crews.Crew`."""
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class TorchrunCrew:
         self._ranks: Ranks | None = None
 
     @contextlib.contextmanager
-    def together(self, task: Task, backend: Backend) -> Generator[WithOthers]:
+    def together(self, task: Task, backend: Backend) -> Generator[MultiProcess]:
         """The ranks for one training; they have the task's model and memory. Ends with it, well or badly."""
         if not self.leads:
             assert self._ranks is not None
-            yield WithOthers(self._ranks)
+            yield MultiProcess(self._ranks)
             return
         timeout_s = min(COLLECTIVE_S, max(1.0, task.remaining_s))
         announced = _Announced(
@@ -90,7 +90,7 @@ class TorchrunCrew:
             ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
             for values in (task.parameters, *notes.values()):
                 _send(values)
-            yield WithOthers(ranks)
+            yield MultiProcess(ranks)
 
     def follow(self, trainers: Mapping[str, TrainFunction]) -> None:
         """Joins the trainings that rank 0 announces, until it ends. Raises `ClientError` if it is gone."""
@@ -163,18 +163,18 @@ class TorchrunCrew:
         return self._store
 
 
-def of_this_process() -> TorchrunCrew | None:
+def of_this_process() -> TorchrunGroup | None:
     """The crew that torchrun made of this process and others; None if it is alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         return None
     crew = process_group.current()
-    if not isinstance(crew, TorchrunCrew):
-        crew = TorchrunCrew()
+    if not isinstance(crew, TorchrunGroup):
+        crew = TorchrunGroup()
         process_group.form(crew)
     return crew
 
 
-class WithOthers:
+class MultiProcess:
     """The ranks that train together: `company.Company`."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -189,14 +189,14 @@ class WithOthers:
         """Raises `ValueError` where so few examples are not enough for all."""
         self._spread(0).check(trainee, num_examples)
 
-    def passes(self, seed: int) -> training.Passes:
+    def passes(self, seed: int) -> training.GradientComputation:
         """Those of as many logical ranks as there are processes: each batch is cut into their parts."""
         return self._spread(seed)
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
         """All go on, end, or raise `Cancelled`, as rank 0 does."""
 
-        def told(done: int, total: int) -> bool:
+        def step(done: int, total: int) -> bool:
             if not self._ranks.is_first:
                 said = self._ranks.broadcast()
                 if said == _CANCELLED:
@@ -210,10 +210,10 @@ class WithOthers:
             finally:
                 self._ranks.broadcast(said)
 
-        return told
+        return step
 
-    def _spread(self, seed: int) -> Spread:
-        return Spread(self._ranks, self._ranks.size, seed)
+    def _spread(self, seed: int) -> DataParallelGradients:
+        return DataParallelGradients(self._ranks, self._ranks.size, seed)
 
 
 def _task(announced: _Announced, ranks: Ranks) -> Task:
@@ -227,7 +227,7 @@ def _task(announced: _Announced, ranks: Ranks) -> Task:
         job_name=announced.job_name,
         round=announced.round,
         attempt=announced.attempt,
-        memory=Memory({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
+        memory=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
     )
 
 

@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 AfterStep = Callable[[int, int], bool]
 
 
-class Company(Protocol):
+class TrainingStrategy(Protocol):
     """What training in several processes asks of a trainer."""
 
     @property
@@ -29,7 +29,7 @@ class Company(Protocol):
         """Raises `ValueError` where so few examples are not enough for all."""
         ...
 
-    def passes(self, seed: int) -> training.Passes:
+    def passes(self, seed: int) -> training.GradientComputation:
         """How gradients come about."""
         ...
 
@@ -38,7 +38,7 @@ class Company(Protocol):
         ...
 
 
-class ByItself:
+class SingleProcess:
     """No company: one process does everything."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,9 +51,9 @@ class ByItself:
     def check(self, trainee: training.Trainee, num_examples: int) -> None:
         """Nothing is too few."""
 
-    def passes(self, seed: int) -> training.Passes:
+    def passes(self, seed: int) -> training.GradientComputation:
         """How gradients come about."""
-        return training.Alone()
+        return training.SingleProcessGradients()
 
     def after_step(self, after_step: AfterStep) -> AfterStep:
         """What it decides."""

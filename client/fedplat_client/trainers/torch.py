@@ -25,10 +25,10 @@ from torch.utils.data import Dataset
 
 from fedplat.pytorch import training
 from fedplat_client.trainers import dp as private
-from fedplat_client.trainers.strategy import ByItself, Company
+from fedplat_client.trainers.strategy import SingleProcess, TrainingStrategy
 
 if TYPE_CHECKING:
-    from fedplat_client.trainers.distributed import TorchrunCrew
+    from fedplat_client.trainers.distributed import TorchrunGroup
 
 Data: TypeAlias = Dataset[Any] | Callable[[Task], Dataset[Any]]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter], Mapping[str, Scalar]], torch.optim.Optimizer]
@@ -84,7 +84,7 @@ class TorchTrainer:
         with self._company(task, options) as company:
             trainee, examples = company.make_on_all(lambda: self._build_trainee(task, company))
             seed = int(np.random.SeedSequence([self.seed, task.round, task.attempt]).generate_state(1)[0])
-            work = training.Training(
+            work = training.LocalTraining(
                 examples=examples,
                 options=options,
                 seed=seed,
@@ -101,7 +101,7 @@ class TorchTrainer:
     def evaluate(self, task: Task) -> EvaluateResult:
         """Measures the task's parameters on the dataset, without training. Raises `PrivacyLimitError`."""
         private.check_evaluation(self.private)
-        trainee, examples = self._build_trainee(task, ByItself(self._device()))
+        trainee, examples = self._build_trainee(task, SingleProcess(self._device()))
         size = task.config.get("batch_size", _EVALUATED_AT_ONCE)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
@@ -118,11 +118,11 @@ class TorchTrainer:
         options = training.LocalOptions.from_config({"learning_rate": 1.0, **task.config})
         return options, lambda parameters: make(parameters, task.config)
 
-    def _company(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[Company]:
+    def _company(self, task: Task, options: training.LocalOptions) -> AbstractContextManager[TrainingStrategy]:
         """With whom the task is done."""
         others = self._crew()
         if others is None:
-            return nullcontext(ByItself(self._device()))
+            return nullcontext(SingleProcess(self._device()))
         if options.is_private:
             raise ValueError(
                 f'config.dp = "{options.dp}": several processes together cannot protect single examples; expected '
@@ -130,7 +130,7 @@ class TorchTrainer:
             )
         return others.together(task, "gloo" if self.device == "cpu" else "auto")
 
-    def _crew(self) -> TorchrunCrew | None:
+    def _crew(self) -> TorchrunGroup | None:
         if self.parallel == "none":
             return None
         from fedplat_client.trainers import distributed
@@ -141,7 +141,7 @@ class TorchTrainer:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(automatic if self.device == "auto" else self.device)
 
-    def _build_trainee(self, task: Task, company: Company) -> tuple[training.Trainee, training.Examples]:
+    def _build_trainee(self, task: Task, company: TrainingStrategy) -> tuple[training.Trainee, training.Examples]:
         learner = training.Learner(model=self.model, loss=self.loss, personal=self.personal)
         trainee = training.Trainee(learner, company.device, self.seed)
         examples = self._examples(task, company.device)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.aggregate.robust.krum import rank_updates
 from fedplat.aggregate.robust.median import ascending
 from fedplat.model import Vector
@@ -28,7 +28,7 @@ class Bulyan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     def build(self, byzantine: int, before: Mix) -> Wrapper:
         """The rule, behind pre-aggregators."""
 
-        def reduce(cohort: Cohort) -> Vector:
+        def reduce(cohort: RobustInputs) -> Vector:
             number = len(cohort.rows)
             chosen = _select_updates(cohort.rows.squared_distances, byzantine, number - 2 * byzantine)
             near = number - 4 * byzantine

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.model import Vector
 
 _CENTRE = "clipping_centre"
@@ -41,7 +41,7 @@ class CenteredClipping(
     def build(self, byzantine: int, before: Mix) -> Wrapper:
         """The rule, behind pre-aggregators. Remembers the vector `clipping_centre`."""
 
-        def reduce(cohort: Cohort) -> Vector:
+        def reduce(cohort: RobustInputs) -> Vector:
             rows = cohort.rows.with_vector(-1)  # the centre
             number = len(rows) - 1
             shares = np.eye(number + 1)[-1]

@@ -17,7 +17,7 @@ import numpy as np
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks, Vector
 from fedplat.model.rows import Columns, Matrix, each_column, gram, weighted_sum
-from fedplat.model.shards import Across, alone
+from fedplat.model.shards import ShardReduce, alone
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Rows:
     products: Callable[[], Matrix]
 
     @classmethod
-    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: Across = alone) -> Rows:
+    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: ShardReduce = alone) -> Rows:
         """One row for each update. The vectors `beside` them are no rows; see `with_vector`.
 
         Where all of them are a shard's parts of vectors, `across` brings in the other shards' inner products.
@@ -91,7 +91,7 @@ def _product(left: Matrix, right: Matrix) -> Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cohort:
+class RobustInputs:
     """What a robust rule is given: a row for each update, unless they were mixed, and what is known of the updates."""
 
     rows: Rows
@@ -101,7 +101,7 @@ class Cohort:
 Mix = Callable[[Rows], Rows]
 """A pre-aggregator: other rows instead of those that there are."""
 
-Reduce = Callable[[Cohort], Vector]
+Reduce = Callable[[RobustInputs], Vector]
 """A robust rule: what the cohort's updates come to."""
 
 
@@ -129,7 +129,7 @@ def gathering(reduce: Reduce, before: Mix, beside: Sequence[str] = ()) -> Wrappe
         def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
             updates = [update for update, _ in partial.kept]
             rows = Rows.of(updates, [state[name] for name in beside], partial.across)
-            total = reduce(Cohort(before(rows), [contribution for _, contribution in partial.kept]))
+            total = reduce(RobustInputs(before(rows), [contribution for _, contribution in partial.kept]))
             return dataclasses.replace(partial, total=total, weight=1.0, kept=())
 
         return dataclasses.replace(inner, fold=fold, merge=merge, gather=gather)

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.model import Vector
 
 
@@ -36,7 +36,7 @@ class FLTrust(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         """The rule. Its gather raises `ValueError` when no trusted client's update is there."""
         trusted = frozenset(self.trusted)
 
-        def reduce(cohort: Cohort) -> Vector:
+        def reduce(cohort: RobustInputs) -> Vector:
             is_root = np.array([each.client_id in trusted for each in cohort.contributions])
             if not is_root.any():
                 raise ValueError("there is no update of a client that robust.rule.trusted names; FLTrust needs one")

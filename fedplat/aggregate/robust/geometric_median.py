@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.model import Vector
 
 _CONVERGED = 1e-10
@@ -42,7 +42,7 @@ class GeometricMedian(
     def build(self, byzantine: int, before: Mix) -> Wrapper:
         """The rule, behind pre-aggregators."""
 
-        def reduce(cohort: Cohort) -> Vector:
+        def reduce(cohort: RobustInputs) -> Vector:
             rows, shares = cohort.rows, np.zeros(len(cohort.rows))
             for _ in range(self.iterations):
                 nearness = 1 / np.maximum(rows.distances_to(shares), self.smoothing)

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.model import Vector
 from fedplat.model.rows import Matrix
 
@@ -51,7 +51,7 @@ class MultiKrum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
 
 def _mean_of_best(byzantine: int, before: Mix, keep: int) -> Wrapper:
-    def reduce(cohort: Cohort) -> Vector:
+    def reduce(cohort: RobustInputs) -> Vector:
         number = len(cohort.rows)
         count = keep or number - byzantine
         best = rank_updates(cohort.rows.squared_distances, byzantine)[:count]

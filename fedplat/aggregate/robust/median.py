@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.model import Vector
 from fedplat.model.rows import Columns, allocate_rows
 
@@ -27,7 +27,7 @@ class Median(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return gathering(_median, before)
 
 
-def _median(cohort: Cohort) -> Vector:
+def _median(cohort: RobustInputs) -> Vector:
     return cohort.rows.each_column(middle)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from fedplat.aggregate.algebra import Wrapper
-from fedplat.aggregate.robust.cohort import Cohort, Mix, gathering
+from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
 from fedplat.aggregate.robust.median import ascending
 from fedplat.model import Vector
 from fedplat.model.rows import Columns
@@ -30,7 +30,7 @@ class TrimmedMean(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             kept = ascending(columns)[byzantine : len(columns) - byzantine]
             return kept.mean(axis=0, dtype=np.float64).astype(np.float32)
 
-        def reduce(cohort: Cohort) -> Vector:
+        def reduce(cohort: RobustInputs) -> Vector:
             return cohort.rows.each_column(combine)
 
         return gathering(reduce, before)

@@ -47,7 +47,7 @@ class VectorLayout:
         """Return the columns that a process adds up."""
         return slice(self.bounds[process], self.bounds[process + 1])
 
-    def held(self, process: int) -> range:
+    def ranks_of(self, process: int) -> range:
         """Return the logical ranks of a process."""
         return range(process, self.logical, self.processes)
 
@@ -57,4 +57,4 @@ class VectorLayout:
 
     def slots(self, process: int) -> int:
         """Return the number of vectors of a process; at least one, for the sum."""
-        return max(1, len(self.held(process)))
+        return max(1, len(self.ranks_of(process)))

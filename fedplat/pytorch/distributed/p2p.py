@@ -46,7 +46,7 @@ class P2PVectors(Vectors):
         layout, mine = self.layout, self.ranks.rank
         windows = [list(split_columns(layout.columns(process), self._length)) for process in range(layout.processes)]
         longest = max((part.stop - part.start for part in windows[mine]), default=0)
-        others = layout.logical - len(layout.held(mine))
+        others = layout.logical - len(layout.ranks_of(mine))
         staged = torch.empty((2, others, longest), dtype=torch.float32, device=self.ranks.device)
         pending: list[tuple[slice, list[torch.Tensor], list[distributed.Work]]] = []
         for step, parts in enumerate(zip_longest(*windows)):

@@ -37,7 +37,7 @@ class Vectors(ABC):
     @property
     def own(self) -> Mapping[int, torch.Tensor]:
         """The vectors of this process's logical ranks; zeros at first. Adding up overwrites them."""
-        return dict(zip(self.layout.held(self.ranks.rank), self.slots, strict=False))
+        return dict(zip(self.layout.ranks_of(self.ranks.rank), self.slots, strict=False))
 
     @property
     def whole(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis import rdp as analysis
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
@@ -44,13 +44,13 @@ def _of_step(noise_multiplier: float, sampling_probability: float) -> npt.NDArra
     return np.asarray(found, np.float64)
 
 
-class NotedLedger:
+class RecordedLedger:
     """A ledger in a client's memory of the job, for simulations.
 
     The count goes back with the memory when an update was not merged; a real client's ledger never does.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ClientState) -> None:
         self._memory = memory
 
     def charge(self, planned: StepCharge) -> None:

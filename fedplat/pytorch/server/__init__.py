@@ -7,11 +7,21 @@ number of ranks, the logical ones; the processes that there are do their parts, 
 
 from __future__ import annotations
 
-from fedplat.pytorch.server.data_parallel import Spread
+from fedplat.pytorch.server.data_parallel import DataParallelGradients
 from fedplat.pytorch.server.distillation import distill
 from fedplat.pytorch.server.evaluation import evaluate
 from fedplat.pytorch.server.packing import pack_sequences
 from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks
-from fedplat.pytorch.server.training import ServerTraining, Trained, train
+from fedplat.pytorch.server.training import TrainingCurve, TrainingRun, train
 
-__all__ = ["ServerTrainer", "ServerTraining", "Spread", "Trained", "make_on_all_ranks", "distill", "evaluate", "pack_sequences", "train"]
+__all__ = [
+    "DataParallelGradients",
+    "ServerTrainer",
+    "TrainingCurve",
+    "TrainingRun",
+    "distill",
+    "evaluate",
+    "make_on_all_ranks",
+    "pack_sequences",
+    "train",
+]

@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 _FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Progress:
+class TrainingState:
     """What a training is after so many steps: the module's values, the optimizer's, and the losses so far."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -64,7 +64,7 @@ class Checkpoints:
     def __init__(self, folder: Path, every: int, ranks: Ranks) -> None:
         self._folder, self._every, self._ranks = folder, every, ranks
 
-    def is_due(self, progress: Progress) -> bool:
+    def is_due(self, progress: TrainingState) -> bool:
         """Whether to save now: every so many steps, and at the end."""
         return progress.done % self._every == 0 or progress.done == len(progress.losses)
 
@@ -72,7 +72,7 @@ class Checkpoints:
         """The name of the newest whole checkpoint that rank 0 sees, or nothing; the same on all ranks."""
         return self._ranks.broadcast(_newest(self._folder).encode()).decode()
 
-    def restore(self, name: str, progress: Progress) -> None:
+    def restore(self, name: str, progress: TrainingState) -> None:
         """Goes on from a checkpoint, if it has a name. Raises `ValueError` for one that does not fit the training."""
         if not name:
             return
@@ -87,7 +87,7 @@ class Checkpoints:
             ) from exc
         progress.take(tensors)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingState) -> None:
         """Writes a checkpoint and removes the older ones. A crash leaves the old one, or the new one.
 
         Where it cannot be written, a warning says so, and the training goes on with the old one.
@@ -107,7 +107,7 @@ class Checkpoints:
             if other != whole:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def _write(self, progress: Progress, folder: Path) -> None:
+    def _write(self, progress: TrainingState, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _by_itself():

@@ -23,7 +23,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.training import Examples, Indices, Plan, Scores, Sums, Trainee, use_seed
+from fedplat.pytorch.training import Examples, Indices, Scores, StepSchedule, Sums, Trainee, use_seed
 from fedplat.pytorch.training.stepper import Stepper
 
 _LATE = "forward_sync_buffers"  # what PyTorch 2.13 calls it
@@ -32,7 +32,7 @@ _NO_BUFFERS: Any = {
 }
 
 
-class Part(NamedTuple):
+class RankBatch(NamedTuple):
     """What one logical rank computes of one batch of a step."""
 
     rank: int
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """Of the step's examples; 0 where there are fewer examples than ranks, and another's is borrowed."""
 
 
-class Spread:
+class DataParallelGradients:
     """The passes of `num_ranks` logical ranks, spread over the processes of a group: `local.Passes`.
 
     Gradients are added up in the order of logical ranks within a process, then over processes. So two logical ranks
@@ -72,7 +72,7 @@ class Spread:
                 f"example; expected at least {least}"
             )
 
-    def parts(self, plan: Plan) -> Iterator[list[Part]]:
+    def parts(self, plan: StepSchedule) -> Iterator[list[RankBatch]]:
         """What this process computes of each step."""
         for number, step in enumerate(itertools.islice(plan.steps(), self._begin, None), self._begin):
             batches = [np.array_split(batch, self._num_ranks) for batch in plan.batches_of(step)]
@@ -82,7 +82,7 @@ class Spread:
                 for place, batch in enumerate(batches)
             ]
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: Plan, examples: Examples) -> Iterator[Scores]:
+    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
         """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
         module = DistributedDataParallel(
             trainee.module.train(),
@@ -120,9 +120,9 @@ class Spread:
         """The scores of all ranks."""
         return total(self._ranks, scores)
 
-    def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> Part:
+    def _part(self, number: int, rank: int, place: int, indices: Indices, step: Indices) -> RankBatch:
         seed = int(np.random.SeedSequence([self._seed, number, rank, place]).generate_state(1)[0])
-        return Part(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
+        return RankBatch(rank, seed, indices if len(indices) else step[:1], len(indices) / len(step))
 
 
 def total(ranks: Ranks, scores: Scores) -> Sums:
@@ -155,10 +155,10 @@ def _sum_gradients(reduction: _Reduction, bucket: Any) -> Any:
             gradient.add_(earlier)
     work = distributed.all_reduce(bucket.buffer(), group=reduction.group, async_op=True)
     assert work is not None
-    return work.get_future().then(_reduced)
+    return work.get_future().then(_take_reduced)
 
 
-def _reduced(done: Any) -> torch.Tensor:
+def _take_reduced(done: Any) -> torch.Tensor:
     return done.value()[0]
 
 

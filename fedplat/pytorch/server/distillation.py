@@ -16,19 +16,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.job.pool import ServerStep
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.trainer import ServerTrainer
-from fedplat.pytorch.server.training import ServerTraining, Session, Trained
+from fedplat.pytorch.server.training import TrainingCurve, TrainingLoop, TrainingRun
 from fedplat.pytorch.training import Examples, Indices, Loss, use_seed
 from fedplat.pytorch.training.examples import Batch
 
 
 def distill(
-    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, teachers: Iterable[Parameters], work: ServerTraining
-) -> Trained | None:
+    ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, teachers: Iterable[Parameters], work: TrainingRun
+) -> TrainingCurve | None:
     """Trains the aggregate in place on what the teachers, the clients' models, say of the trainer's inputs.
 
     Called as `train` is; the table is a `ServerStep`, the data's targets are ignored. `teachers` are gone through once
@@ -40,7 +40,7 @@ def distill(
     if group is None:
         return None
     taught = dataclasses.replace(trainer, loss=divergence(work.options.temperature))
-    session = Session(group, taught, work)
+    session = TrainingLoop(group, taught, work)
     session.examples = _Taught(session.examples, _mean_logits(session, teachers))
     return session.run(parameters)
 
@@ -74,13 +74,13 @@ class _Taught:
             yield inputs, logits
 
 
-def _mean_logits(session: Session, teachers: Iterable[Parameters]) -> list[torch.Tensor]:
+def _mean_logits(session: TrainingLoop, teachers: Iterable[Parameters]) -> list[torch.Tensor]:
     """The mean of the teachers' logits for each batch that this process will compute."""
     parts = list(itertools.chain.from_iterable(session.parts()))
     sums: list[torch.Tensor] = []
     count = 0
     for count, teacher in enumerate(teachers, 1):
-        session.trainee.load(teacher, Memory())
+        session.trainee.load(teacher, ClientState())
         module = session.trainee.module.eval()
         batches = session.examples.batches(part.indices for part in parts)
         for number, part in enumerate(parts):

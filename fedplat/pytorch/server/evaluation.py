@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server.data_parallel import total
-from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks, examples_of
-from fedplat.pytorch.training import Examples, Trainee, in_order, evaluate_batches
+from fedplat.pytorch.server.trainer import ServerTrainer, examples_of, make_on_all_ranks
+from fedplat.pytorch.training import Examples, Trainee, evaluate_batches, in_order
 
 _AT_ONCE = 256
 
@@ -23,13 +23,13 @@ def evaluate(
     `TrainingError` on all of them alike.
     """
 
-    def made() -> tuple[Trainee, Examples]:
+    def build() -> tuple[Trainee, Examples]:
         if trainer.evaluation is None:
             raise ValueError("it has no examples to evaluate on; expected ServerTrainer(evaluation=...)")
         trainee = Trainee(trainer.learner, ranks.device)
-        trainee.load(parameters, Memory())
+        trainee.load(parameters, ClientState())
         return trainee, examples_of(trainer.evaluation, ranks.device)
 
-    trainee, examples = make_on_all_ranks(ranks, made)
+    trainee, examples = make_on_all_ranks(ranks, build)
     order = itertools.islice(in_order(len(examples), batch_size), ranks.rank, None, ranks.size)
     return total(ranks, evaluate_batches(trainee, examples, order)).means()

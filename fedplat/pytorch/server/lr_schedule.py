@@ -23,7 +23,7 @@ def factor(scaling: Scaling, num_ranks: int, warmup_steps: int, step: int) -> fl
     return full if step >= warmup_steps else 1.0 + (full - 1.0) * step / warmup_steps
 
 
-class Rates:
+class LearningRates:
     """The rates of an optimizer, which were given for one rank."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -14,16 +14,16 @@ import numpy.typing as npt
 import torch
 
 from fedplat.aggregate.local import Correction
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.job.pool import ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.pytorch.distributed import Ranks
 from fedplat.pytorch.server import profiling
-from fedplat.pytorch.server.checkpoints import Checkpoints, Progress
-from fedplat.pytorch.server.data_parallel import Part, Spread
-from fedplat.pytorch.server.lr_schedule import Rates, factor
-from fedplat.pytorch.server.trainer import ServerTrainer, make_on_all_ranks, examples_of
-from fedplat.pytorch.training import Examples, LocalOptions, Plan, Scores, Sums, Trainee
+from fedplat.pytorch.server.checkpoints import Checkpoints, TrainingState
+from fedplat.pytorch.server.data_parallel import DataParallelGradients, RankBatch
+from fedplat.pytorch.server.lr_schedule import LearningRates, factor
+from fedplat.pytorch.server.trainer import ServerTrainer, examples_of, make_on_all_ranks
+from fedplat.pytorch.training import Examples, LocalOptions, Scores, StepSchedule, Sums, Trainee
 from fedplat.pytorch.training.stepper import Stepper
 
 Losses: TypeAlias = npt.NDArray[np.float64]
@@ -33,7 +33,7 @@ _KEPT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerTraining:
+class TrainingRun:
     """One training on the server's data, as a job's table asks for it.
 
     The options, `num_ranks` and `round_number` decide what comes out; the number of processes does not. With
@@ -56,7 +56,7 @@ class ServerTraining:
         """Of all that is random."""
         return int(np.random.SeedSequence([self.options.seed, self.round_number]).generate_state(1, np.uint64)[0])
 
-    def plan(self, num_examples: int, smallest: int) -> Plan:
+    def plan(self, num_examples: int, smallest: int) -> StepSchedule:
         """The examples of each step, for a dataset of so many; a batch has `smallest` or more."""
         table = self.options
         options = LocalOptions(
@@ -67,7 +67,7 @@ class ServerTraining:
             max_grad_norm=table.max_grad_norm,
             precision=table.precision,
         )
-        plan = Plan(num_examples=num_examples, options=options, seed=self.seed, smallest=smallest)
+        plan = StepSchedule(num_examples=num_examples, options=options, seed=self.seed, smallest=smallest)
         if isinstance(table, WarmStart):
             return plan
         epochs = math.ceil(table.steps / plan.steps_per_epoch)
@@ -76,7 +76,7 @@ class ServerTraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainingCurve:
     """What came of it: the mean loss of each step over its examples, before the weights were moved."""
 
     losses: Losses
@@ -84,7 +84,7 @@ class Trained:
     """Of the dataset."""
 
 
-def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: ServerTraining) -> Trained | None:
+def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: TrainingRun) -> TrainingCurve | None:
     """Trains the model in place on the trainer's data, by SGD or the trainer's optimizer.
 
     Every rank of the pool calls it with the same arguments and `parameters` of the same values. The first
@@ -96,31 +96,31 @@ def train(ranks: Ranks, trainer: ServerTrainer, parameters: Parameters, work: Se
     happens, and that process should end, since the others wait for it.
     """
     group = ranks.subgroup(work.num_ranks)
-    return None if group is None else Session(group, trainer, work).run(parameters)
+    return None if group is None else TrainingLoop(group, trainer, work).run(parameters)
 
 
-class Session:
+class TrainingLoop:
     """One training on this process, which is one of `ranks`."""
 
-    def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: ServerTraining) -> None:
+    def __init__(self, ranks: Ranks, trainer: ServerTrainer, work: TrainingRun) -> None:
         """Raises `TrainingError` on all ranks alike."""
         self.ranks, self._trainer, self._work = ranks, trainer, work
         self.trainee, self.examples = make_on_all_ranks(ranks, self._build_trainee)
         self.plan = work.plan(len(self.examples), self._spread(0).smallest_batch(self.trainee))
 
-    def parts(self) -> Iterator[list[Part]]:
+    def parts(self) -> Iterator[list[RankBatch]]:
         """What this process will compute of each step."""
         return self._spread(0).parts(self.plan)
 
-    def run(self, parameters: Parameters) -> Trained:
+    def run(self, parameters: Parameters) -> TrainingCurve:
         """Trains the model in place. Raises `TrainingError` where it does not fit."""
         optimizer = make_on_all_ranks(self.ranks, lambda: self._reset(parameters))
-        progress = Progress(self.trainee.module, optimizer, self.plan.num_steps)
+        progress = TrainingState(self.trainee.module, optimizer, self.plan.num_steps)
         checkpoints = self._checkpoints()
         if checkpoints is not None:
             newest = checkpoints.newest()
             make_on_all_ranks(self.ranks, lambda: checkpoints.restore(newest, progress))
-        rates, curve = Rates(optimizer), _Curve(self.ranks, progress)
+        rates, curve = LearningRates(optimizer), _Curve(self.ranks, progress)
         stepper = Stepper(
             self.trainee.parameters(), self.plan.options, 1.0, Correction(), {}, make_optimizer=lambda _: optimizer
         )
@@ -138,8 +138,8 @@ class Session:
                 trace()
                 self._work.note(progress.done, self.plan.num_steps)
         curve.close()
-        self.trainee.save(parameters, Memory())
-        return Trained(losses=progress.losses, num_examples=len(self.examples))
+        self.trainee.save(parameters, ClientState())
+        return TrainingCurve(losses=progress.losses, num_examples=len(self.examples))
 
     def _build_trainee(self) -> tuple[Trainee, Examples]:
         trainee = Trainee(self._trainer.learner, self.ranks.device, self._work.seed)
@@ -149,7 +149,7 @@ class Session:
 
     def _reset(self, parameters: Parameters) -> torch.optim.Optimizer:
         """Gives the module the values of the model; the optimizer, as it begins."""
-        self.trainee.load(parameters, Memory())
+        self.trainee.load(parameters, ClientState())
         table, trained = self._work.options, self.trainee.parameters().values()
         if self._trainer.optimizer is not None:
             return self._trainer.optimizer(trained, table)
@@ -157,8 +157,8 @@ class Session:
             trained, lr=table.learning_rate, momentum=table.momentum, weight_decay=table.weight_decay
         )
 
-    def _spread(self, begin: int) -> Spread:
-        return Spread(self.ranks, self._work.num_ranks, self._work.seed, begin)
+    def _spread(self, begin: int) -> DataParallelGradients:
+        return DataParallelGradients(self.ranks, self._work.num_ranks, self._work.seed, begin)
 
     def _checkpoints(self) -> Checkpoints | None:
         table, folder = self._work.options, self._work.checkpoints
@@ -166,7 +166,7 @@ class Session:
             return None
         return Checkpoints(folder, table.checkpoint_every, self.ranks)
 
-    def _set(self, rates: Rates, progress: Progress) -> None:
+    def _set(self, rates: LearningRates, progress: TrainingState) -> None:
         table = self._work.options
         rates.multiply(factor(table.scaling, self._work.num_ranks, table.warmup_steps, progress.done))
 
@@ -174,7 +174,7 @@ class Session:
 class _Curve:
     """The loss of each step; what the ranks have found stays where it was computed for a while."""
 
-    def __init__(self, ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, ranks: Ranks, progress: TrainingState) -> None:
         self._ranks, self._progress = ranks, progress
         self._open: list[Scores] = []
 

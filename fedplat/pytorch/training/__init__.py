@@ -7,39 +7,39 @@
 from __future__ import annotations
 
 from fedplat.pytorch.training.examples import DatasetExamples, Examples, TensorExamples, examples_of, examples_to_use
-from fedplat.pytorch.training.gradients import Alone, Passes
+from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.learner import BATCH_NORM, Learner, Loss, Trainee, use_seed
 from fedplat.pytorch.training.metrics import Scores, Sums
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.schedule import Indices, Plan, in_order
+from fedplat.pytorch.training.schedule import Indices, StepSchedule, in_order
 from fedplat.pytorch.training.sgd import Sgd
 from fedplat.pytorch.training.stepper import MakeOptimizer
 from fedplat.pytorch.training.trainer import evaluate, evaluate_batches, train
-from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.training.work import LocalTraining
 
 __all__ = [
     "BATCH_NORM",
-    "Alone",
     "DatasetExamples",
     "Examples",
+    "GradientComputation",
     "Indices",
     "Learner",
     "LocalOptions",
+    "LocalTraining",
     "Loss",
     "MakeOptimizer",
-    "Passes",
-    "Plan",
     "Scores",
     "Sgd",
+    "SingleProcessGradients",
+    "StepSchedule",
     "Sums",
     "TensorExamples",
     "Trainee",
-    "Training",
     "evaluate",
+    "evaluate_batches",
     "examples_of",
     "examples_to_use",
     "in_order",
-    "evaluate_batches",
-    "use_seed",
     "train",
+    "use_seed",
 ]

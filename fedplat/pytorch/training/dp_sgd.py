@@ -24,9 +24,9 @@ from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
 from fedplat.pytorch.training.learner import Trainee
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.schedule import Indices, Plan
+from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.stepper import Stepper
-from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.training.work import LocalTraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class PoissonPlan:
     `noise` is the randomness.
     """
 
-    plan: Plan
+    plan: StepSchedule
     noise: dp.StepNoise
 
     @property
@@ -59,17 +59,19 @@ class PoissonPlan:
         return StepCharge(options.dp_noise_multiplier, self.probability, self.plan.num_steps)
 
 
-def run(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Mapping[str, float], int]:
+def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mapping[str, float], int]:
     """All steps; the metrics, and the number of steps.
 
     The ledger is charged before the first step. Raises `PrivacyLimitError` and `ModelError`; no step was made then.
     """
     dp.check(trainee.module)
     plan = PoissonPlan(
-        plan=Plan(num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction),
+        plan=StepSchedule(
+            num_examples=len(work.examples), options=work.options, seed=work.seed, fraction=work.fraction
+        ),
         noise=dp.noise_of(work.noise_seed),
     )
-    ledger = work.ledger or dp.NotedLedger(work.memory)
+    ledger = work.ledger or dp.RecordedLedger(work.memory)
     options, planned, made = work.options, plan.charge(work.options), 0
     module, kind = trainee.module.train(), options.dp
     assert kind != "none"
@@ -92,7 +94,7 @@ def run(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Mapping[str
     return metrics, made
 
 
-def _steps(stepper: Stepper, plan: PoissonPlan, work: Training, clipper: dp.Clipper) -> Iterator[int]:
+def _steps(stepper: Stepper, plan: PoissonPlan, work: LocalTraining, clipper: dp.Clipper) -> Iterator[int]:
     """Makes the steps; after each, how many there were."""
     deviation = work.options.dp_noise_multiplier * work.options.dp_max_grad_norm
     steps, ahead = itertools.tee(plan.steps())

@@ -9,18 +9,18 @@ from typing import Protocol
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee
 from fedplat.pytorch.training.metrics import Scores, Sums
-from fedplat.pytorch.training.schedule import Plan
+from fedplat.pytorch.training.schedule import StepSchedule
 from fedplat.pytorch.training.stepper import Stepper
 
 
-class Passes(Protocol):
+class GradientComputation(Protocol):
     """Passes through a module, forward and back."""
 
     def smallest_batch(self, trainee: Trainee) -> int:
         """The fewest examples that a batch may have."""
         ...
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: Plan, examples: Examples) -> Iterator[Scores]:
+    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
         """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
         ...
 
@@ -29,14 +29,14 @@ class Passes(Protocol):
         ...
 
 
-class Alone:
+class SingleProcessGradients:
     """The passes of one process by itself."""
 
     def smallest_batch(self, trainee: Trainee) -> int:
         """The fewest examples that a batch may have."""
         return trainee.smallest_batch
 
-    def over(self, trainee: Trainee, stepper: Stepper, plan: Plan, examples: Examples) -> Iterator[Scores]:
+    def over(self, trainee: Trainee, stepper: Stepper, plan: StepSchedule, examples: Examples) -> Iterator[Scores]:
         """Computes the gradients of the plan's steps; after each, before the weights are moved, the scores of it."""
         module, loss_of = trainee.module.train(), trainee.learner.loss
         steps, ahead = itertools.tee(plan.steps())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedplat.aggregate.local import CONTROL
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
@@ -73,7 +73,7 @@ class Trainee:
         """The module's tensors that are a part of the job's model."""
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in self.personal}
 
-    def load(self, parameters: Parameters, memory: Memory) -> None:
+    def load(self, parameters: Parameters, memory: ClientState) -> None:
         """Gives the module the values of the job's model, and the client's own. Raises `ModelError`."""
         values = {name: tensor for name, tensor in backend.to_torch(parameters).items() if not name.startswith(CONTROL)}
         if both := sorted(self.personal & values.keys()):
@@ -88,7 +88,7 @@ class Trainee:
             name = type(self.module).__name__
             raise ModelError(f"the model does not fit the module {name}: {exc}") from exc
 
-    def save(self, parameters: Parameters, memory: Memory) -> None:
+    def save(self, parameters: Parameters, memory: ClientState) -> None:
         """Copies the module's values into the job's model, and the client's own into its memory."""
         parameters.assign({**parameters, **backend.to_arrays(self.shared_tensors())})
         if self.personal:

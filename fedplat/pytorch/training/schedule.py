@@ -23,7 +23,7 @@ def in_order(num_examples: int, batch_size: int) -> Iterator[Indices]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepSchedule:
     """The local steps of one training: each epoch is a permutation, cut into steps of which the last may be short.
 
     `seed` decides the order. `fraction` is the part of the steps that is done, at least one. A last batch of fewer

@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from fedplat.aggregate.local import CONTROL, Correction, Ending, Way, effective_steps
-from fedplat.client_state import Memory
+from fedplat.aggregate.local import CONTROL, Correction, LocalEnding, UpdateDirection, effective_steps
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.examples import Examples
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.metrics import Scores
-from fedplat.pytorch.training.schedule import Indices, Plan, in_order
+from fedplat.pytorch.training.schedule import Indices, StepSchedule, in_order
 from fedplat.pytorch.training.stepper import Stepper
-from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.training.work import LocalTraining
 
 _EVALUATED_AT_ONCE = 256
 
 
-def train(trainee: Trainee, parameters: Parameters, work: Training) -> Mapping[str, float]:
+def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapping[str, float]:
     """Trains the job's model in place, and writes what the client remembers into its memory; returns the metrics.
 
     These are `loss` and, where targets are classes, `accuracy` (of the model in training, over the last epoch),
@@ -52,14 +52,14 @@ def evaluate(
     parameters: Parameters,
     examples: Examples,
     batch_size: int = _EVALUATED_AT_ONCE,
-    memory: Memory | None = None,
+    memory: ClientState | None = None,
     after_batch: Callable[[float], object] = lambda fraction: None,
 ) -> dict[str, float]:
     """Scores the job's model, with the client's own layers, on examples; nothing is trained.
 
     `after_batch` is told the part that is done.
     """
-    trainee.load(parameters, memory or Memory())
+    trainee.load(parameters, memory or ClientState())
     order = in_order(len(examples), batch_size)
     return evaluate_batches(trainee, examples, order, lambda done: after_batch(done / len(examples))).means()
 
@@ -88,7 +88,7 @@ def evaluate_batches(
 class _Start:
     """Where a training begins, and by which algorithm."""
 
-    def __init__(self, trainee: Trainee, parameters: Parameters, work: Training) -> None:
+    def __init__(self, trainee: Trainee, parameters: Parameters, work: LocalTraining) -> None:
         self._work = work
         self._note = work.options.algorithm
         self._half = work.options.client_half()
@@ -99,16 +99,18 @@ class _Start:
         self._remembered = {} if note is None else _on(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._remembered)
 
-    def way(self, trainee: Trainee, num_steps: int) -> Way:
+    def way(self, trainee: Trainee, num_steps: int) -> UpdateDirection:
         """How far the training went."""
         trained, rate = trainee.parameters(), self._work.learning_rate
         moved = {name: weights - trained[name].detach() for name, weights in self.weights.items()}
         if self._work.make_optimizer is not None:  # what steps of a user's optimizer count for, nobody knows
-            return Way(moved, rate, num_steps)
+            return UpdateDirection(moved, rate, num_steps)
         momentum, pull = self._work.options.momentum, self.correction.pull
-        return Way(moved, rate, effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull))
+        return UpdateDirection(
+            moved, rate, effective_steps(num_steps, learning_rate=rate, momentum=momentum, pull=pull)
+        )
 
-    def ending(self, way: Way) -> Ending:
+    def ending(self, way: UpdateDirection) -> LocalEnding:
         """What the algorithm adds to the update; what the client remembers goes to its memory."""
         ending = self._half.end(self.correction, self._remembered, way)
         if ending.remember:
@@ -116,7 +118,7 @@ class _Start:
         return ending
 
 
-def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Mapping[str, float], int]:
+def _run(trainee: Trainee, start: _Start, work: LocalTraining) -> tuple[Mapping[str, float], int]:
     """All steps; what is told of them, and the number of steps that moved the weights."""
     stepper = Stepper(
         trainee.parameters(), work.options, work.learning_rate, start.correction, start.weights, work.make_optimizer
@@ -129,9 +131,9 @@ def _run(trainee: Trainee, start: _Start, work: Training) -> tuple[Mapping[str, 
     return work.passes.total(scores).means(), num_steps
 
 
-def _steps(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Scores, int]:
+def _steps(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Scores, int]:
     """The scores of the last epoch, and the number of steps."""
-    plan = Plan(
+    plan = StepSchedule(
         num_examples=len(work.examples),
         options=work.options,
         seed=work.seed,
@@ -149,7 +151,7 @@ def _steps(trainee: Trainee, stepper: Stepper, work: Training) -> tuple[Scores, 
     return scores, num_steps
 
 
-def _control(given: Mapping[str, torch.Tensor], names: Iterable[str], work: Training) -> dict[str, torch.Tensor]:
+def _control(given: Mapping[str, torch.Tensor], names: Iterable[str], work: LocalTraining) -> dict[str, torch.Tensor]:
     """The model's control variates."""
     algorithm = work.options.algorithm
     if work.make_optimizer is not None:

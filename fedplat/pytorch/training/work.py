@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.privacy.steps import StepLedger
 from fedplat.pytorch.training.examples import Examples
-from fedplat.pytorch.training.gradients import Alone, Passes
+from fedplat.pytorch.training.gradients import GradientComputation, SingleProcessGradients
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.training.stepper import MakeOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class LocalTraining:
     """One local training: the work of one client in one round.
 
     `seed` seeds all randomness but that of DP-SGD. `fraction` is the part of the steps that the client has time for.
@@ -30,10 +30,10 @@ class Training:
     seed: int
     round_number: int = 1
     fraction: float = 1.0
-    memory: Memory = field(default_factory=Memory)
+    memory: ClientState = field(default_factory=ClientState)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
-    passes: Passes = field(default_factory=Alone)
+    passes: GradientComputation = field(default_factory=SingleProcessGradients)
     ledger: StepLedger | None = None
     noise_seed: int | None = None
 

@@ -16,15 +16,15 @@ import torch
 from fedplat.model import Parameters
 from fedplat.pytorch.training.learner import Trainee
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.schedule import Indices, Plan
+from fedplat.pytorch.training.schedule import Indices, StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
-from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
-from fedplat.pytorch.vectorized.client_algorithm import Start
+from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.layout import Base, Layout, UnsuitableError
-from fedplat.pytorch.vectorized.sgd import Descent
+from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
+from fedplat.pytorch.vectorized.sgd import FlatSgd
 from fedplat.pytorch.vectorized.vmap_gradients import Stack, StackedGradients
 
 _CACHED = 1 << 21
@@ -38,7 +38,7 @@ class _Row:
     """One client: its place among the works given, and the examples of each step's batches."""
 
     place: int
-    work: Training
+    work: LocalTraining
     steps: list[list[Indices]]
     first_of_last_epoch: int
 
@@ -57,7 +57,7 @@ class CohortTrainer:
             raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
         if trainee.has_batch_norm:
             raise UnsuitableError("BatchNorm keeps means of all batches that it has seen, and a batch here is padded")
-        self.layout = Layout(trainee)
+        self.layout = ParameterLayout(trainee)
         if personal := sorted(trainee.personal & set(self.layout.state_names)):
             raise UnsuitableError(f"{personal[0]!r} is personal, and is not trained")
         self._trainee, self._options = trainee, options
@@ -76,13 +76,13 @@ class CohortTrainer:
             return max(1, int(free * _GPU_SHARE) // (4 * self.layout.size))
         return max(1, _CACHED // self.layout.size)
 
-    def train(self, base: Base, works: Sequence[Training]) -> list[tuple[Parameters, dict[str, float]]]:
+    def train(self, base: Base, works: Sequence[LocalTraining]) -> list[tuple[Parameters, dict[str, float]]]:
         """The update and the metrics of each client; their memories are written to."""
         befores = [self._before(base, work) for work in works]
         rows = sorted((self._row(place, work) for place, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
-        starts = [Start(self.layout, self._options, base, row.work.memory) for row in rows]
-        descent = Descent(self.layout, self._options, works[0].learning_rate, weights)
+        starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.memory) for row in rows]
+        descent = FlatSgd(self.layout, self._options, works[0].learning_rate, weights)
         drift = self._drift(starts)
         descent.correct(starts[0].correction.pull, base.weights.to(weights.device), drift)
         scores = self._run(base, descent, weights, rows)
@@ -94,14 +94,16 @@ class CohortTrainer:
             results[row.place] = update, {**score, **befores[row.place], **ended}
         return results
 
-    def _before(self, base: Base, work: Training) -> dict[str, float]:
+    def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
         if not self._options.measure_before:
             return {}
         found = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
         return {"loss_before": found["loss"]}
 
-    def _row(self, place: int, work: Training) -> _Row:
-        plan = Plan(num_examples=len(work.examples), options=self._options, seed=work.seed, fraction=work.fraction)
+    def _row(self, place: int, work: LocalTraining) -> _Row:
+        plan = StepSchedule(
+            num_examples=len(work.examples), options=self._options, seed=work.seed, fraction=work.fraction
+        )
         steps = [plan.batches_of(step) for step in plan.steps()]
         return _Row(place, work, steps, (len(steps) - 1) // plan.steps_per_epoch * plan.steps_per_epoch)
 
@@ -116,14 +118,14 @@ class CohortTrainer:
             self.layout.load_personal(own, row.work.memory)
         return weights
 
-    def _drift(self, starts: Sequence[Start]) -> torch.Tensor | None:
+    def _drift(self, starts: Sequence[ClientAlgorithmState]) -> torch.Tensor | None:
         drifts = [start.drift for start in starts]
         if all(drift is None for drift in drifts):
             return None
         none = torch.zeros(self.layout.num_shared)
         return torch.stack([none if drift is None else drift for drift in drifts]).to(self._trainee.device)
 
-    def _run(self, base: Base, descent: Descent, weights: torch.Tensor, rows: Sequence[_Row]) -> list[dict[str, float]]:
+    def _run(self, base: Base, descent: FlatSgd, weights: torch.Tensor, rows: Sequence[_Row]) -> list[dict[str, float]]:
         if self._gradients is None:
             state = {name: value.to(weights.device) for name, value in base.state.items()}
             learner = self._trainee.learner
@@ -208,6 +210,6 @@ class _StackedScores:
         return found
 
 
-def _examples(work: Training) -> PartExamples:
+def _examples(work: LocalTraining) -> PartExamples:
     assert isinstance(work.examples, PartExamples)
     return work.examples

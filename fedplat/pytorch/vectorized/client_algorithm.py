@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fedplat.aggregate.local import Arrays, Correction, Ending, Way, effective_steps
-from fedplat.client_state import Memory
+from fedplat.aggregate.local import Arrays, Correction, LocalEnding, UpdateDirection, effective_steps
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.work import Training
-from fedplat.pytorch.vectorized.layout import Base, Layout
+from fedplat.pytorch.training.work import LocalTraining
+from fedplat.pytorch.vectorized.layout import Base, ParameterLayout
 
 
-class Start:
+class ClientAlgorithmState:
     """Where one client's training begins, and by which algorithm."""
 
-    def __init__(self, layout: Layout, options: LocalOptions, base: Base, memory: Memory) -> None:
+    def __init__(self, layout: ParameterLayout, options: LocalOptions, base: Base, memory: ClientState) -> None:
         self._layout, self._base, self._memory = layout, base, memory
         self._half, self._note = options.client_half(), options.algorithm
         note = memory.get(self._note)
@@ -32,12 +32,12 @@ class Start:
         drift = self.correction.drift
         return torch.cat([drift[name].reshape(-1) for name in self._layout.shared_names]) if drift else None
 
-    def end(self, weights: torch.Tensor, num_steps: int, work: Training, update: Parameters) -> dict[str, float]:
+    def end(self, weights: torch.Tensor, num_steps: int, work: LocalTraining, update: Parameters) -> dict[str, float]:
         """Notes what the client remembers, and adds to its update what the algorithm adds; returns the metrics."""
         rate, pull = work.learning_rate, self.correction.pull
         steps = effective_steps(num_steps, learning_rate=rate, momentum=work.options.momentum, pull=pull)
         moved = _Moved(self._layout, self._base.weights, weights)
-        ending: Ending = self._half.end(self.correction, self._remembered, Way(moved, rate, steps))
+        ending: LocalEnding = self._half.end(self.correction, self._remembered, UpdateDirection(moved, rate, steps))
         metrics = {"local_steps": float(num_steps)}
         if steps != num_steps:
             metrics["effective_steps"] = steps
@@ -51,7 +51,7 @@ class Start:
 class _Moved(Mapping[str, torch.Tensor]):
     """How far each shared parameter went; computed for those algorithms only that ask."""
 
-    def __init__(self, layout: Layout, start: torch.Tensor, weights: torch.Tensor) -> None:
+    def __init__(self, layout: ParameterLayout, start: torch.Tensor, weights: torch.Tensor) -> None:
         self._layout, self._start, self._weights = layout, start, weights
         self._found: dict[str, torch.Tensor] | None = None
 

@@ -30,7 +30,7 @@ OFTEN = 30
 """Batches of one shape until they are recorded, which takes as long as some hundred of them: 10 to 100 ms."""
 
 
-class Found(NamedTuple):
+class BatchResult(NamedTuple):
     """What a batch gave."""
 
     gradients: Tensors
@@ -51,7 +51,7 @@ class Gradients:
         self.is_random = True
         """Whether computing draws random numbers, as far as it is known."""
 
-    def __call__(self, tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor) -> Found:
+    def __call__(self, tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor) -> BatchResult:
         """Gradients of a batch's loss; `tensors` are those named, and the state among them may change."""
         shapes = (inputs.shape, targets.shape)
         computation = self._recordings.get(shapes)
@@ -59,7 +59,7 @@ class Gradients:
             computation = self._choose(shapes, tensors, inputs, targets)
         with torch.no_grad():
             *gradients, loss, outputs = computation(*tensors, inputs, targets)
-        return Found(gradients, loss, outputs)
+        return BatchResult(gradients, loss, outputs)
 
     def _choose(
         self, shapes: tuple[torch.Size, torch.Size], tensors: Tensors, inputs: torch.Tensor, targets: torch.Tensor

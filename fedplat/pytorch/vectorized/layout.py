@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedplat.aggregate.local import CONTROL
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import FLOATING, Bytes, Parameters, Schema
 from fedplat.pytorch import convert as backend
 from fedplat.pytorch.training.learner import Trainee
@@ -46,7 +46,7 @@ class _Run:
     stop: int
 
 
-class Layout:
+class ParameterLayout:
     """Trainable parameters one after the other: first the shared ones, then those that stay with the client.
 
     Raises `UnsuitableError` for parameters that are not of type float32, or that a module has by two names.
@@ -88,7 +88,7 @@ class Layout:
             control = torch.cat([tensors[CONTROL + name].reshape(-1) for name in self.shared_names])
         return Base(parameters, weights, control, state)
 
-    def load_personal(self, weights: torch.Tensor, memory: Memory) -> dict[str, torch.Tensor]:
+    def load_personal(self, weights: torch.Tensor, memory: ClientState) -> dict[str, torch.Tensor]:
         """Gives a client's weights its personal values, and returns all of them: at first the module's initial ones."""
         if not self.personal:
             return {}
@@ -99,7 +99,7 @@ class Layout:
                 view.copy_(own[name])
         return own
 
-    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: Memory) -> None:
+    def save(self, weights: torch.Tensor, state: Mapping[str, torch.Tensor], memory: ClientState) -> None:
         """Notes a client's personal values, which are among its weights and its state."""
         if self.personal:
             values = {**self.as_dict(weights), **state}

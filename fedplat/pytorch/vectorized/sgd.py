@@ -7,17 +7,19 @@ import torch
 from fedplat.pytorch.training.options import LocalOptions
 from fedplat.pytorch.vectorized import foreach
 from fedplat.pytorch.vectorized.foreach import Tensors
-from fedplat.pytorch.vectorized.layout import Layout
+from fedplat.pytorch.vectorized.layout import ParameterLayout
 
 
-class Descent:
+class FlatSgd:
     """Moves weights [size], or [cohort, size] of which the first rows are still in training.
 
     Per step: the gradient's norm is bounded, then `pull (w - w₀) + drift` is added to its shared part, then SGD moves
     the weights, with weight decay and momentum as `torch.optim.SGD` has them.
     """
 
-    def __init__(self, layout: Layout, options: LocalOptions, learning_rate: float, weights: torch.Tensor) -> None:
+    def __init__(
+        self, layout: ParameterLayout, options: LocalOptions, learning_rate: float, weights: torch.Tensor
+    ) -> None:
         self._layout, self._options, self._learning_rate = layout, options, learning_rate
         self._weights = weights
         self._pull, self._start, self._drift = 0.0, weights, None

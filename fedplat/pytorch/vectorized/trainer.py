@@ -6,20 +6,20 @@ from contextlib import nullcontext
 
 import torch
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters
 from fedplat.pytorch.training.learner import Trainee, use_seed
 from fedplat.pytorch.training.options import LocalOptions
-from fedplat.pytorch.training.schedule import Plan
+from fedplat.pytorch.training.schedule import StepSchedule
 from fedplat.pytorch.training.trainer import evaluate
-from fedplat.pytorch.training.work import Training
+from fedplat.pytorch.training.work import LocalTraining
 from fedplat.pytorch.vectorized import foreach
-from fedplat.pytorch.vectorized.client_algorithm import Start
+from fedplat.pytorch.vectorized.client_algorithm import ClientAlgorithmState
 from fedplat.pytorch.vectorized.foreach import Tensors
 from fedplat.pytorch.vectorized.gradients import Gradients
-from fedplat.pytorch.vectorized.layout import Base, Layout, UnsuitableError
+from fedplat.pytorch.vectorized.layout import Base, ParameterLayout, UnsuitableError
 from fedplat.pytorch.vectorized.scores import LateScores
-from fedplat.pytorch.vectorized.sgd import Descent
+from fedplat.pytorch.vectorized.sgd import FlatSgd
 
 
 class FlatTrainer:
@@ -34,7 +34,7 @@ class FlatTrainer:
             raise UnsuitableError(f'precision = "{options.precision}"; expected "fp32"')
         if options.is_private:
             raise UnsuitableError(f'dp = "{options.dp}": Opacus clips gradients of one client at a time')
-        self.layout = Layout(trainee)
+        self.layout = ParameterLayout(trainee)
         self._trainee, self._options = trainee, options
         self._needs_control = options.client_half().needs_control
         names = [*self.layout.names, *self.layout.state_names]
@@ -46,15 +46,17 @@ class FlatTrainer:
         """A model as `train` takes it; it has to fit the module."""
         return self.layout.base(parameters, self._needs_control)
 
-    def train(self, base: Base, work: Training, buffer: Bytes | None = None) -> tuple[Parameters, dict[str, float]]:
+    def train(
+        self, base: Base, work: LocalTraining, buffer: Bytes | None = None
+    ) -> tuple[Parameters, dict[str, float]]:
         """The update and the metrics of one client; its memory is written to. `buffer` is memory for the update."""
         metrics: dict[str, float] = {}
         if self._options.measure_before:
             before = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
             metrics["loss_before"] = before["loss"]
         state = self._load(base, work.memory)
-        start = Start(self.layout, self._options, base, work.memory)
-        descent = Descent(self.layout, self._options, work.learning_rate, self._weights)
+        start = ClientAlgorithmState(self.layout, self._options, base, work.memory)
+        descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)
         descent.correct(start.correction.pull, base.weights, start.drift)
         scores, num_steps = self._run(descent, list(state.values()), work)
         update = self.layout.update(base, self._weights, state, buffer)
@@ -62,14 +64,14 @@ class FlatTrainer:
         self.layout.save(self._weights, state, work.memory)
         return update, {**scores.means(), **metrics}
 
-    def _load(self, base: Base, memory: Memory) -> dict[str, torch.Tensor]:
+    def _load(self, base: Base, memory: ClientState) -> dict[str, torch.Tensor]:
         """Gives the weights the values that training begins with; returns the module's other values."""
         self._weights[: self.layout.num_shared].copy_(base.weights)
         state = {**base.state, **self.layout.load_personal(self._weights, memory)}
         return {name: state[name].clone() for name in self.layout.state_names}
 
-    def _run(self, descent: Descent, state: Tensors, work: Training) -> tuple[LateScores, int]:
-        plan = Plan(
+    def _run(self, descent: FlatSgd, state: Tensors, work: LocalTraining) -> tuple[LateScores, int]:
+        plan = StepSchedule(
             num_examples=len(work.examples),
             options=work.options,
             seed=work.seed,

@@ -34,7 +34,7 @@ class Stack(NamedTuple):
     sizes: torch.Tensor | None
 
 
-class Found(NamedTuple):
+class StackResult(NamedTuple):
     """What a stack of batches gave: for each client its gradients, the loss and the outputs."""
 
     gradients: Tensors
@@ -54,7 +54,7 @@ class StackedGradients:
         self._times: dict[tuple[object, ...], int] = {}
         self._is_mean = False
 
-    def __call__(self, parameters: Sequence[torch.Tensor], stack: Stack) -> Found:
+    def __call__(self, parameters: Sequence[torch.Tensor], stack: Stack) -> StackResult:
         """Gradients of the clients' losses. Raises `UnsuitableError` for what `vmap` cannot do."""
         tensors = (*parameters, *(part for part in stack if part is not None))
         key = (stack.inputs.shape, stack.targets.shape, stack.sizes is None)
@@ -66,7 +66,7 @@ class StackedGradients:
                 *gradients, losses, outputs = computation(*tensors)
             except RuntimeError as exc:
                 raise UnsuitableError(f"vmap cannot do it: {str(exc).splitlines()[0]}") from exc
-        return Found(gradients, losses, outputs)
+        return StackResult(gradients, losses, outputs)
 
     def _choose(self, key: tuple[object, ...], tensors: Tensors, stack: Stack) -> Computation:
         self._times[key] = times = self._times.get(key, 0) + 1

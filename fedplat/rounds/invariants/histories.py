@@ -43,7 +43,9 @@ def of_versions(job: StoredJob) -> Iterator[Violation]:
     expected = [str(version.version) for version in job.versions if version.version > 0]
     if made != expected:
         yield Violation(
-            place, f"the history has versions {_listed(made)}", f"{_listed(expected)}, each once and in order"
+            place,
+            f"the history has versions {_join_numbers(made)}",
+            f"{_join_numbers(expected)}, each once and in order",
         )
     for row in rows:
         if row.to_state != row.from_state and row.to_state != str(int(row.from_state) + 1):
@@ -92,20 +94,21 @@ def _chain(rows: Iterable[StepRow], steps: Steps, state: str, place: Location) -
     at = ""
     for row in rows:
         if row.from_state != at:
-            found = f"row {row.sequence} of the history begins at {_shown(row.from_state)}"
-            yield Violation(place, found, f"{_shown(at)}, where the row before ended")
+            found = f"row {row.sequence} of the history begins at {_name_state(row.from_state)}"
+            yield Violation(place, found, f"{_name_state(at)}, where the row before ended")
         if row.to_state not in steps.get(row.from_state, frozenset()):
-            found = f"row {row.sequence} of the history leads from {_shown(row.from_state)} to {_shown(row.to_state)}"
+            before, after = _name_state(row.from_state), _name_state(row.to_state)
+            found = f"row {row.sequence} of the history leads from {before} to {after}"
             allowed = sorted(steps.get(row.from_state, frozenset()))
             yield Violation(place, found, f"one of {', '.join(allowed)}" if allowed else "no step from there")
         at = row.to_state
     if at != state:
-        yield Violation(place, f"its state is {state}", f"{_shown(at)}, where its history ends")
+        yield Violation(place, f"its state is {state}", f"{_name_state(at)}, where its history ends")
 
 
-def _shown(state: str) -> str:
+def _name_state(state: str) -> str:
     return state or "nothing"
 
 
-def _listed(numbers: list[str]) -> str:
+def _join_numbers(numbers: list[str]) -> str:
     return ", ".join(numbers) or "none"

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from fedplat.simulation.clients.distributions import Constant, Distribution, Floats, Uniform, hash_uniform, smallest
+from fedplat.simulation.clients.distributions import (
+    Constant,
+    Distribution,
+    Floats,
+    UniformRange,
+    hash_uniform,
+    smallest,
+)
 
 Clients = npt.NDArray[np.int64]
 Spells = tuple[Floats, Floats]
@@ -61,8 +68,8 @@ class DiurnalOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     there with `probability`.
     """
 
-    begins_h: Distribution = Uniform(20.0, 24.0)
-    lasts_h: Distribution = Uniform(6.0, 10.0)
+    begins_h: Distribution = UniformRange(20.0, 24.0)
+    lasts_h: Distribution = UniformRange(6.0, 10.0)
     offset_h: Distribution = Constant(0.0)
     start_h: Annotated[float, Meta(ge=0.0, le=24.0)] = 0.0
     probability: Probability = 1.0
@@ -132,7 +139,9 @@ class Diurnal:
         day = np.floor((at - begins) / DAY_S)
         day += at >= begins + day * DAY_S + lasts  # that spell is over
         if self.probability < 1.0:
-            day = _first(day, lambda wanted, rows: hash_uniform(self.seed, clients[rows], wanted + 1.0) < self.probability)
+            day = _first(
+                day, lambda wanted, rows: hash_uniform(self.seed, clients[rows], wanted + 1.0) < self.probability
+            )
         begin = begins + day * DAY_S
         return begin, begin + lasts
 

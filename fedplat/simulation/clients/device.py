@@ -33,7 +33,7 @@ SPARE = 0.01
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Task:
+class DeviceAssignment:
     """One client at work on one assignment; `number` counts its assignments from 1 on.
 
     It reports at `report_at`, unless it gives up at `fails_at` or is gone from `gone_at` on (both infinite: never).
@@ -88,7 +88,9 @@ class Planner:
         self._holds = np.full(fleet.num_clients, -1, np.int32)
         self._numbers: npt.NDArray[np.int64] = np.zeros(fleet.num_clients, np.int64)
 
-    def plan(self, assigns: Sequence[Assign], now: float, until: Floats, sizes: Sizes) -> tuple[list[Task], Floats]:
+    def plan(
+        self, assigns: Sequence[Assign], now: float, until: Floats, sizes: Sizes
+    ) -> tuple[list[DeviceAssignment], Floats]:
         """The tasks of these assignments, in order, and what each downloads; `until`: how long each client is there."""
         clients = np.array([int(command.client_id) for command in assigns])
         self._numbers[clients] += 1
@@ -120,7 +122,7 @@ class Planner:
         columns = (clients, numbers, examples, *moments, in_time, fraction)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tasks = [
-            Task(command.client_id, command.key, command.kind, command.base_version, *row)
+            DeviceAssignment(command.client_id, command.key, command.kind, command.base_version, *row)
             for command, row in zip(assigns, rows, strict=True)
         ]
         return tasks, bytes_down

@@ -25,7 +25,7 @@ class Constant(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
         return np.full(count, self.value)
 
 
-class Uniform(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="uniform"):
+class UniformRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="uniform"):
     """Any value from `low` to `high` is equally likely."""
 
     low: Finite
@@ -78,7 +78,7 @@ class Empirical(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
         return np.array(self.values)[rng.choice(len(self.values), count, p=weights)]
 
 
-Distribution = Constant | Uniform | Lognormal | Pareto | Empirical
+Distribution = Constant | UniformRange | Lognormal | Pareto | Empirical
 """A table whose key `kind` tells the distributions apart."""
 
 
@@ -87,7 +87,7 @@ def smallest(distribution: Distribution) -> float:
     match distribution:
         case Constant():
             return distribution.value
-        case Uniform():
+        case UniformRange():
             return distribution.low
         case Lognormal():
             return 0.0

@@ -92,7 +92,7 @@ class Alarms:
         return True
 
 
-class Agenda(Generic[_Item]):
+class EventQueue(Generic[_Item]):
     """Things to do at moments, in the order of time, then of being put here."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from fedplat.errors import DataError
 from fedplat.simulation.data import partitioners, sources
 from fedplat.simulation.data.federation import Dataset, Federation, Part
 from fedplat.simulation.data.partitioners import Partition
-from fedplat.simulation.data.sources import Place, Source, data_folder
+from fedplat.simulation.data.sources import Source, SourcePaths, data_folder
 
 _HOLD_OUT, _DEAL = 1, 2
 """What a generator is for: the last number of its seed sequence."""
@@ -43,7 +43,7 @@ def federation(source: Source, partition: Partition | None, *, seed: int = 0, fo
     on the seed, so that runs with different seeds are scored alike. Raises `DataError`.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_HOLD_OUT]))
-    loaded = source.load(Place(folder or Path.cwd(), data_folder(), rng))
+    loaded = source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng))
     if isinstance(loaded, Federation):
         if partition is not None:
             raise DataError("the data comes dealt out to clients; leave [simulation.partition] out")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
-from fedplat.simulation.engines.client_trainer import Contents, Task
-from fedplat.simulation.engines.interface import Engine, Trained, Work
+from fedplat.simulation.engines.client_trainer import ClientTraining, Contents
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.vmap import VmapEngine
@@ -44,7 +44,7 @@ class AutoEngine:
     `clock` tells seconds. `choice` says what was chosen, and why.
     """
 
-    def __init__(self, task: Task, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, task: ClientTraining, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         first = _Candidate("loop", lambda: LoopEngine(task))
         if num_workers > 1:
             first = _Candidate("processes", lambda: ProcessEngine(task, num_workers))
@@ -86,7 +86,7 @@ class AutoEngine:
         with self._time():
             self._engine.begin(works)
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Waits for a work's result."""
         with nullcontext() if work.scores else self._time():  # engines differ in training
             try:
@@ -185,7 +185,7 @@ class AutoEngine:
         candidate.versions = set(self._models)
 
 
-def _vmap(task: Task) -> Engine:
+def _vmap(task: ClientTraining) -> Engine:
     engine = VmapEngine(task)
     if engine.at_once < 2:
         raise EngineError("the model is too large to train several of it at once")

@@ -10,7 +10,7 @@ from fedplat.simulation.engines.interface import Work
 Note = TypeVar("Note")
 
 
-class Memories(Generic[Note]):
+class ClientStates(Generic[Note]):
     """One note for each client that remembers something.
 
     A new note counts at once, and can be undone until the client begins its next work. `release` is given each note

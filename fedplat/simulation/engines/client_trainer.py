@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Bytes, Parameters, Schema
-from fedplat.pytorch.training import Learner, LocalOptions, Trainee, Training, evaluate, train
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, Trainee, evaluate, train
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
 from fedplat.pytorch.vectorized.trainer import FlatTrainer
@@ -26,7 +26,7 @@ NO_UPDATE = Parameters.from_arrays({})
 """Of a work that scores."""
 
 
-class Outcome(NamedTuple):
+class LocalResult(NamedTuple):
     """What a work gave; `contents` is None where the client remembers no more than before."""
 
     update: Parameters
@@ -39,7 +39,7 @@ def num_examples(federation: Federation, work: Work) -> float:
     return float((federation.num_held_out if work.scores else federation.num_examples)(work.client))
 
 
-class Task(NamedTuple):
+class ClientTraining(NamedTuple):
     """What is trained, on which data, and how."""
 
     federation: Federation
@@ -66,7 +66,7 @@ class ModuleTrainer:
     def check(self, model: Parameters) -> None:
         """Raises `ModelError` when a model does not fit the module."""
         if model.schema is not self._schema:
-            self.trainee.load(model, Memory())
+            self.trainee.load(model, ClientState())
             self._schema = model.schema
 
     def publish(self, version: int, model: Parameters) -> None:
@@ -81,27 +81,31 @@ class ModuleTrainer:
         """Forgets a version."""
         del self._bases[version]
 
-    def answer_on(self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+    def answer_on(
+        self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None
+    ) -> LocalResult:
         """A work of a client that has these examples for it; its update lies in `buffer` if there is one."""
-        base, memory = self._bases[work.version], Memory(contents)
+        base, memory = self._bases[work.version], ClientState(contents)
         if work.scores:
             return self.score_on(examples, base.parameters, memory)
         with one_thread():
             update, metrics = self._train(base, self.training_on(examples, work, memory), buffer)
-        return Outcome(update, metrics, memory.contents if memory.changed else None)
+        return LocalResult(update, metrics, memory.contents if memory.changed else None)
 
-    def score_on(self, examples: PartExamples, model: Parameters, memory: Memory) -> Outcome:
+    def score_on(self, examples: PartExamples, model: Parameters, memory: ClientState) -> LocalResult:
         """A work that scores, of a client that has these examples for it."""
-        return Outcome(NO_UPDATE, self.evaluate_on(examples, model, memory), None)
+        return LocalResult(NO_UPDATE, self.evaluate_on(examples, model, memory), None)
 
-    def evaluate_on(self, examples: PartExamples, model: Parameters, memory: Memory | None = None) -> dict[str, float]:
+    def evaluate_on(
+        self, examples: PartExamples, model: Parameters, memory: ClientState | None = None
+    ) -> dict[str, float]:
         """Scores a model, with what a client remembers; empty if there are no examples."""
         with one_thread():
             return evaluate(self.trainee, model, examples, memory=memory) if len(examples) else {}
 
-    def training_on(self, examples: PartExamples, work: Work, memory: Memory) -> Training:
+    def training_on(self, examples: PartExamples, work: Work, memory: ClientState) -> LocalTraining:
         """What a work means for a client that has these examples."""
-        return Training(
+        return LocalTraining(
             examples=examples,
             options=self._options,
             seed=work.seed,
@@ -111,7 +115,7 @@ class ModuleTrainer:
             noise_seed=work.seed,
         )
 
-    def _train(self, base: Base, work: Training, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:
+    def _train(self, base: Base, work: LocalTraining, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:
         if self._flat is not None:
             try:
                 return self._flat.train(base, work, buffer)
@@ -125,10 +129,10 @@ class ModuleTrainer:
         return update, metrics
 
 
-class Resident(ModuleTrainer):
+class InProcessTrainer(ModuleTrainer):
     """Trains clients of a task, whose data lies here."""
 
-    def __init__(self, task: Task, device: str = "cpu") -> None:
+    def __init__(self, task: ClientTraining, device: str = "cpu") -> None:
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
         self._parts, self._held_out = federation.parts, federation.held_out
@@ -139,19 +143,19 @@ class Resident(ModuleTrainer):
             np.arange(len(federation.test_targets)),
         )
 
-    def answer(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> Outcome:
+    def answer(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
         """One client's work; its update lies in `buffer` if there is one."""
         return self.answer_on(self._examples(work), work, contents, buffer)
 
-    def score(self, work: Work, contents: Contents, model: Parameters) -> Outcome:
+    def score(self, work: Work, contents: Contents, model: Parameters) -> LocalResult:
         """One client's work that scores, with the model of its version."""
-        return self.score_on(self._examples(work), model, Memory(contents))
+        return self.score_on(self._examples(work), model, ClientState(contents))
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
         """Scores a model on the held-out examples [start, stop); empty if there are none."""
         return self.evaluate_on(PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop]), model)
 
-    def training(self, work: Work, memory: Memory) -> Training:
+    def training(self, work: Work, memory: ClientState) -> LocalTraining:
         """What a work means for its client."""
         return self.training_on(self._examples(work), work, memory)
 

@@ -27,7 +27,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trained:
+class LocalUpdate:
     """What local training gave: the difference from the base version, and what the client reports of it.
 
     The update of a work that scores has no tensors, and its examples are those that it scored.
@@ -67,7 +67,7 @@ class Engine(Protocol):
         """Begins works, now or when the first result is asked for, together where that is faster."""
         ...
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Waits for a work's result and hands it over. Raises what the training raised."""
         ...
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedplat.model import Parameters
-from fedplat.simulation.engines.client_states import Memories
-from fedplat.simulation.engines.client_trainer import Contents, Resident, Task, num_examples
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines.client_trainer import ClientTraining, Contents, InProcessTrainer, num_examples
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.engines.version_refs import Versions
 
 
 class LoopEngine:
     """Trains each client when its result is asked for."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ClientTraining) -> None:
         self._federation = task.federation
-        self._resident = Resident(task)
+        self._resident = InProcessTrainer(task)
         self._versions = Versions(self._resident.retire)
-        self._memories = Memories[Contents]()
+        self._memories = ClientStates[Contents]()
         self._begun: set[Work] = set()
 
     @property
@@ -44,7 +44,7 @@ class LoopEngine:
             self._versions.begin(work)
             self._begun.add(work)
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Trains the client, or lets it score."""
         self._begun.remove(work)
         try:
@@ -53,7 +53,7 @@ class LoopEngine:
             self._versions.end(work)
         if outcome.contents is not None:
             self._memories.put(work, outcome.contents)
-        return Trained(outcome.update, num_examples(self._federation, work), outcome.metrics)
+        return LocalUpdate(outcome.update, num_examples(self._federation, work), outcome.metrics)
 
     def drop(self, work: Work) -> None:
         """Forgets what the client remembers of it."""

@@ -22,7 +22,7 @@ class Note(Struct, frozen=True, array_like=True):
     size: int
 
 
-class Train(Struct, frozen=True, tag=True, array_like=True):
+class TrainTask(Struct, frozen=True, tag=True, array_like=True):
     """One work. `base` is the version's slot, `update` that for the result, `after` that for what to remember.
 
     One that scores uses neither of the latter.
@@ -40,7 +40,7 @@ class Train(Struct, frozen=True, tag=True, array_like=True):
     scores: bool
 
 
-class Score(Struct, frozen=True, tag=True, array_like=True):
+class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):
     """Scores the model in a slot on the held-out examples [start, stop)."""
 
     number: int
@@ -59,7 +59,7 @@ class Done(Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.encode
-requests = msgspec.msgpack.Decoder(Train | Score)
+requests = msgspec.msgpack.Decoder(TrainTask | ScoreRequest)
 replies = msgspec.msgpack.Decoder(Done)
 _contents = msgspec.msgpack.Decoder(dict[str, memoryview])
 

@@ -17,15 +17,21 @@ import numpy as np
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.client_states import Memories
-from fedplat.simulation.engines.client_trainer import NO_UPDATE, Contents, Resident, Task, num_examples
-from fedplat.simulation.engines.interface import Trained, Work
-from fedplat.simulation.engines.messages import Done, Note, Score, Train
+from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines.client_trainer import (
+    NO_UPDATE,
+    ClientTraining,
+    Contents,
+    InProcessTrainer,
+    num_examples,
+)
+from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.messages import Done, Note, ScoreRequest, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import Backlog
-from fedplat.simulation.engines.worker import Shared, Worker, serve
-from fedplat.simulation.engines.worker_pool import Crew
+from fedplat.simulation.engines.work_queue import WorkQueue
+from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
+from fedplat.simulation.engines.worker_pool import ForkedWorkers
 
 _WAITING = 8
 """Requests in the queue for each worker: enough that none waits while this process is busy, and few, because a long
@@ -38,18 +44,18 @@ class ProcessEngine:
     They begin with the first version, whose schema all others must have.
     """
 
-    def __init__(self, task: Task, num_workers: int | None = None) -> None:
+    def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
         self._federation = task.federation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._resident = Resident(task)
-        self._started: tuple[Crew, Shared] | None = None
+        self._resident = InProcessTrainer(task)
+        self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}
-        self._memories = Memories[Note](self._release)
+        self._memories = ClientStates[Note](self._release)
         self._remembered: Mapping[int, Contents] = {}
-        self._backlog = Backlog[tuple[Train, Done]](self._versions, self.num_examples)
-        self._sent: dict[int, Train | Score] = {}
-        self._scored: dict[int, tuple[Score, Done]] = {}
+        self._backlog = WorkQueue[tuple[TrainTask, Done]](self._versions, self.num_examples)
+        self._sent: dict[int, TrainTask | ScoreRequest] = {}
+        self._scored: dict[int, tuple[ScoreRequest, Done]] = {}
 
     @property
     def num_clients(self) -> int:
@@ -75,7 +81,7 @@ class ProcessEngine:
         self._backlog.begin(works)
         self._send_works()
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when a worker has died."""
         while not self._backlog.has_answer(work):
             self._receive()
@@ -87,14 +93,14 @@ class ProcessEngine:
                 f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {done.failure}"
             )
         if work.scores:
-            return Trained(NO_UPDATE, num_examples(self._federation, work), done.metrics)
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, work), done.metrics)
         shared = self._shared
         if done.note is None:
             shared.notes.release(request.after)
         else:
             self._memories.put(work, done.note)
         update = Parameters(shared.schema, shared.updates.lend(request.update))
-        return Trained(update, num_examples(self._federation, work), done.metrics)
+        return LocalUpdate(update, num_examples(self._federation, work), done.metrics)
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
@@ -124,7 +130,7 @@ class ProcessEngine:
         crew, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
         bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
-        requests = [Score(self._backlog.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
+        requests = [ScoreRequest(self._backlog.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
             self._send(request)
         while not all(request.number in self._scored for request in requests):
@@ -147,11 +153,11 @@ class ProcessEngine:
         assert self._started is not None
         return self._started[1]
 
-    def _start(self, schema: Schema) -> tuple[Crew, Shared]:
+    def _start(self, schema: Schema) -> tuple[ForkedWorkers, Shared]:
         if self._started is None:
             shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
-            worker = Worker(self._resident, shared)
-            self._started = Crew(self._num_workers, functools.partial(serve, worker)), shared
+            worker = EngineWorker(self._resident, shared)
+            self._started = ForkedWorkers(self._num_workers, functools.partial(serve, worker)), shared
             self._place_memories(shared)
         elif difference := schema.difference_from(self._started[1].schema):
             raise ModelError(difference)
@@ -181,7 +187,7 @@ class ProcessEngine:
             number, work = drawn
             shared = self._shared
             self._send(
-                Train(
+                TrainTask(
                     number,
                     work.client,
                     work.version,
@@ -195,7 +201,7 @@ class ProcessEngine:
                 )
             )
 
-    def _send(self, request: Train | Score) -> None:
+    def _send(self, request: TrainTask | ScoreRequest) -> None:
         assert self._started is not None
         self._sent[request.number] = request
         while not self._started[0].send(request):
@@ -205,18 +211,18 @@ class ProcessEngine:
         assert self._started is not None
         for done in self._started[0].receive():
             request = self._sent.pop(done.number)
-            if isinstance(request, Score):
+            if isinstance(request, ScoreRequest):
                 self._scored[done.number] = request, done
             elif not self._backlog.put(done.number, (request, done)):
                 self._discard(request)
         self._send_works()
 
-    def _discard(self, request: Train) -> None:
+    def _discard(self, request: TrainTask) -> None:
         self._shared.updates.release(request.update)
         self._shared.notes.release(request.after)
 
 
-def _mean(parts: list[tuple[Score, Done]]) -> dict[str, float]:
+def _mean(parts: list[tuple[ScoreRequest, Done]]) -> dict[str, float]:
     """The means over all examples, of means over parts of them. Raises `EngineError` with the words of a failure."""
     for _, done in parts:
         if done.failure:

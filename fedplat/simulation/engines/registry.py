@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 
 from fedplat.simulation.engines import malloc
 from fedplat.simulation.engines.auto import AutoEngine
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 
-ENGINES: Mapping[str, Callable[[Task, int], Engine]] = {
+ENGINES: Mapping[str, Callable[[ClientTraining, int], Engine]] = {
     "auto": lambda task, num_workers: AutoEngine(task, num_workers or len(os.sched_getaffinity(0))),
     "loop": lambda task, num_workers: LoopEngine(task),
     "processes": ProcessEngine,
@@ -22,7 +22,7 @@ ENGINES: Mapping[str, Callable[[Task, int], Engine]] = {
 }
 
 
-def open_engine(name: str, task: Task, num_workers: int = 0) -> Engine:
+def open_engine(name: str, task: ClientTraining, num_workers: int = 0) -> Engine:
     """An engine that somebody has to close; with so many processes if it has them.
 
     0 is one for each core, with `ray` of the whole cluster. From then on this process keeps freed memory for its next
@@ -33,7 +33,7 @@ def open_engine(name: str, task: Task, num_workers: int = 0) -> Engine:
     return ENGINES[name](task, num_workers)
 
 
-def _ray(task: Task, num_workers: int) -> Engine:
+def _ray(task: ClientTraining, num_workers: int) -> Engine:
     from fedplat.simulation.engines.ray.engine import RayEngine
 
     return RayEngine(task, num_workers)

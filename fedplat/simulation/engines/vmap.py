@@ -9,14 +9,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
 from fedplat.pytorch.vectorized.batched import CohortTrainer
 from fedplat.pytorch.vectorized.layout import Base, UnsuitableError
-from fedplat.simulation.engines.client_states import Memories
-from fedplat.simulation.engines.client_trainer import Contents, Outcome, Resident, Task, num_examples, one_thread
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines.client_trainer import (
+    ClientTraining,
+    Contents,
+    InProcessTrainer,
+    LocalResult,
+    num_examples,
+    one_thread,
+)
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.engines.version_refs import Versions
 
 
@@ -26,18 +33,18 @@ class VmapEngine:
     `device` is that of PyTorch; by default a GPU if there is one. Raises `EngineError` for what it cannot do.
     """
 
-    def __init__(self, task: Task, device: str | None = None) -> None:
+    def __init__(self, task: ClientTraining, device: str | None = None) -> None:
         self._federation = task.federation
-        self._resident = Resident(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._resident = InProcessTrainer(task, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             self._trainer = CohortTrainer(self._resident.trainee, task.options)
         except UnsuitableError as exc:
             raise _make_refusal(exc) from exc
         self._bases: dict[int, Base] = {}
         self._versions = Versions(self._bases.pop)
-        self._memories = Memories[Contents]()
+        self._memories = ClientStates[Contents]()
         self._waiting: dict[int, dict[Work, None]] = defaultdict(dict)
-        self._done: dict[Work, Outcome] = {}
+        self._done: dict[Work, LocalResult] = {}
 
     @property
     def num_clients(self) -> int:
@@ -68,7 +75,7 @@ class VmapEngine:
             self._versions.begin(work)
             self._waiting[work.version][work] = None
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Trains the client, and others with it; who scores does so alone."""
         if work.scores:
             self._score(work)
@@ -78,7 +85,7 @@ class VmapEngine:
         self._versions.end(work)
         if outcome.contents is not None:
             self._memories.put(work, outcome.contents)
-        return Trained(outcome.update, num_examples(self._federation, work), outcome.metrics)
+        return LocalUpdate(outcome.update, num_examples(self._federation, work), outcome.metrics)
 
     def drop(self, work: Work) -> None:
         """Forgets a work, or what the client remembers of it."""
@@ -118,7 +125,7 @@ class VmapEngine:
         )
         groups = np.array_split(np.arange(len(works)), math.ceil(len(works) / self.at_once))
         works = next(found for group in groups if work in (found := [works[place] for place in group]))
-        memories = [Memory(self._memories.begin(each)) for each in works]
+        memories = [ClientState(self._memories.begin(each)) for each in works]
         trainings = [self._resident.training(each, memory) for each, memory in zip(works, memories, strict=True)]
         try:
             with one_thread():
@@ -127,7 +134,7 @@ class VmapEngine:
             raise _make_refusal(exc) from exc
         for each, memory, (update, metrics) in zip(works, memories, found, strict=True):
             del waiting[each]
-            self._done[each] = Outcome(update, metrics, memory.contents if memory.changed else None)
+            self._done[each] = LocalResult(update, metrics, memory.contents if memory.changed else None)
 
 
 def _make_refusal(exc: UnsuitableError) -> EngineError:

@@ -13,7 +13,7 @@ from fedplat.simulation.engines.version_refs import Versions
 Answer = TypeVar("Answer")
 
 
-class Backlog(Generic[Answer]):
+class WorkQueue(Generic[Answer]):
     """Begun works, by number. The longest is drawn first (Graham 1969: then those trained last are short).
 
     `versions` counts a work from its beginning until it is fetched or dropped; `num_examples` are those of a client.

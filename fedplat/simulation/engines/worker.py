@@ -11,9 +11,9 @@ import torch
 
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.client_trainer import Resident
+from fedplat.simulation.engines.client_trainer import InProcessTrainer
 from fedplat.simulation.engines.interface import Work
-from fedplat.simulation.engines.messages import Done, Note, Score, Train
+from fedplat.simulation.engines.messages import Done, Note, ScoreRequest, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 
 
@@ -26,21 +26,21 @@ class Shared(NamedTuple):
     notes: Texts
 
 
-class Worker:
+class EngineWorker:
     """Answers requests with what is resident."""
 
-    def __init__(self, resident: Resident, shared: Shared) -> None:
+    def __init__(self, resident: InProcessTrainer, shared: Shared) -> None:
         self._resident, self._shared = resident, shared
         self._known: dict[int, int] = {}
 
-    def answer(self, request: Train | Score) -> Done:
+    def answer(self, request: TrainTask | ScoreRequest) -> Done:
         """What came of a request; never raises."""
         try:
-            return self._score(request) if isinstance(request, Score) else self._train(request)
+            return self._score(request) if isinstance(request, ScoreRequest) else self._train(request)
         except Exception as exc:  # the boundary of the process: the parent raises it
             return Done(request.number, failure=f"{type(exc).__name__}: {exc}"[: messages.MAX_FAILURE])
 
-    def _train(self, request: Train) -> Done:
+    def _train(self, request: TrainTask) -> Done:
         self._know(request.version, request.base)
         notes, before, note = self._shared.notes, request.before, None
         contents = {} if before is None else messages.unpack_state(notes.read(before.slot, before.size))
@@ -60,12 +60,12 @@ class Worker:
         self._resident.publish(version, Parameters(self._shared.schema, self._shared.versions.array(slot)))
         self._known[slot] = version
 
-    def _score(self, request: Score) -> Done:
+    def _score(self, request: ScoreRequest) -> Done:
         model = Parameters(self._shared.schema, self._shared.versions.array(request.base))
         return Done(request.number, self._resident.evaluate(model, request.start, request.stop))
 
 
-def serve(worker: Worker, queue: socket.socket, answers: socket.socket, doing: memoryview) -> None:
+def serve(worker: EngineWorker, queue: socket.socket, answers: socket.socket, doing: memoryview) -> None:
     """Works until the queue ends; `doing[0]` says what it is about, should this process be killed."""
     # The parent decides when to end, and this process has none of its tasks: it must not hear what was meant for it.
     signal.set_wakeup_fd(-1)
@@ -76,7 +76,7 @@ def serve(worker: Worker, queue: socket.socket, answers: socket.socket, doing: m
     gc.freeze()  # else collections would look through all that was there before the fork, and so copy it
     while content := queue.recv(messages.MAX_BYTES):
         request = messages.requests.decode(content)
-        doing[0] = request.client if isinstance(request, Train) else NO_CLIENT
+        doing[0] = request.client if isinstance(request, TrainTask) else NO_CLIENT
         try:
             answers.send(messages.encode(worker.answer(request)))
         except BrokenPipeError:

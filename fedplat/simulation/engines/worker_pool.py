@@ -12,14 +12,14 @@ from multiprocessing.process import BaseProcess
 
 from fedplat.errors import EngineError
 from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.messages import Done, Score, Train
+from fedplat.simulation.engines.messages import Done, ScoreRequest, TrainTask
 from fedplat.simulation.engines.worker import IDLE, NO_CLIENT
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
 """What a worker does with the queue, the line for answers, and the place for what it is about."""
 
 
-class Crew:
+class ForkedWorkers:
     """Workers that are forked here, and end with this process at the latest.
 
     Both lines are sockets that keep the borders of messages, so all workers may read and write the same one, and who
@@ -45,7 +45,7 @@ class Crew:
     def __len__(self) -> int:
         return len(self._processes)
 
-    def send(self, request: Train | Score) -> bool:
+    def send(self, request: TrainTask | ScoreRequest) -> bool:
         """Puts a request into the queue; False if that is full."""
         try:
             self._queue.send(messages.encode(request), socket.MSG_DONTWAIT)

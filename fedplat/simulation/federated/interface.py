@@ -9,12 +9,12 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
-from fedplat.simulation.clients.device import Sizes, Task
+from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 
 Report = UpdateReported | UpdateRejected
 
 
-class Training(Protocol):
+class FederatedTraining(Protocol):
     """What the driver asks for models; it knows nothing else of them."""
 
     @property
@@ -31,15 +31,15 @@ class Training(Protocol):
         """The initial model's."""
         ...
 
-    def expect(self, tasks: Sequence[Task]) -> None:
+    def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
         """These tasks will be reported in time, and their reports will matter, as far as can be known."""
         ...
 
-    def report(self, task: Task) -> Report:
+    def report(self, task: DeviceAssignment) -> Report:
         """What a client reports, or why the server refuses it."""
         ...
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: DeviceAssignment) -> None:
         """Nobody will ask for this task's report any more, or it was not accepted."""
         ...
 
@@ -76,15 +76,15 @@ class Scheduling:
         """See `Training`."""
         return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
 
-    def expect(self, tasks: Sequence[Task]) -> None:
+    def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
         """See `Training`."""
 
-    def report(self, task: Task) -> Report:
+    def report(self, task: DeviceAssignment) -> Report:
         """See `Training`."""
         update_bytes = int(self.sizes.update) if task.kind is AttemptKind.TRAIN else 0
         return UpdateReported(task.key, task.client_id, "update", task.examples, update_bytes=update_bytes)
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: DeviceAssignment) -> None:
         """See `Training`."""
 
     def forget(self, key: AttemptKey, client_id: str) -> None:

@@ -13,7 +13,7 @@ MEMORY_BYTES = 256 * 2**20
 """How many bytes of updates stay in memory."""
 
 
-class Keeper:
+class VersionRetention:
     """Keeps the updates of open attempts. Encoded ones are small, and stay in memory."""
 
     def __init__(self, budget: int = MEMORY_BYTES) -> None:

@@ -19,10 +19,10 @@ from fedplat.rounds import AssignmentId, AttemptKey, JobState, ModelVersion, Ver
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import AttemptKind
-from fedplat.simulation.clients.device import Sizes, Task
-from fedplat.simulation.engines.interface import Engine, Trained, Work
+from fedplat.simulation.clients.device import DeviceAssignment, Sizes
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.federated.interface import Report
-from fedplat.simulation.federated.retention import Keeper
+from fedplat.simulation.federated.retention import VersionRetention
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
 
@@ -67,7 +67,7 @@ class Snapshot:
     step: float | None
 
 
-class Learning:
+class FederatedLearning:
     """A job's models, and its clients' updates; see `Training` for what each method is asked."""
 
     one_at_a_time = True
@@ -81,7 +81,7 @@ class Learning:
         self._residuals: dict[int, Vector] = {}
         self._sums: dict[AttemptKey, _Sum] = {}
         self._received: dict[AssignmentId, _Update] = {}
-        self._keeper = Keeper() if influence.may_refold(spec) else None
+        self._keeper = VersionRetention() if influence.may_refold(spec) else None
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
         self._version = 0
@@ -100,7 +100,7 @@ class Learning:
         """The initial model's record, before anybody can train on it."""
         return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
 
-    def expect(self, tasks: Sequence[Task]) -> None:
+    def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
         """See `Training`."""
         works: list[Work] = []
         for task in tasks:
@@ -110,7 +110,7 @@ class Learning:
         if works:
             self._engine.begin(works)
 
-    def report(self, task: Task) -> Report:
+    def report(self, task: DeviceAssignment) -> Report:
         """See `Training`."""
         self.expect([task])
         assert task.work is not None
@@ -130,7 +130,7 @@ class Learning:
         digest = f"update {task.client} {task.number}"
         return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: DeviceAssignment) -> None:
         """See `Training`."""
         if task.work is not None:
             self._received.pop(task.id, None)
@@ -231,7 +231,7 @@ class Learning:
             step=self.sizes.step,
         )
 
-    def restore(self, snapshot: Snapshot, tasks: Sequence[Task]) -> None:
+    def restore(self, snapshot: Snapshot, tasks: Sequence[DeviceAssignment]) -> None:
         """Goes on from a snapshot; `tasks` are those under way whose reports will matter."""
         self._version, self.model = snapshot.version, snapshot.models[snapshot.version]
         self._state, self._scalars = snapshot.state, snapshot.scalars
@@ -242,14 +242,14 @@ class Learning:
             self._publish(version, model)
         self.expect(tasks)
 
-    def _work(self, task: Task) -> Work:
+    def _work(self, task: DeviceAssignment) -> Work:
         self._users[task.version] += 1
         if task.kind is AttemptKind.EVALUATE:
             return Work(task.client, task.version, seed=0, scores=True)
         entropy = np.random.SeedSequence([self._seed, _TRAINING, task.client, task.number])
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
-    def _report_scores(self, task: Task, trained: Trained, verdict: Verdict) -> Report:
+    def _report_scores(self, task: DeviceAssignment, trained: LocalUpdate, verdict: Verdict) -> Report:
         """Return the report of an evaluation, with which the client's work is over."""
         self._release(task.version)
         task.work = None
@@ -295,7 +295,7 @@ class Learning:
         noise = Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes())
         return build_rule(self._spec, seed, noise, payloads.append), payloads
 
-    def _send(self, task: Task, update: Parameters) -> tuple[Values, Vector | None, int]:
+    def _send(self, task: DeviceAssignment, update: Parameters) -> tuple[Values, Vector | None, int]:
         """Return the update as the server has it, what the codec has left out of it, and how many bytes were sent."""
         format = self._format
         if format is None:
@@ -313,7 +313,7 @@ class Learning:
         return format.decode(content), left_out, len(content)
 
 
-def _reject(task: Task, verdict: Verdict) -> UpdateRejected:
+def _reject(task: DeviceAssignment, verdict: Verdict) -> UpdateRejected:
     assert verdict.reason is not None
     return UpdateRejected(task.key, task.client_id, verdict.reason, verdict.text)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from fedplat import durable
 from fedplat.errors import DataError
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 from fedplat.toml import format_value
 
 RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
@@ -69,7 +69,7 @@ class Lines:
     def __init__(self, folder: Path) -> None:
         self._file: TextIO = (folder / ROUNDS).open("w", encoding="utf-8")
 
-    def add(self, record: AttemptRecord) -> None:
+    def add(self, record: AttemptResult) -> None:
         """Adds an attempt that has ended; whoever follows the file sees it at once."""
         self._file.write(line_of(record))
         self._file.flush()
@@ -83,7 +83,7 @@ class Lines:
         self._file.close()
 
 
-def line_of(record: AttemptRecord) -> str:
+def line_of(record: AttemptResult) -> str:
     """An attempt as one line of JSON."""
     return json.dumps(finite(msgspec.to_builtins(record, str_keys=True)), allow_nan=False) + "\n"
 
@@ -110,8 +110,8 @@ def resume(folder: Path, given: Mapping[str, Any]) -> None:
     for key in sorted((before.keys() | now.keys()) - ANYWHERE):
         if before.get(key) != now.get(key):
             raise DataError(
-                f"the run in {folder} has {key} = {format_value(before.get(key))}, and this one {format_value(now.get(key))}; go on "
-                "with the same file, seed and changes"
+                f"the run in {folder} has {key} = {format_value(before.get(key))}, "
+                f"and this one {format_value(now.get(key))}; go on with the same file, seed and changes"
             )
 
 

@@ -20,16 +20,16 @@ from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
-from fedplat.simulation.clients.device import Sizes, Task
+from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.federated.interface import Report
-from fedplat.simulation.federated.training import Learning
+from fedplat.simulation.federated.training import FederatedLearning
 from fedplat.simulation.recording import checkpoint
 
 Answer = dict[str, Any]
 ANSWERS = "answers.jsonl"
 
 
-class Journal:
+class ReplayLog:
     """Training whose answers are written to a folder; where the folder has some already, they are taken from there.
 
     `identity` is a text that equal simulations share: a folder of another one is refused with a `JournalError`. A
@@ -40,14 +40,14 @@ class Journal:
 
     def __init__(
         self,
-        learning: Learning,
+        learning: FederatedLearning,
         folder: Path,
         identity: str,
         every: int = 1,
         due: Callable[[], bool] = lambda: True,
     ) -> None:
         self._learning, self._folder, self._every, self._due = learning, folder, every, due
-        self._expected: dict[tuple[int, int], Task] = {}
+        self._expected: dict[tuple[int, int], DeviceAssignment] = {}
         self._sizes = learning.sizes
         self._found = checkpoint.find(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Journal:
         return self._sizes if self.is_replaying else self._learning.sizes
 
     @property
-    def learning(self) -> Learning:
+    def learning(self) -> FederatedLearning:
         """What is trained; its model is the latest once nothing is replayed any more."""
         return self._learning
 
@@ -84,14 +84,14 @@ class Journal:
         """See `Training`."""
         return self._learning.version_zero() if self._replay else self._learning.first_version()
 
-    def expect(self, tasks: Sequence[Task]) -> None:
+    def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
         """See `Training`."""
         if self.is_replaying:
             self._expected |= {(task.client, task.number): task for task in tasks}
         else:
             self._learning.expect(tasks)
 
-    def report(self, task: Task) -> Report:
+    def report(self, task: DeviceAssignment) -> Report:
         """See `Training`."""
         if not self.is_replaying:
             report = self._learning.report(task)
@@ -100,7 +100,7 @@ class Journal:
         self._expected.pop((task.client, task.number), None)
         return _to_report(task, self._take("client", task.client))
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: DeviceAssignment) -> None:
         """See `Training`."""
         if self.is_replaying:
             self._expected.pop((task.client, task.number), None)
@@ -196,7 +196,7 @@ def _read(path: Path, num_bytes: int, identity: str) -> list[Answer]:
     return answers
 
 
-def _of_report(task: Task, report: Report) -> Answer:
+def _of_report(task: DeviceAssignment, report: Report) -> Answer:
     answer: Answer = {"client": task.client}
     if isinstance(report, UpdateRejected):
         return answer | {"reason": report.reason.value, "text": report.text}
@@ -209,7 +209,7 @@ def _of_report(task: Task, report: Report) -> Answer:
     }
 
 
-def _to_report(task: Task, answer: Answer) -> Report:
+def _to_report(task: DeviceAssignment, answer: Answer) -> Report:
     if "reason" in answer:
         return UpdateRejected(task.key, task.client_id, Reason(answer["reason"]), answer["text"])
     return UpdateReported(

@@ -18,7 +18,7 @@ from fedplat.model import Parameters
 Counts = npt.NDArray[np.int64]
 
 
-class AttemptRecord(Struct, frozen=True, kw_only=True):
+class AttemptResult(Struct, frozen=True, kw_only=True):
     """One attempt that has ended: a round's, or a federated evaluation's.
 
     `kind` is TRAIN or EVALUATE, `phase` COMMITTED or ABANDONED. `version` is the model version that is the latest
@@ -94,7 +94,7 @@ class Totals(Struct, frozen=True, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Participation:
+class ParticipationCounts:
     """For each client, how many of its assignments have ended, and how many of them in which way: int64 [clients]."""
 
     assigned: Counts
@@ -116,15 +116,15 @@ class Result:
     num_clients: int
     status: str
     reason: str
-    attempts: tuple[AttemptRecord, ...]
+    attempts: tuple[AttemptResult, ...]
     totals: Totals
     staleness: dict[int, int]
     groups: tuple[Group, ...]
-    participation: Participation
+    participation: ParticipationCounts
     model: Parameters | None = None
 
     @property
-    def rounds(self) -> tuple[AttemptRecord, ...]:
+    def rounds(self) -> tuple[AttemptResult, ...]:
         """The attempts of training that were committed."""
         return tuple(each for each in self.attempts if each.kind == "TRAIN" and each.committed)
 

@@ -13,14 +13,14 @@ from fedplat.rounds import Attempt, AttemptKey, Change, JobState
 from fedplat.rounds.states import BUSY_STATES, AssignmentState
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.availability import Clients
-from fedplat.simulation.recording.result import AttemptRecord, Group, Participation, Totals
+from fedplat.simulation.recording.result import AttemptResult, Group, ParticipationCounts, Totals
 
-Observer = Callable[[AttemptRecord], None]
+Observer = Callable[[AttemptResult], None]
 _COUNTED = (AssignmentState.MERGED, AssignmentState.LATE, AssignmentState.FAILED)
 _DECILES = 10
 
 
-class Tally:
+class RunStatistics:
     """All numbers of a run; `observe` hears of each attempt that has ended, once its version is known everywhere."""
 
     def __init__(self, fleet: Fleet, observe: Observer | None) -> None:
@@ -31,7 +31,7 @@ class Tally:
         self._staleness: Counter[int] = Counter()
         self._collecting_at: dict[AttemptKey, float] = {}
         self._bytes = (0.0, 0.0)
-        self.attempts: list[AttemptRecord] = []
+        self.attempts: list[AttemptResult] = []
         self.lost = self.check_ins = self.refused = self.events = self.batches = 0
         self.bytes_down = self.bytes_up = 0.0
 
@@ -59,7 +59,7 @@ class Tally:
     def on_attempt_ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
         """An attempt was committed or abandoned."""
         committed = job.latest.round == attempt.key.round and job.latest.attempt == attempt.key.number
-        record = AttemptRecord(
+        record = AttemptResult(
             round=attempt.key.round,
             attempt=attempt.key.number,
             kind=attempt.kind.value,
@@ -106,13 +106,13 @@ class Tally:
             batches=self.batches,
         )
 
-    def participation(self) -> Participation:
+    def participation(self) -> ParticipationCounts:
         """How often each client took part, and how that ended."""
         merged, late, failed = (self._by_client[state] for state in _COUNTED)
-        return Participation(assigned=self._assigned, merged=merged, late=late, failed=failed)
+        return ParticipationCounts(assigned=self._assigned, merged=merged, late=late, failed=failed)
 
 
-def staleness_of(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
+def staleness_of(attempts: Sequence[AttemptResult]) -> dict[int, int]:
     """All merged updates, by their staleness."""
     total: Counter[int] = Counter()
     for record in attempts:
@@ -120,7 +120,7 @@ def staleness_of(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def groups_of(fleet: Fleet, participation: Participation) -> tuple[Group, ...]:
+def groups_of(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
     """Who is over-represented: tenths of the fleet by speed, and the values of each label."""
     return tuple(_group(fleet, participation, name, members) for name, members in _members(fleet))
 
@@ -135,7 +135,7 @@ def _members(fleet: Fleet) -> Iterator[tuple[str, Clients]]:
             yield f"{name}={value}", np.flatnonzero(label.codes == code)
 
 
-def _group(fleet: Fleet, participation: Participation, name: str, members: Clients) -> Group:
+def _group(fleet: Fleet, participation: ParticipationCounts, name: str, members: Clients) -> Group:
     assigned, merged, examples = participation.assigned, participation.merged, fleet.examples
     share_of_fleet = len(members) / fleet.num_clients
     share_of_merged = _share(merged, members)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedplat.job.planning import Plan
+from fedplat.job.planning import PrivacyPlan
 from fedplat.simulation.report.plots import BAD, MAIN, QUIET, SECOND
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ HARDLY_ANY = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
+class PrivacyChart:
     """A plan; epsilon against rounds for some noise multipliers; scores by epsilon, and without noise."""
 
-    plan: Plan
+    plan: PrivacyPlan
     lines: Sequence[tuple[float, Sequence[int], Sequence[float]]]
     scores: Sequence[tuple[float, float]] = ()
     baseline: float | None = None
     metric: str = "accuracy"
 
 
-def draw(figure: Figure, picture: Picture) -> None:
+def draw(figure: Figure, picture: PrivacyChart) -> None:
     """Two panels, or three where the job was simulated."""
     has_scores = bool(picture.scores)
     figure.set_size_inches(15 if has_scores else 10.5, 4.6)
@@ -40,7 +40,7 @@ def draw(figure: Figure, picture: Picture) -> None:
     figure.suptitle(f"{picture.plan.job}: delta = {picture.plan.delta:g}, {picture.plan.adjacency}")
 
 
-def _rounds(axes: Axes, picture: Picture) -> None:
+def _rounds(axes: Axes, picture: PrivacyChart) -> None:
     plan = picture.plan
     middle = len(picture.lines) // 2
     for place, (multiplier, counts, values) in enumerate(picture.lines):
@@ -56,7 +56,7 @@ def _rounds(axes: Axes, picture: Picture) -> None:
     _plain(axes)
 
 
-def _cohorts(axes: Axes, plan: Plan) -> None:
+def _cohorts(axes: Axes, plan: PrivacyPlan) -> None:
     known = [
         (each.expected_reports, each.deviation, each.noise_multiplier)
         for each in plan.by_cohort
@@ -80,7 +80,7 @@ def _cohorts(axes: Axes, plan: Plan) -> None:
     _plain(axes)
 
 
-def _scores(axes: Axes, picture: Picture) -> None:
+def _scores(axes: Axes, picture: PrivacyChart) -> None:
     shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= HARDLY_ANY)
     axes.plot([each[0] for each in shown], [each[1] for each in shown], color=MAIN, marker="o", linewidth=1.8)
     if picture.baseline is not None:

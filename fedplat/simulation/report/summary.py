@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.simulation.recording.result import AttemptRecord, Result
+from fedplat.simulation.recording.result import AttemptResult, Result
 
 Floats = npt.NDArray[np.float64]
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
     """A metric's value, and the round and the virtual second that it was reached in."""
 
     value: float
@@ -31,13 +31,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     metric: str
-    last: Score | None = None
-    best: Score | None = None
+    last: MetricValue | None = None
+    best: MetricValue | None = None
     target: float = 0.0
     rounds_to_target: float | None = None
     seconds_to_target: float | None = None
     of_clients: float | None = None
-    federated: Score | None = None
+    federated: MetricValue | None = None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +48,13 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     values: Floats
 
 
-def series(attempts: Sequence[AttemptRecord], metric: str) -> Series:
+def series(attempts: Sequence[AttemptResult], metric: str) -> Series:
     """A metric on held-out data, in the order of the rounds."""
     scored = [record for record in attempts if record.committed and metric in record.evaluation]
     return _series(scored, [record.evaluation[metric] for record in scored])
 
 
-def collect_federated(attempts: Sequence[AttemptRecord], metric: str) -> Series:
+def collect_federated(attempts: Sequence[AttemptResult], metric: str) -> Series:
     """A metric of the federated evaluations: the mean over what clients keep from training."""
     scored = [each for each in attempts if each.kind == "EVALUATE" and each.committed and metric in each.metrics]
     return _series(scored, [record.metrics[metric] for record in scored])
@@ -84,7 +84,7 @@ def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> 
     )
 
 
-def _series(scored: Sequence[AttemptRecord], values: Sequence[float]) -> Series:
+def _series(scored: Sequence[AttemptResult], values: Sequence[float]) -> Series:
     return Series(
         rounds=np.array([record.round for record in scored], np.float64),
         at_s=np.array([record.ended_at for record in scored]),
@@ -92,8 +92,8 @@ def _series(scored: Sequence[AttemptRecord], values: Sequence[float]) -> Series:
     )
 
 
-def _score(found: Series, index: int) -> Score:
-    return Score(value=float(found.values[index]), round=int(found.rounds[index]), at_s=float(found.at_s[index]))
+def _score(found: Series, index: int) -> MetricValue:
+    return MetricValue(value=float(found.values[index]), round=int(found.rounds[index]), at_s=float(found.at_s[index]))
 
 
 def _crossing(found: Series, sign: float, target: float) -> tuple[float, float] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedplat.errors import MissingExtraError
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 
 
 class EventFile:
@@ -28,7 +28,7 @@ class EventFile:
             old.unlink()
         self._writer: Any = EventFileWriter(str(folder))
 
-    def add(self, record: AttemptRecord) -> None:
+    def add(self, record: AttemptResult) -> None:
         """Adds what is known of an attempt."""
         event: Any
         summary: Any  # protobuf's classes are made when the modules are imported: no type checker sees them
@@ -45,7 +45,7 @@ class EventFile:
         self._writer.close()
 
 
-def _scalars(record: AttemptRecord) -> Iterator[tuple[str, float]]:
+def _scalars(record: AttemptResult) -> Iterator[tuple[str, float]]:
     for name, value in record.evaluation.items():
         yield f"held_out/{name}", value
     for name, value in record.metrics.items():

@@ -15,7 +15,7 @@ from typing import Any, cast
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
 from fedplat.simulation.scenario.options import SimulationOptions
-from fedplat.toml import read_record, read_toml, format_value
+from fedplat.toml import format_value, read_record, read_toml
 
 TABLE = "simulation"
 _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")

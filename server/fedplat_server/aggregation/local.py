@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplat.aggregate import Accumulator, Rule, Shard, Tally, scalars_to_bytes, state_schema
+from fedplat.aggregate import Accumulator, PartialSummary, Rule, Shard, scalars_to_bytes, state_schema
 from fedplat.model import ModelFile, Values, Vector
 from fedplat_server.aggregation import backend
 from fedplat_server.aggregation.backend import Aggregate
@@ -109,6 +109,6 @@ class _PartialSums:
         for accumulator in self._accumulators[1:]:
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(total, accumulator.total, out=total)
-        tallies: Sequence[Tally] = [accumulator.tally for accumulator in self._accumulators]
+        tallies: Sequence[PartialSummary] = [accumulator.tally for accumulator in self._accumulators]
         shard = Shard(range(total.size), memory=total)
         return Accumulator.merge_partials(self.base.schema, self._rule, self._scalars, tallies, shard)

@@ -24,7 +24,13 @@ from fedplat_server.aggregation.local import LocalAggregation
 from fedplat_server.errors import BlobFullError, PoolError, PoolWorkError
 from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
-from fedplat_server.workers.attempt_inputs import AddUpdate, Aggregated, AttemptInputs, Close, SpooledUpdate
+from fedplat_server.workers.attempt_inputs import (
+    AddUpdate,
+    AttemptAggregate,
+    AttemptInputs,
+    CloseAttempt,
+    SpooledUpdate,
+)
 from fedplat_server.workers.client import RunningTask, WorkerPool
 
 PATIENCE_S = 10.0
@@ -59,7 +65,7 @@ class PoolAggregation:
             model = stack.enter_context(self._blobs.temporary())
             drafts = await asyncio.to_thread(self._make_drafts, stack, model)
             await self._session.send(drafts)
-            said = await self._session.result(Aggregated)
+            said = await self._session.result(AttemptAggregate)
             _raise_problem(said)
             aggregate = await backend.run_to_the_end(self._store, drafts, said, draft)
         return aggregate
@@ -68,20 +74,20 @@ class PoolAggregation:
         """End the work on the ranks, if it goes on."""
         await self._held.aclose()
 
-    def _make_drafts(self, stack: contextlib.ExitStack, path: Path) -> Close:
+    def _make_drafts(self, stack: contextlib.ExitStack, path: Path) -> CloseAttempt:
         """Make files of the right sizes: a full disk shows now, and not when the ranks have computed it all."""
         rule, base = self._inputs.build_rule(), ModelFile.open(self._inputs.base_path)
         names, scalars = rule.init(0), rule.start(0).scalars
         state = state_schema(names, base.schema.num_floating, scalars).file_size_bytes if names or scalars else 0
         has_payload = self._inputs.spec.compression.downlink is not None
-        with files.translated("making room for a version"):
-            return Close(
+        with files.translate_os_errors("making room for a version"):
+            return CloseAttempt(
                 model=_make_file(path, base.schema.file_size_bytes),
                 state=_make_file(stack.enter_context(self._blobs.temporary()), state) if state else "",
                 payload=_make_file(stack.enter_context(self._blobs.temporary()), 0) if has_payload else "",
             )
 
-    def _store(self, drafts: Close, said: Aggregated, draft: Path | None) -> Aggregate:
+    def _store(self, drafts: CloseAttempt, said: AttemptAggregate, draft: Path | None) -> Aggregate:
         path = Path(drafts.model)
         if draft is None:
             with backend.store_model():
@@ -176,7 +182,7 @@ class WithFallback:
         )
 
 
-def _raise_problem(said: Aggregated) -> None:
+def _raise_problem(said: AttemptAggregate) -> None:
     match said.kind:
         case "refused":
             raise ModelError(said.problem)

@@ -86,7 +86,7 @@ def _first_untrusted(address: _Address, forwarded: Sequence[str], trusted: Seque
     for said in reversed(forwarded[-MAX_PROXIES:]):
         if not any(address in network for network in trusted):
             break
-        before = _parsed(said)
+        before = _parse(said)
         if before is None:
             break
         address = before
@@ -104,10 +104,10 @@ def _origin_of(address: _Address) -> Origin:
 def _of_peer(peer: str) -> _Address | None:
     """The address of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`: ports change with connections."""
     kind, _, rest = peer.partition(":")
-    return _parsed(unquote(rest)) if kind in ("ipv4", "ipv6") else None
+    return _parse(unquote(rest)) if kind in ("ipv4", "ipv6") else None
 
 
-def _parsed(text: str) -> _Address | None:
+def _parse(text: str) -> _Address | None:
     text = text.strip()
     if found := _WITH_PORT.fullmatch(text):
         text = found["six"] or found["four"] or ""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fedplat_server.auth.rate_limits import Bucket, take
 from fedplat_server.database.ports import AuditStore
-from fedplat_server.records.audit import SERVER, Action, AuditEntry
+from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 
 HOUR_S = 3600.0
 
@@ -41,7 +41,7 @@ class BoundedAudit:
     async def _append(self, entries: list[AuditEntry]) -> None:
         left_out, self._num_left_out = self._num_left_out, 0
         if left_out:
-            entries = [AuditEntry(SERVER, Action.NOT_NOTED, "", {"num_rows": left_out}), *entries]
+            entries = [AuditEntry(SERVER, AuditAction.NOT_NOTED, "", {"num_rows": left_out}), *entries]
         try:
             await self._audit.append(entries)
         except BaseException:
@@ -49,7 +49,7 @@ class BoundedAudit:
             raise
 
 
-class Recent:
+class RecentEntries:
     """The names of the last `period_s` seconds, at most `most`, so that each is recorded once in that time."""
 
     def __init__(self, period_s: float = HOUR_S, most: int = 50_000) -> None:

@@ -26,7 +26,7 @@ def utc_now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-class Issuer:
+class CertificateIssuer:
     """Signs certificates with the present authority's key; without one (None) it signs none. Raises `RefusedError`."""
 
     def __init__(
@@ -65,7 +65,7 @@ def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-class Peers:
+class PeerCertificates:
     """Reads whom a connection's certificate names.
 
     TLS has checked who signed it; whether it is still good is checked here again, as connections outlive certificates.

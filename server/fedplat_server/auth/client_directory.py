@@ -7,8 +7,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from fedplat_server.auth.audit_limits import Recent
-from fedplat_server.database.batch_loader import Gathered
+from fedplat_server.auth.audit_limits import RecentEntries
+from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.database.ports import ClientStore
 from fedplat_server.errors import Code, RefusedError
@@ -18,17 +18,17 @@ UPDATE_EVERY_S = 60.0
 """Minimum interval between updates of what a client reports of itself."""
 
 
-class ClientBook:
+class ClientDirectory:
     """A cache of the latest clients: only the daemon that leads changes them."""
 
     def __init__(self, clients: ClientStore) -> None:
         self._clients = clients
-        self._found = Gathered(clients.find_clients)
-        self._begun = Gathered(self._begin_sessions)
+        self._found = BatchLoader(clients.find_clients)
+        self._begun = BatchLoader(self._begin_sessions)
         self._known: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
-        self._updated = Recent(UPDATE_EVERY_S, CACHE_SIZE)
+        self._updated = RecentEntries(UPDATE_EVERY_S, CACHE_SIZE)
         self.last_seen_unix_s: dict[str, float] = {}
         self._seen_lately: dict[str, float] = {}
 
@@ -37,7 +37,7 @@ class ClientBook:
         record = self._known.get(client_id)
         if record is None:
             before = self._num_changes
-            record = await self._found.one(client_id)
+            record = await self._found.load(client_id)
             if record is None:
                 raise RefusedError(Code.CLIENT_UNKNOWN)
             if before == self._num_changes:  # else it may be another one than was read
@@ -48,7 +48,7 @@ class ClientBook:
 
     async def begin_session(self, client_id: str) -> ClientRecord:
         """Count a new session of a client, and return the client. Raises `RefusedError` if it is unknown."""
-        record = await self._begun.one(client_id)
+        record = await self._begun.load(client_id)
         if record is None:
             raise RefusedError(Code.CLIENT_UNKNOWN)
         return record
@@ -56,15 +56,15 @@ class ClientBook:
     async def _begin_sessions(self, client_ids: Sequence[str]) -> Mapping[str, ClientRecord]:
         records = await self._clients.begin_sessions(client_ids)
         for record in records.values():
-            self.changed(record)
+            self.replace(record)
         return records
 
-    def changed(self, record: ClientRecord) -> None:
+    def replace(self, record: ClientRecord) -> None:
         """Replace a client by its record, which was just stored."""
         self._num_changes += 1
         self._remember(record)
 
-    def seen(self, client_id: str) -> None:
+    def record_call(self, client_id: str) -> None:
         """Record that a client has called."""
         self.last_seen_unix_s[client_id] = self._seen_lately[client_id] = time.time()
 
@@ -100,7 +100,7 @@ class ClientBook:
         await self._clients.update_client(record.client_id, labels, software_version)
         changed = dataclasses.replace(record, labels=dict(labels), software_version=software_version)
         if before == self._num_changes:
-            self.changed(changed)
+            self.replace(changed)
         else:
             self._known.pop(record.client_id, None)  # it may have been revoked meanwhile
         return changed

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from uuid import uuid4
 
 from fedplat.auth import Ticket
-from fedplat_server.auth.client_directory import ClientBook
+from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.auth.tokens import hash_secret, new_token
-from fedplat_server.database.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.database.clients import ClientRecord, Enrollment, EnrolmentToken
 from fedplat_server.database.ports import ClientStore
-from fedplat_server.errors import Code, EnrolmentError, RefusedError, TokenRefusedError
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.errors import Code, EnrollmentConflictError, RefusedError, TokenRefusedError
+from fedplat_server.records.audit import AuditAction, AuditEntry
 
 MAX_USES = 1_000_000
 MAX_EXPIRES_S = 366 * 86_400.0
@@ -48,10 +48,10 @@ class Trust:
         return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
 
 
-class Enrolments:
+class Enrollments:
     """Creates tokens and enrols clients by them. Raises `RefusedError`."""
 
-    def __init__(self, clients: ClientStore, book: ClientBook, trust: Callable[[], Trust]) -> None:
+    def __init__(self, clients: ClientStore, book: ClientDirectory, trust: Callable[[], Trust]) -> None:
         self._clients = clients
         self._book = book
         self._trust = trust
@@ -67,14 +67,16 @@ class Enrolments:
         secret, token_hash = new_token()
         now, trust = time.time(), self._trust()
         token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
-        made = AuditEntry(actor, Action.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses})
+        made = AuditEntry(
+            actor, AuditAction.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses}
+        )
         await self._clients.add_enrolment_token(token, token_hash, [made])
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
     async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
         """Revoke a token."""
         token = await self._clients.revoke_enrolment_token(
-            token_id, [AuditEntry(actor, Action.ENROLMENT_REVOKED, token_id)]
+            token_id, [AuditEntry(actor, AuditAction.ENROLMENT_REVOKED, token_id)]
         )
         if token is None:
             raise RefusedError(Code.NO_SUCH_ENROLMENT, token_id)
@@ -82,7 +84,7 @@ class Enrolments:
 
     async def enroll(self, newcomer: Newcomer) -> ClientRecord:
         """Enrol a client whose key is proven; a client that enrols again keeps its id."""
-        enrolment = Enrolment(
+        enrolment = Enrollment(
             client_id=f"c-{uuid4().hex[:16]}",
             population=newcomer.population,
             labels=newcomer.labels,
@@ -92,19 +94,19 @@ class Enrolments:
             idempotency_key=newcomer.idempotency_key,
         )
         try:
-            record = await self._clients.enroll(enrolment, _enrolled)
+            record = await self._clients.enroll(enrolment, _audit_enrollment)
         except TokenRefusedError as exc:
             if not exc.is_known:
                 raise RefusedError(Code.TOKEN_UNKNOWN) from exc
             raise RefusedError(Code.TOKEN_REFUSED, str(exc)) from exc
-        except EnrolmentError as exc:
+        except EnrollmentConflictError as exc:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
         if record.revoked_unix_s is not None:
             raise RefusedError(Code.REVOKED)
-        self._book.changed(record)
+        self._book.replace(record)
         return record
 
 
-def _enrolled(client: ClientRecord) -> list[AuditEntry]:
+def _audit_enrollment(client: ClientRecord) -> list[AuditEntry]:
     details = {"population": client.population, "enrolment": client.token_id}
-    return [AuditEntry(client.client_id, Action.CLIENT_ENROLLED, client.client_id, details)]
+    return [AuditEntry(client.client_id, AuditAction.CLIENT_ENROLLED, client.client_id, details)]

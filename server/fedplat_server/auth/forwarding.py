@@ -25,7 +25,7 @@ _OWN_TO_A_CONNECTION = ("user-agent", "content-type", "te", "grpc-", ":")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hop:
+class ForwardedCall:
     """A call that came by a gateway: which one, and what it knows of the caller.
 
     `client`: the client that the caller proved to be to the gateway by its certificate (see `Peers.client_of`; "":
@@ -42,23 +42,23 @@ def is_marked(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     return any(key == _SECRET for key, _ in metadata)
 
 
-def marked(metadata: Iterable[tuple[str, str | bytes]], secret: str, hop: Hop) -> Metadata:
+def add_to_metadata(metadata: Iterable[tuple[str, str | bytes]], secret: str, hop: ForwardedCall) -> Metadata:
     """The metadata of a call as it is passed on."""
     dropped = (_PREFIX, *_OWN_TO_A_CONNECTION)
     kept = [(key, value) for key, value in metadata if not key.startswith(dropped)]
     return [*kept, (_SECRET, secret), (_GATEWAY, hop.gateway), (_CLIENT, hop.client), (_PEER, hop.peer)]
 
 
-def read(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> Hop | None:
+def read(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> ForwardedCall | None:
     """How a call came here, if it proves that by the secret; None for one that came directly."""
     found = {key: value for key, value in metadata if key.startswith(_PREFIX)}
     given = found.get(_SECRET, "")
     given = given.encode() if isinstance(given, str) else given
     if not secrets.compare_digest(given, secret.encode()):
         return None
-    return Hop(*(str(found.get(name, "")) for name in (_GATEWAY, _CLIENT, _PEER)))
+    return ForwardedCall(*(str(found.get(name, "")) for name in (_GATEWAY, _CLIENT, _PEER)))
 
 
-def of(context: aio.ServicerContext[Any, Any], secret: str) -> Hop:
+def of(context: aio.ServicerContext[Any, Any], secret: str) -> ForwardedCall:
     """Where a call comes from: by a gateway, or straight from its peer."""
-    return read(context.invocation_metadata() or (), secret) or Hop("", "", context.peer())
+    return read(context.invocation_metadata() or (), secret) or ForwardedCall("", "", context.peer())

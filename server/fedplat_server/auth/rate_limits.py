@@ -46,7 +46,7 @@ def take(bucket: Bucket, now: float, per_minute: float) -> tuple[Bucket, float]:
     return Bucket(tokens, now), (1.0 - tokens) / rate
 
 
-class Progress:
+class MinimumRate:
     """How long a stream may go on: every `window_s` seconds have to bring `min_bytes`."""
 
     def __init__(self, window_s: float, min_bytes: float, now: float) -> None:
@@ -59,7 +59,7 @@ class Progress:
         """Seconds until the stream is too slow."""
         return max(self._ends - now, 0.0)
 
-    def made(self, num_bytes: int, now: float) -> None:
+    def on_received(self, num_bytes: int, now: float) -> None:
         """Notes bytes; enough of them begin another window."""
         self._missing -= num_bytes
         if self._missing <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 
-from fedplat_server.auth.replay_window import Window
+from fedplat_server.auth.replay_window import ReplayWindow
 
 MAX_SESSIONS = 100_000
 MAX_OF_CLIENT = 4
@@ -18,7 +18,7 @@ class Session:
 
     client_id: str
     number: int
-    window: Window = dataclasses.field(default_factory=Window)
+    window: ReplayWindow = dataclasses.field(default_factory=ReplayWindow)
 
 
 class Sessions:

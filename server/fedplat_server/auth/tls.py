@@ -28,7 +28,7 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedCertificate:
     """The content of the files, checked."""
 
     certificate: bytes
@@ -41,7 +41,7 @@ class Loaded:
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], root_certificates=self.ca)
 
 
-def load(files: TlsFiles, now: datetime.datetime) -> Loaded:
+def load(files: TlsFiles, now: datetime.datetime) -> LoadedCertificate:
     """Reads and checks the files. Raises `ConfigError`."""
     try:
         certificate, key = files.certificate.read_bytes(), files.key.read_bytes()
@@ -66,7 +66,7 @@ def load(files: TlsFiles, now: datetime.datetime) -> Loaded:
             f"the certificate {files.certificate} expired {expires:%Y-%m-%d %H:%M} UTC; make a new one with: "
             "fedplat-server certificates renew"
         )
-    return Loaded(certificate, key, ca, expires)
+    return LoadedCertificate(certificate, key, ca, expires)
 
 
 def utc_now() -> datetime.datetime:

@@ -10,7 +10,7 @@ from fedplat_server.auth import pki_folder
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import utc_now
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, with_store
-from fedplat_server.records.audit import HOST, Action, AuditEntry
+from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -70,5 +70,5 @@ def rotate_ca(
 
 
 def _note(url: str, what: str, folder: PkiFolder) -> None:
-    entry = AuditEntry(HOST, Action.CERTIFICATES_CHANGED, what, {"hosts": ", ".join(folder.hosts())})
+    entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, what, {"hosts": ", ".join(folder.hosts())})
     with_store(url, lambda store: store.audit.append([entry]))

@@ -131,7 +131,7 @@ def run(  # noqa: PLR0913 -- one parameter for each option of the command line
     if share_port:
         _check_shared_port(listen, advertise, database or "")
     proxies = tuple(str(addresses.parse_network(text)) for text in trusted_proxy or ())
-    scorers, trainers = _named(evaluator or [], "--evaluator"), _named(trainer or [], "--trainer")
+    scorers, trainers = _parse_references(evaluator or [], "--evaluator"), _parse_references(trainer or [], "--trainer")
     if insecure:
         _check_insecure(host, tls_certificate, insecure_anywhere)
         files = None
@@ -212,7 +212,7 @@ def _tls_files(data_dir: Path, certificate: Path | None, key: Path | None, ca: P
     return files
 
 
-def _named(items: list[str], option: str) -> dict[str, str]:
+def _parse_references(items: list[str], option: str) -> dict[str, str]:
     """Parse the options `NAME=reference`; mistakes are reported now, not when the code is first needed."""
     found: dict[str, str] = {}
     for item in items:

@@ -16,7 +16,7 @@ from fedplat_server.cli.operators import add_to, new_operator
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, protect, with_store
 from fedplat_server.database import schema
 from fedplat_server.errors import ConfigError
-from fedplat_server.records.audit import HOST, Action, AuditEntry
+from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 from fedplat_server.records.operators import Role, hash_token, looks_like_token, new_operator_token
 
 ADMIN = "admin"
@@ -49,7 +49,7 @@ def init(
     address = f"[{reached_by}]:{port}" if ":" in reached_by else f"{reached_by}:{port}"
     operator_profile = profile_path or data_dir / "admin.toml"
     _make_operator(operator_profile, url, address, folder)
-    shown, listen = _shown(data_dir), "0.0.0.0" if host else "127.0.0.1"
+    shown, listen = _format_option(data_dir), "0.0.0.0" if host else "127.0.0.1"
     print(
         f"\nnext:\n  fedplat-server run{shown} --listen {listen}:{port}\n  fedplat --profile {operator_profile} status"
     )
@@ -67,13 +67,13 @@ def _make_certificates(folder: PkiFolder, host: list[str] | None, url: str, data
         names = " ".join(f"--host {one}" for one in [*known[:1], *missing])
         raise ConfigError(
             f"the certificate is not for {', '.join(missing)}; make a new one with: "
-            f"fedplat-server certificates renew{_shown(data_dir)} {names}"
+            f"fedplat-server certificates renew{_format_option(data_dir)} {names}"
         )
     before = schema.current(url)
     schema.upgrade(url)
     _say(before is None, "database", None)
     if made_authority or made_server:
-        entry = AuditEntry(HOST, Action.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
+        entry = AuditEntry(HOST, AuditAction.CERTIFICATES_CHANGED, "init", {"hosts": ", ".join(known)})
         with_store(url, lambda store: store.audit.append([entry]))
 
 
@@ -117,5 +117,5 @@ def _this_machine() -> str:
     return name
 
 
-def _shown(data_dir: Path) -> str:
+def _format_option(data_dir: Path) -> str:
     return f" --data-dir {data_dir}" if data_dir != DEFAULT_DATA_DIR else ""

@@ -22,14 +22,14 @@ def main() -> None:
     # when it is imported, and the process that evaluators run in shall not import it at all: hence the late imports.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # As the first process of a container we would ignore SIGTERM until the daemon has its own handler.
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _terminated(number: int, _: FrameType | None) -> None:
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 

@@ -14,7 +14,7 @@ from fedplat.admin import profile
 from fedplat_server.cli.options import DEFAULT_DATA_DIR, Database, DataDir, database_url, with_store
 from fedplat_server.errors import ConfigError
 from fedplat_server.records import operators
-from fedplat_server.records.audit import HOST, Action, AuditEntry
+from fedplat_server.records.audit import HOST, AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -68,7 +68,7 @@ def list_operators(data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = No
 @app.command()
 def remove(name: NameArgument, data_dir: DataDir = DEFAULT_DATA_DIR, database: Database = None) -> None:
     """Remove an operator; its token is refused from now on."""
-    entry = AuditEntry(HOST, Action.OPERATOR_REMOVED, name)
+    entry = AuditEntry(HOST, AuditAction.OPERATOR_REMOVED, name)
     with_store(database_url(data_dir, database), lambda store: store.operators.remove_operator(name, [entry]))
     print(f"operator {name} was removed")
 
@@ -83,7 +83,7 @@ def new_operator(name: str, role: str, expires_in_s: float | None = None) -> Ope
 def add_to(url: str, record: OperatorRecord, token: str) -> None:
     """Adds an operator to a database. Raises `OperatorError`."""
     token_hash = operators.hash_token(token)
-    entry = AuditEntry(HOST, Action.OPERATOR_ADDED, record.name, {"role": record.role})
+    entry = AuditEntry(HOST, AuditAction.OPERATOR_ADDED, record.name, {"role": record.role})
     with_store(url, lambda store: store.operators.add_operator(record, token_hash, [entry]))
 
 

@@ -56,7 +56,7 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
     if as_json and not (dry_run or yes):
         raise ConfigError("--json asks nothing: expected --dry-run or --yes beside it")
     url = database_url(data_dir, database)
-    with _held(data_dir, url) as is_alone:
+    with _lock_data_dir(data_dir, url) as is_alone:
         plan = asyncio.run(_find(url, data_dir, limits, is_alone=is_alone))
         is_done = not dry_run and not plan.is_empty
         if not as_json:
@@ -69,13 +69,13 @@ def prune_(  # noqa: PLR0913 -- one parameter for each option of the command lin
             print(json.dumps(plan.counts | {"removed": is_done, "files_removed": is_done and is_alone}))
 
 
-def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> prune.Limits:
+def _limits(older_than: str | None, keep_versions: int | None, clients_unseen_for: str | None) -> prune.PruneLimits:
     now = time.time()
     history_s = _seconds(older_than, "--older-than")
     unseen_s = _seconds(clients_unseen_for, "--clients-unseen-for")
     if unseen_s is not None and unseen_s < DAY_S:
         raise ConfigError(f"--clients-unseen-for {clients_unseen_for}: expected at least 1d; a daemon notes rarely")
-    return prune.Limits(
+    return prune.PruneLimits(
         now_unix_s=now,
         history_before=None if history_s is None else now - history_s,
         keep_versions=keep_versions,
@@ -91,24 +91,24 @@ def _seconds(text: str | None, option: str) -> float | None:
 
 
 @contextlib.contextmanager
-def _held(data_dir: Path, url: str) -> Generator[bool]:
+def _lock_data_dir(data_dir: Path, url: str) -> Generator[bool]:
     """Holds the data folder; whether no daemon runs there. Raises `ConfigError` if one does that must not."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(folder.held(data_dir, shared=False))
+            stack.enter_context(folder.lock_data_dir(data_dir, shared=False))
         except ConfigError:
             if async_url(url).get_backend_name() == "sqlite":
                 raise ConfigError(
                     f"a fedplat-server runs on {data_dir}, whose SQLite database it alone writes to: stop it first, or "
                     "give its jobs a [retention], which it applies itself"
                 ) from None
-            stack.enter_context(folder.held(data_dir, shared=True))
+            stack.enter_context(folder.lock_data_dir(data_dir, shared=True))
             yield False
         else:
             yield True
 
 
-async def _find(url: str, data_dir: Path, limits: prune.Limits, *, is_alone: bool) -> prune.Plan:
+async def _find(url: str, data_dir: Path, limits: prune.PruneLimits, *, is_alone: bool) -> prune.PrunePlan:
     store = await open_store(url)
     try:
         return await prune.find(store, BlobStore(data_dir / "blobs"), limits, with_orphans=is_alone)
@@ -116,7 +116,9 @@ async def _find(url: str, data_dir: Path, limits: prune.Limits, *, is_alone: boo
         await store.close()
 
 
-async def _remove(url: str, data_dir: Path, limits: prune.Limits, plan: prune.Plan, *, is_alone: bool) -> None:
+async def _remove(
+    url: str, data_dir: Path, limits: prune.PruneLimits, plan: prune.PrunePlan, *, is_alone: bool
+) -> None:
     store = await open_store(url)
     try:
         with _bar() as progress:
@@ -137,7 +139,7 @@ def _bar() -> Generator[prune.Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(plan: prune.Plan, *, is_alone: bool) -> list[str]:
+def _lines(plan: prune.PrunePlan, *, is_alone: bool) -> list[str]:
     if plan.is_empty:
         return ["nothing to remove"]
     counts = plan.counts

@@ -114,12 +114,13 @@ def why_refused(spec: JobSpec, population: Population) -> str:
     return (
         f"population {population.name} has a budget of {_terms(budget)}, of which its other jobs have released or "
         f"planned {epsilon(before, budget.delta):.4g}; this job needs {epsilon((planned,), budget.delta):.4g} alone, "
-        f"and {needed:.4g} with them. {_left(planned, before, budget)} Expected fewer rounds, more noise (a smaller "
-        "privacy.epsilon or a larger privacy.noise_multiplier), or that jobs which nobody needs are cancelled first"
+        f"and {needed:.4g} with them. {_describe_remaining(planned, before, budget)} "
+        "Expected fewer rounds, more noise (a smaller privacy.epsilon or a larger "
+        "privacy.noise_multiplier), or that needless jobs are cancelled first"
     )
 
 
-def _left(planned: Charge, before: Sequence[Charge], budget: Budget) -> str:
+def _describe_remaining(planned: Charge, before: Sequence[Charge], budget: Budget) -> str:
     left = accounting.max_releases(planned.mechanism, budget.epsilon, budget.delta, planned.releases, before)
     return f"What is left is enough for {left} of its {planned.releases} releases."
 

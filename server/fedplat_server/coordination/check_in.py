@@ -5,13 +5,13 @@ from __future__ import annotations
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
 from fedplat.rounds.events import ClientCheckedIn, ClientLeft
 from fedplat.rounds.states import Reason
-from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner
 
 SOON = RetryWindow(0.0, 1.0)
 
 
-async def wait_for_work(runner: Runner, desk: Desk, event: ClientCheckedIn, wait_s: float) -> Assign | Refuse:
+async def wait_for_work(runner: Runner, desk: LongPolls, event: ClientCheckedIn, wait_s: float) -> Assign | Refuse:
     """Returns as soon as the client has an assignment, or is refused after `wait_s`. Raises `StoreError`."""
     client_id = event.client_id
     with desk.waiting(client_id) as place:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from fedplat.rounds import AttemptKey
 from fedplat_server import logs
 from fedplat_server.database.ports import AuditStore
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.records.audit import AuditAction, AuditEntry
 
 MAX_REMEMBERED = 10_000
 
@@ -25,7 +25,7 @@ class Conflicts:
             return
         subject = f"{key.job_id} round {key.round} attempt {key.number}"
         # The digests come from the client: shortened, they can still be compared.
-        entry = AuditEntry(client_id, Action.REPORT_CONFLICT, subject, {"first": first[:16], "other": other[:16]})
+        entry = AuditEntry(client_id, AuditAction.REPORT_CONFLICT, subject, {"first": first[:16], "other": other[:16]})
         await self._audit.append([entry])
         self._noted[key, client_id] = None
         while len(self._noted) > MAX_REMEMBERED:

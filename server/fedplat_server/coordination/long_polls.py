@@ -13,7 +13,7 @@ Answer = Assign | Refuse
 _Name = tuple[AttemptKey, str]
 
 
-class Place:
+class PendingCheckIn:
     """Where one call of a client waits. It hears what the coordinator says once it knows of this call.
 
     What was said before that was meant for an earlier call: its token is dead, or its refusal is out of date. Ten
@@ -50,7 +50,7 @@ class Place:
         finally:
             timer.cancel()
 
-    def tell(self, answer: Answer) -> None:
+    def deliver(self, answer: Answer) -> None:
         """Hears an answer, if it is meant for this call."""
         if self._is_open and not self._is_answered:
             self._answer = answer
@@ -66,17 +66,17 @@ class Place:
             self._waked.set_result(None)
 
 
-class Desk:
+class LongPolls:
     """Connects commands with the calls that wait for them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, Place] = {}
+        self._waiting: dict[str, PendingCheckIn] = {}
         self._working: dict[_Name, set[asyncio.Event]] = {}
 
     @contextlib.contextmanager
-    def waiting(self, client_id: str) -> Generator[Place]:
+    def waiting(self, client_id: str) -> Generator[PendingCheckIn]:
         """A place to wait for work; the client's earlier call, if there is one, is sent away."""
-        place = Place()
+        place = PendingCheckIn()
         if (earlier := self._waiting.get(client_id)) is not None:
             earlier.send_away()
         self._waiting[client_id] = place
@@ -86,14 +86,14 @@ class Desk:
             if self._waiting.get(client_id) is place:
                 del self._waiting[client_id]
 
-    def is_latest(self, client_id: str, place: Place) -> bool:
+    def is_latest(self, client_id: str, place: PendingCheckIn) -> bool:
         """Whether this is the call by which the client waits."""
         return self._waiting.get(client_id) is place
 
     def tell(self, answer: Answer) -> None:
         """Answers a waiting client; one that is gone will ask again."""
         if (place := self._waiting.get(answer.client_id)) is not None:
-            place.tell(answer)
+            place.deliver(answer)
 
     def send_away(self) -> None:
         """Ends all waiting for work."""

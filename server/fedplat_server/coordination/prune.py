@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server.coordination.retention import HISTORY_BATCH, keep_of
-from fedplat_server.database.jobs import Keep, Removable
+from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import BATCH, Store
 from fedplat_server.records import audit
 from fedplat_server.storage.blobs import BlobStore
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class PruneLimits:
     """What to remove besides the policies of the jobs; None: nothing.
 
     `history_before` and `clients_before` are times on the wall clock, `keep_versions` is for jobs that have ended.
@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PrunePlan:
     """What will be removed: versions by job, attempts with an old history, clients, and files without a reference."""
 
     versions: Mapping[str, list[Removable]]
@@ -67,7 +67,7 @@ class Plan:
         return not any(self.counts.values())
 
 
-async def find(store: Store, blobs: BlobStore, limits: Limits, *, with_orphans: bool) -> Plan:
+async def find(store: Store, blobs: BlobStore, limits: PruneLimits, *, with_orphans: bool) -> PrunePlan:
     """Return what will be removed. A file without a reference may be one that a daemon has just written."""
     versions, attempts, ended = dict[str, list[Removable]](), dict[str, list[AttemptKey]](), set[str]()
     for record in await store.jobs.load_jobs():
@@ -83,13 +83,13 @@ async def find(store: Store, blobs: BlobStore, limits: Limits, *, with_orphans: 
     there = await asyncio.to_thread(blobs.all_digests)
     orphans = there - await store.retention.list_referenced() if with_orphans else frozenset[str]()
     sizes = await asyncio.to_thread(_sizes, blobs, {*orphans, *_digests(versions)} & there)
-    return Plan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
+    return PrunePlan(versions, attempts, frozenset(ended), clients, orphans, sum(sizes))
 
 
-async def remove(store: Store, limits: Limits, plan: Plan, progress: Progress) -> None:
+async def remove(store: Store, limits: PruneLimits, plan: PrunePlan, progress: Progress) -> None:
     """Carry out the plan in the database. `remove_files`, or a running daemon, removes the files."""
     steps = list(_steps(store, limits, plan))
-    entry = audit.AuditEntry(audit.HOST, audit.Action.PRUNED, "", plan.counts)
+    entry = audit.AuditEntry(audit.HOST, audit.AuditAction.PRUNED, "", plan.counts)
     await store.audit.append([entry])  # first: what is recorded and not done is done by the next call
     for done, step in enumerate(steps):
         progress(done, len(steps))
@@ -103,7 +103,7 @@ async def remove_files(store: Store, blobs: BlobStore) -> None:
     await asyncio.to_thread(blobs.remove_orphans, referenced)
 
 
-def _steps(store: Store, limits: Limits, plan: Plan) -> Iterator[Callable[[], Awaitable[object]]]:
+def _steps(store: Store, limits: PruneLimits, plan: PrunePlan) -> Iterator[Callable[[], Awaitable[object]]]:
     """Yield the transactions, each of a bounded size."""
     for job_id, found in plan.versions.items():
         for start in range(0, len(found), BATCH):
@@ -119,7 +119,7 @@ def _steps(store: Store, limits: Limits, plan: Plan) -> Iterator[Callable[[], Aw
         )
 
 
-def _keep(job: JobState, limits: Limits) -> Keep:
+def _keep(job: JobState, limits: PruneLimits) -> RetainedVersions:
     keep = keep_of(job)
     if limits.keep_versions is None or job.status not in ENDED_JOBS:
         return keep
@@ -127,7 +127,7 @@ def _keep(job: JobState, limits: Limits) -> Keep:
     return dataclasses.replace(keep, models_from=models_from)
 
 
-def _history_before(job: JobState, limits: Limits) -> float | None:
+def _history_before(job: JobState, limits: PruneLimits) -> float | None:
     days = job.spec.retention.history_days
     moments = [limits.now_unix_s - days * 86400.0] if days else []
     if limits.history_before is not None and job.status in ENDED_JOBS:

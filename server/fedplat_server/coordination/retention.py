@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from fedplat.rounds import JobState
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat_server import logs
-from fedplat_server.database.jobs import Keep
+from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.database.ports import BATCH, Store
 from fedplat_server.errors import BlobError, LeadershipLostError, StoreError
 from fedplat_server.storage.blobs import BlobStore
@@ -32,17 +32,17 @@ HISTORY_BATCH = 20
 """Number of attempts whose history is removed in one transaction."""
 
 
-def keep_of(job: JobState) -> Keep:
+def keep_of(job: JobState) -> RetainedVersions:
     """Return which versions of a job keep their files."""
     latest, options = job.latest.version, job.spec.retention
     # A private job's state may hold seeds of noise: those of all versions together would be all of them.
     private = latest + (job.status in ENDED_JOBS)
     states_from = latest + 1 - options.states if job.spec.privacy is None else private
     models_from = latest + 1 - options.versions if options.versions else 0
-    return Keep(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
+    return RetainedVersions(models_from=max(models_from, 0), every=options.every, states_from=max(states_from, 0))
 
 
-class Retention:
+class RetentionTask:
     """The background task. `state_of` returns a job's state."""
 
     def __init__(
@@ -141,20 +141,20 @@ class Retention:
                 async with asyncio.timeout(EVERY_S):
                     await self._wanted.wait()
             except TimeoutError:
-                await self._tried(self.remove_orphans())
+                await self._try(self.remove_orphans())
                 self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
                 if asyncio.get_running_loop().time() >= noted_at + SEEN_S:
                     noted_at = asyncio.get_running_loop().time()
-                    await self._tried(self._note_seen())
+                    await self._try(self._note_seen())
             self._wanted.clear()
             while self._jobs and not self._is_closing:
                 job_id = next(iter(self._jobs))
-                if await self._tried(self.apply(job_id)):
+                if await self._try(self.apply(job_id)):
                     self._jobs.pop(job_id, None)
             if self._leftovers and not self._is_closing:
-                await self._tried(self._remove_leftovers())
+                await self._try(self._remove_leftovers())
 
-    async def _tried(self, work: Awaitable[None]) -> bool:
+    async def _try(self, work: Awaitable[None]) -> bool:
         """Do work that a database or a disk may refuse for a while; return whether it is done."""
         try:
             await work

@@ -83,7 +83,7 @@ class Actor(Protocol):
         """Carry out a command."""
         ...
 
-    def stored(self, changes: Sequence[Change]) -> None:
+    def on_stored(self, changes: Sequence[Change]) -> None:
         """See changes after they are stored and before their commands are carried out."""
         ...
 
@@ -194,11 +194,11 @@ class Runner:
                 return
         except StoreError as exc:
             self.coordinator.reject(proposal)
-            await self._refused(batch, actor, exc)
+            await self._on_refused(batch, actor, exc)
             return
         self.coordinator.accept(proposal)
         self._answer(batch, proposal)
-        actor.stored(proposal.changes)
+        actor.on_stored(proposal.changes)
         for command in proposal.commands:
             actor.act(command)
         for job_id, deadline_at in proposal.timers.items():
@@ -240,7 +240,7 @@ class Runner:
         logs.get().info("the database answers again", saved=last == save_id)
         return last == save_id
 
-    async def _refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
+    async def _on_refused(self, batch: list[_Item], actor: Actor, exc: StoreError) -> None:
         if isinstance(exc, StaleRevisionError):
             raise StaleRevisionError(
                 f"{exc}; does another fedplat-server use this database? Only one may: stop it, and start this one again"

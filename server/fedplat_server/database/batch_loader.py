@@ -11,7 +11,7 @@ from fedplat_server.errors import LeadershipLostError, StoreUnavailableError
 _Value = TypeVar("_Value")
 
 
-class Gathered(Generic[_Value]):
+class BatchLoader(Generic[_Value]):
     """Asks for many keys at once. A transaction costs a millisecond, and hardly more for five hundred clients.
 
     So a crowd that comes back after a restart is let in about ten times as fast, and one that comes alone waits for
@@ -25,7 +25,7 @@ class Gathered(Generic[_Value]):
         self._waiting: list[tuple[str, asyncio.Future[_Value | None]]] = []
         self._asking: asyncio.Task[None] | None = None
 
-    async def one(self, key: str) -> _Value | None:
+    async def load(self, key: str) -> _Value | None:
         """Return what there is for a key. Raises what `ask` raises for it."""
         answer: asyncio.Future[_Value | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, answer))

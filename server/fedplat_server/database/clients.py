@@ -60,7 +60,7 @@ class EnrolmentToken:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Enrolment:
+class Enrollment:
     """A request to enrol. `client_id` is used if the idempotency key is new."""
 
     client_id: str

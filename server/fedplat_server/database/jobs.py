@@ -76,7 +76,7 @@ class HistoryRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Keep:
+class RetainedVersions:
     """Which versions of a job keep their files; version 0, the latest, and those that clients work with always do.
 
     Models from version `models_from` on, and each whose number is a multiple of `every` (0: none); states from version

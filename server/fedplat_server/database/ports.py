@@ -15,11 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, ModelVersion, Participation, rounds_to_recall
-from fedplat_server.database.clients import ClientRecord, Enrolment, EnrolmentToken, NewEntries, no_entries
-from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Keep, Removable, VersionRecord
+from fedplat_server.database.clients import ClientRecord, Enrollment, EnrolmentToken, NewEntries, no_entries
+from fedplat_server.database.jobs import (
+    AttemptRecord,
+    HistoryRecord,
+    JobRecord,
+    Removable,
+    RetainedVersions,
+    VersionRecord,
+)
 from fedplat_server.database.ledger import Budget, LedgerRow, Population
 from fedplat_server.records.audit import AuditEntry, AuditHead, AuditRow
-from fedplat_server.records.lease import Candidate, Lease, Sighting
+from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 from fedplat_server.records.operators import OperatorRecord
 
 BATCH = 1000
@@ -200,7 +207,7 @@ class ClientStore(Protocol):
         """Return the first `limit` tokens created after the token with the id `after`; none if that is unknown."""
         ...
 
-    async def enroll(self, enrolment: Enrolment, audit: NewEntries = no_entries) -> ClientRecord:
+    async def enroll(self, enrolment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once.
 
         A known idempotency key with the same public key returns the client that has them, with new labels and
@@ -329,7 +336,7 @@ class LedgerStore(Protocol):
 class RetentionStore(Protocol):
     """Removal of old files and history. A row records that its files are removed before they are, never after."""
 
-    async def list_removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
+    async def list_removable(self, job_id: str, keep: RetainedVersions, limit: int = BATCH) -> list[Removable]:
         """Return the oldest versions with files to remove."""
         ...
 
@@ -367,7 +374,7 @@ class LeaseStore(Protocol):
     may. Raises `StoreUnavailableError` if the database does not answer within a short time.
     """
 
-    async def read(self) -> Sighting:
+    async def read(self) -> LeaseReading:
         """Return the current lease."""
         ...
 

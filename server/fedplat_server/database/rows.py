@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec, find_mechanism, parse_job
 from fedplat.privacy import Privacy
-from fedplat.rounds import Assignment, Attempt, AttemptKey, Crew, HistoryRow, JobState, ModelVersion, influence
+from fedplat.rounds import Assignment, AssignmentSet, Attempt, AttemptKey, HistoryRow, JobState, ModelVersion, influence
 from fedplat.rounds.records import Claim
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.database.jobs import AttemptRecord, HistoryRecord, JobRecord, Staleness, VersionRecord
@@ -233,14 +233,16 @@ def job_values(state: JobState) -> Values:
     }
 
 
-class Past(NamedTuple):
+class ReportHistory(NamedTuple):
     """What a job remembers of reports: how long they took, and the last claim of each client; oldest first."""
 
     durations: tuple[float, ...]
     claims: tuple[Claim, ...]
 
 
-def job_record(row: Row, latest: ModelVersion, last: tuple[Attempt | None, Crew], past: Past) -> JobRecord:
+def job_record(
+    row: Row, latest: ModelVersion, last: tuple[Attempt | None, AssignmentSet], past: ReportHistory
+) -> JobRecord:
     """Read a row of `jobs`, with what other tables hold of the job."""
     spec = job_spec(row)
     state = JobState(

@@ -13,7 +13,7 @@ from fedplat_server import crash_points
 from fedplat_server.database import rows
 from fedplat_server.database.clients import (
     ClientRecord,
-    Enrolment,
+    Enrollment,
     EnrolmentToken,
     NewEntries,
     no_entries,
@@ -22,7 +22,7 @@ from fedplat_server.database.clients import (
 from fedplat_server.database.sql_audit import append_entries
 from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrolment_tokens
 from fedplat_server.database.transactions import Clock, Database
-from fedplat_server.errors import EnrolmentError, StoreError
+from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
 
 _SEEN = func.coalesce(clients.c.seen_unix_s, clients.c.enrolled_unix_s)
@@ -66,7 +66,7 @@ class SqlClients:
 
     # --- clients ---------------------------------------------------------------------------------------------
 
-    async def enroll(self, enrolment: Enrolment, audit: NewEntries = no_entries) -> ClientRecord:
+    async def enroll(self, enrolment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once; see the port."""
         now = self._clock()
         said = {"labels": dict(enrolment.labels), "software_version": enrolment.software_version}
@@ -99,13 +99,13 @@ class SqlClients:
                 connection.execute(clients.update().where(mine).values(said))
             row = connection.execute(select(clients).where(mine)).one_or_none()
             if row is None:
-                raise EnrolmentError("another client has this public key")
+                raise EnrollmentConflictError("another client has this public key")
             if row.population != enrolment.population:
-                raise EnrolmentError(
+                raise EnrollmentConflictError(
                     f"this client is enrolled in population {row.population}, not {enrolment.population}"
                 )
             if row.public_key != enrolment.public_key:
-                raise EnrolmentError("this client is enrolled with another public key")
+                raise EnrollmentConflictError("this client is enrolled with another public key")
             record = rows.to_record(row, ClientRecord)
             if is_new:
                 append_entries(connection, audit(record), now)
@@ -233,7 +233,7 @@ def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:
     return {"revoked_unix_s": func.coalesce(table.c.revoked_unix_s, now)}
 
 
-def _use_token(connection: Connection, enrolment: Enrolment, now: float) -> None:
+def _use_token(connection: Connection, enrolment: Enrollment, now: float) -> None:
     """Use the token once. Raises `TokenRefusedError` if it is not valid."""
     tokens = enrolment_tokens
     mine = tokens.c.token_hash == enrolment.token_hash

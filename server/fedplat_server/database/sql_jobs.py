@@ -10,9 +10,9 @@ from sqlalchemy import Connection, and_, func, select, tuple_
 
 from fedplat.rounds import (
     Assignment,
+    AssignmentSet,
     Attempt,
     Change,
-    Crew,
     HistoryRow,
     JobState,
     ModelVersion,
@@ -249,7 +249,7 @@ def _load_job(connection: Connection, row: rows.Row, epoch_unix_s: float) -> Job
     )
     version = rows.to_record(connection.execute(latest).one(), ModelVersion)
     last = _last_attempt(connection, row.job_id, epoch_unix_s)
-    past = rows.Past(_durations(connection, row.job_id), _claims(connection, row.job_id))
+    past = rows.ReportHistory(_durations(connection, row.job_id), _claims(connection, row.job_id))
     return rows.job_record(row, version, last, past)
 
 
@@ -301,10 +301,10 @@ def _with_kind() -> sqlalchemy.Select[Any]:
     return select(assignments, attempts.c.kind).join(attempts, sqlalchemy.and_(*same))
 
 
-def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, Crew]:
+def _last_attempt(connection: Connection, job_id: str, epoch_unix_s: float) -> tuple[Attempt | None, AssignmentSet]:
     row = _newest(connection, job_id)
     if row is None:
-        return None, Crew()
+        return None, AssignmentSet()
     still = (assignments.c.job_id == job_id) & STILL_OPEN
     cohort = _with_kind().where(_made_in(row) | _taken_into(row) | still)
     found = connection.execute(cohort.order_by(assignments.c.client_id))

@@ -14,7 +14,7 @@ from fedplat_server.database.engine import WRITES, async_url, create_engine, tra
 from fedplat_server.database.tables import leases
 from fedplat_server.errors import LeadershipLostError
 from fedplat_server.records import lease as rules
-from fedplat_server.records.lease import Candidate, Lease, Sighting
+from fedplat_server.records.lease import Candidate, Lease, LeaseReading
 
 NAME = "jobs"
 """Name of the lease; one daemon leads all jobs of a database."""
@@ -51,7 +51,7 @@ class SqlLeases:
         self._engine = engine
         self._writing = engine.execution_options(**{WRITES: True})
 
-    async def read(self) -> Sighting:
+    async def read(self) -> LeaseReading:
         """Return the current lease."""
         return await self._run(self._engine, _sight)
 
@@ -67,7 +67,7 @@ class SqlLeases:
             sighting = await _sight(connection)
             if not rules.is_free(sighting, candidate, valid_s):
                 return None
-            lease = rules.taken(sighting, candidate, secret, valid_s)
+            lease = rules.take_lease(sighting, candidate, secret, valid_s)
             await connection.execute(leases.update().where(_MINE).values(rows.to_values(lease)))
             return lease
 
@@ -109,10 +109,10 @@ class SqlLeases:
                     raise
 
 
-async def _sight(connection: AsyncConnection) -> Sighting:
+async def _sight(connection: AsyncConnection) -> LeaseReading:
     row = (await connection.execute(select(leases).where(_MINE))).one_or_none()
     now = (await connection.execute(select(_now(connection)))).scalar_one()
-    return Sighting(rows.to_record(row, Lease) if row is not None and row.term else None, now)
+    return LeaseReading(rows.to_record(row, Lease) if row is not None and row.term else None, now)
 
 
 def _now(connection: AsyncConnection) -> sqlalchemy.ColumnElement[float]:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 from fedplat.rounds import AttemptKey, ModelVersion
 from fedplat_server import crash_points
 from fedplat_server.database import rows
-from fedplat_server.database.jobs import Keep, Removable
+from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import BATCH
 from fedplat_server.database.tables import STILL_OPEN, assignments, attempts, history, jobs, model_versions
 from fedplat_server.database.transactions import Clock, Database
@@ -27,7 +27,7 @@ class SqlRetention:
         self._database = database
         self._clock = clock
 
-    async def list_removable(self, job_id: str, keep: Keep, limit: int = BATCH) -> list[Removable]:
+    async def list_removable(self, job_id: str, keep: RetainedVersions, limit: int = BATCH) -> list[Removable]:
         """Return the oldest versions with files to remove; see the port."""
         return await self._database.read(lambda connection: _removable(connection, job_id, keep, limit))
 
@@ -48,7 +48,7 @@ class SqlRetention:
                 mine.where(_V.version.in_(models), _KEEPS_MODEL, _is_spare(job_id)).values(model_removed_unix_s=now)
             )
             connection.execute(mine.where(_V.version.in_(states), _KEEPS_STATE).values(state_removed_unix_s=now))
-            return _unreferenced(connection, digests)
+            return _find_unreferenced(connection, digests)
 
         with crash_points.step("retention.give_up"):
             return await self._database.write(work)
@@ -63,7 +63,7 @@ class SqlRetention:
     async def find_unreferenced(self, digests: Collection[str]) -> frozenset[str]:
         """Return those of the digests without a reference."""
         # A transaction that writes: a daemon that no longer leads must not remove what the next leader has written.
-        return await self._database.write(lambda connection: _unreferenced(connection, digests))
+        return await self._database.write(lambda connection: _find_unreferenced(connection, digests))
 
     async def list_old_attempts(self, job_id: str, before_unix_s: float, limit: int = BATCH) -> list[AttemptKey]:
         """Return the oldest attempts with a history that ended before a time; see the port."""
@@ -105,7 +105,7 @@ class SqlRetention:
             return await self._database.write(work)
 
 
-def _unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
+def _find_unreferenced(connection: Connection, digests: Collection[str]) -> frozenset[str]:
     named: set[str] = set()
     some = sorted(digests)
     for start in range(0, len(some), BATCH):
@@ -127,7 +127,7 @@ def _is_spare(job_id: str) -> sqlalchemy.ColumnElement[bool]:
     return (_V.version > 0) & (_V.version != latest) & _V.version.not_in(begun) & _V.version.not_in(open_)
 
 
-def _removable(connection: Connection, job_id: str, keep: Keep, limit: int) -> list[Removable]:
+def _removable(connection: Connection, job_id: str, keep: RetainedVersions, limit: int) -> list[Removable]:
     model = _KEEPS_MODEL & (_V.version < keep.models_from) & _is_spare(job_id)
     if keep.every:
         model &= func.mod(_V.version, keep.every) != 0

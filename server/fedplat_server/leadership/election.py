@@ -14,7 +14,7 @@ from fedplat_server.database.ports import LeaseStore
 from fedplat_server.database.sql_leases import open_leases
 from fedplat_server.errors import LeadershipLostError, StoreError, StoreUnavailableError
 from fedplat_server.records import lease as rules
-from fedplat_server.records.lease import Candidate, Lease, Tenure
+from fedplat_server.records.lease import Candidate, HeldLease, Lease
 
 Follow = Callable[[Lease], Awaitable[None]]
 """Hears who leads, every time that this was looked up."""
@@ -23,15 +23,15 @@ Follow = Callable[[Lease], Awaitable[None]]
 class Election(Protocol):
     """Decides which daemon leads."""
 
-    async def elect(self, follow: Follow) -> Tenure:
+    async def elect(self, follow: Follow) -> HeldLease:
         """Returns when this daemon leads; tells who does, until then."""
         ...
 
-    async def keep(self, tenure: Tenure) -> None:
+    async def keep(self, tenure: HeldLease) -> None:
         """Keeps the lead for as long as that is possible. Raises `LeadershipLostError`."""
         ...
 
-    async def resign(self, tenure: Tenure) -> None:
+    async def resign(self, tenure: HeldLease) -> None:
         """Lets others lead at once. Never fails: the lease ends by itself."""
         ...
 
@@ -44,26 +44,26 @@ async def open_election(config: ServerConfig, candidate: Candidate) -> Election:
     """The election that the configuration asks for. Raises as `open_store` does."""
     if config.is_shared:
         return LeaseElection(await open_leases(config.database), candidate, config.lease)
-    return Alone(candidate)
+    return SingleDaemon(candidate)
 
 
-class Alone:
+class SingleDaemon:
     """The election of a database that one daemon has for itself: the lock on its folder has decided it."""
 
     def __init__(self, candidate: Candidate) -> None:
         now = time.time()
         lease = Lease(candidate.holder, candidate.address, 0, secrets.token_urlsafe(32), now, now)
-        self._tenure = Tenure(lease, 0.0, float("inf"))
+        self._tenure = HeldLease(lease, 0.0, float("inf"))
 
-    async def elect(self, follow: Follow) -> Tenure:
+    async def elect(self, follow: Follow) -> HeldLease:
         """Returns at once."""
         return self._tenure
 
-    async def keep(self, tenure: Tenure) -> None:
+    async def keep(self, tenure: HeldLease) -> None:
         """Never ends."""
         await asyncio.get_running_loop().create_future()
 
-    async def resign(self, tenure: Tenure) -> None:
+    async def resign(self, tenure: HeldLease) -> None:
         """Nobody waits for it."""
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class LeaseElection:
         self._clock = clock
         self._renewals: set[asyncio.Task[bool]] = set()
 
-    async def elect(self, follow: Follow) -> Tenure:
+    async def elect(self, follow: Follow) -> HeldLease:
         """Returns when this daemon has the lease; tells who has it, until then."""
         answers = True
         while True:
@@ -102,17 +102,17 @@ class LeaseElection:
                 return tenure
             await asyncio.sleep(self._times.poll_s)
 
-    async def _try(self, follow: Follow) -> Tenure | None:
+    async def _try(self, follow: Follow) -> HeldLease | None:
         sighting = await self._leases.read()
         if rules.is_free(sighting, self._candidate, self._times.valid_s):
             asked_at = self._clock()
             lease = await self._leases.take(self._candidate, secrets.token_urlsafe(32), self._times.valid_s)
-            return Tenure.since(lease, asked_at, self._times) if lease is not None else None
+            return HeldLease.since(lease, asked_at, self._times) if lease is not None else None
         assert sighting.lease is not None  # else it would be free
         await follow(sighting.lease)
         return None
 
-    async def keep(self, tenure: Tenure) -> None:
+    async def keep(self, tenure: HeldLease) -> None:
         """Renews the lease. Raises `LeadershipLostError` when it is somebody else's, or could be by now."""
         pause_s = 0.0
         while True:
@@ -138,9 +138,9 @@ class LeaseElection:
             else:
                 if not is_ours:
                     raise LeadershipLostError(f"another daemon leads: term {tenure.lease.term} is over")
-                tenure, pause_s = tenure.renewed(asked_at, self._times), 0.0
+                tenure, pause_s = tenure.renew(asked_at, self._times), 0.0
 
-    async def resign(self, tenure: Tenure) -> None:
+    async def resign(self, tenure: HeldLease) -> None:
         """Releases the lease, if it is still ours and the database answers."""
         try:
             await self._leases.release(tenure.lease)

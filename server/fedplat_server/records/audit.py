@@ -22,7 +22,7 @@ HOST = "host"
 """The actor of a command that was run beside the database, by whoever may."""
 
 
-class Action(StrEnum):
+class AuditAction(StrEnum):
     """What can stand in the log."""
 
     JOB_CREATED = "job created"
@@ -61,7 +61,7 @@ class AuditEntry:
     """
 
     actor: str
-    action: Action
+    action: AuditAction
     subject: str = ""
     details: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict[str, str])
 

@@ -37,14 +37,14 @@ class Lease:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sighting:
+class LeaseReading:
     """The lease as it was read, at a moment on the database's clock; None if nobody has ever led."""
 
     lease: Lease | None
     now_unix_s: float
 
 
-def is_free(sighting: Sighting, candidate: Candidate, valid_s: float) -> bool:
+def is_free(sighting: LeaseReading, candidate: Candidate, valid_s: float) -> bool:
     """Whether the candidate may take the lease.
 
     A lease of its own, of which it knows nothing any more, it takes anew: what it wrote in the old term is fenced off.
@@ -56,7 +56,7 @@ def is_free(sighting: Sighting, candidate: Candidate, valid_s: float) -> bool:
     return now < lease.renewed_unix_s - valid_s
 
 
-def taken(sighting: Sighting, candidate: Candidate, secret: str, valid_s: float) -> Lease:
+def take_lease(sighting: LeaseReading, candidate: Candidate, secret: str, valid_s: float) -> Lease:
     """The lease as the candidate holds it, from now on."""
     now = sighting.now_unix_s
     term = sighting.lease.term + 1 if sighting.lease is not None else 1
@@ -64,7 +64,7 @@ def taken(sighting: Sighting, candidate: Candidate, secret: str, valid_s: float)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tenure:
+class HeldLease:
     """A lease in the eyes of its holder: it leads until `ends_at` on its monotonic clock, unless it renews."""
 
     lease: Lease
@@ -72,13 +72,13 @@ class Tenure:
     ends_at: float
 
     @classmethod
-    def since(cls, lease: Lease, asked_at: float, times: LeaseTimes) -> Tenure:
+    def since(cls, lease: Lease, asked_at: float, times: LeaseTimes) -> HeldLease:
         """A tenure that the database granted. It counts from the question: who knows how long the answer took."""
         return cls(lease, asked_at, asked_at + times.valid_s - times.margin_s)
 
-    def renewed(self, asked_at: float, times: LeaseTimes) -> Tenure:
+    def renew(self, asked_at: float, times: LeaseTimes) -> HeldLease:
         """The tenure after the database has renewed the lease."""
-        return Tenure.since(self.lease, asked_at, times)
+        return HeldLease.since(self.lease, asked_at, times)
 
     def is_over(self, now: float) -> bool:
         """Whether somebody else may lead, as far as the holder can know."""

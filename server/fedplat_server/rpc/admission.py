@@ -20,7 +20,7 @@ from fedplat_server.auth.addresses import Origins
 from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import interceptor
-from fedplat_server.rpc.memory import Share, UploadMemory
+from fedplat_server.rpc.memory import MemoryShare, UploadMemory
 from fedplat_server.rpc.operator_access import OperatorAccess
 
 FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
@@ -130,7 +130,7 @@ class Reads:
         limits = self._limits
         if self._known[name] >= limits.max_calls:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limits.max_calls} may be sent at a time")
-        with _counted(self._known, name):
+        with _count(self._known, name):
             yield max(limits.idle_s, interceptor.max_bytes(method) / limits.min_bytes_per_s)
 
     @contextlib.contextmanager
@@ -139,12 +139,12 @@ class Reads:
         limits = self._limits
         if self._open[network] >= limits.open_calls_per_network or self._open.total() >= limits.open_calls:
             raise RefusedError(Code.TOO_MANY_REQUESTS, "too many calls of this service are open; close some, or poll")
-        with _counted(self._open, network):
+        with _count(self._open, network):
             yield
 
 
 @contextlib.contextmanager
-def _counted(counter: Counter[str], name: str) -> Generator[None]:
+def _count(counter: Counter[str], name: str) -> Generator[None]:
     counter[name] += 1
     try:
         yield
@@ -154,13 +154,13 @@ def _counted(counter: Counter[str], name: str) -> Generator[None]:
             del counter[name]
 
 
-class Turn:
+class ReadPermit:
     """The leave to send a first message."""
 
     def __init__(
         self,
         read: contextlib.AbstractContextManager[float],
-        share: Share | None = None,
+        share: MemoryShare | None = None,
         queue: contextlib.AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         self._read = read
@@ -170,11 +170,11 @@ class Turn:
     async def first(self, requests: AsyncIterator[Any]) -> Any:
         """Receive the first message. Raises `RefusedError` if it does not come, or not in time."""
         if self._queue is None:
-            return await self._received(requests)
+            return await self._receive(requests)
         async with self._queue:
-            return await self._received(requests)
+            return await self._receive(requests)
 
-    async def _received(self, requests: AsyncIterator[Any]) -> Any:
+    async def _receive(self, requests: AsyncIterator[Any]) -> Any:
         with self._read as timeout_s:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -209,7 +209,7 @@ class Admission:
         self._memory = memory
 
     @contextlib.asynccontextmanager
-    async def admit(self, method: str, context: Context) -> AsyncGenerator[Turn]:
+    async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
         """Let a call in, and hold what it needs while it lasts."""
         service, _, name = method.removeprefix("/").partition("/")
         if service != FLEET:
@@ -218,17 +218,17 @@ class Admission:
         elif name in NEWCOMERS:
             connection, network = self._origins.connection(context), self._origins.of(context).network
             await _let_gateway_go_ahead(context)
-            yield Turn(self._reads.of_newcomer(), queue=self._reads.in_turn(connection, network))
+            yield ReadPermit(self._reads.of_newcomer(), queue=self._reads.in_turn(connection, network))
             return
         else:
             read = self._reads.of_known(await self._claimed(method, context), method)
         if name != "Report":
             await _let_gateway_go_ahead(context)
-            yield Turn(read)
+            yield ReadPermit(read)
             return
         async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
             await _let_gateway_go_ahead(context)
-            yield Turn(read, share)
+            yield ReadPermit(read, share)
 
 
 class OpenAdmission:
@@ -239,11 +239,11 @@ class OpenAdmission:
         self._origins = origins
 
     @contextlib.asynccontextmanager
-    async def admit(self, method: str, context: Context) -> AsyncGenerator[Turn]:
+    async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
         """Let a call in."""
         network = self._origins.of(context).network
         with self._reads.open_call(network):
-            yield Turn(self._reads.of_newcomer(), queue=self._reads.in_turn("", network))
+            yield ReadPermit(self._reads.of_newcomer(), queue=self._reads.in_turn("", network))
 
 
 async def _let_gateway_go_ahead(context: Context) -> None:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from fedplat.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
-from fedplat_server.coordination.revocation import Enrolled
+from fedplat_server.coordination.revocation import EnrolledClients
 from fedplat_server.database.clients import ClientRecord, EnrolmentToken
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import pages, validation
@@ -70,7 +70,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         if request.with_clients:  # after the token, so that no more clients can enrol with it
             after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await services.revocation.revoke_clients_of(
-                Enrolled(enrolment_id, after), current_operator(), services.runner, services.desk
+                EnrolledClients(enrolment_id, after), current_operator(), services.runner, services.desk
             )
             response.num_revoked_clients, response.next_page_token = revoked
         return response

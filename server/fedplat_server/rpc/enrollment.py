@@ -11,13 +11,13 @@ from grpc import aio
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
 from fedplat_server.auth import forwarding
-from fedplat_server.auth.audit_limits import Recent
-from fedplat_server.auth.authentication import Call
+from fedplat_server.auth.audit_limits import RecentEntries
+from fedplat_server.auth.authentication import ClientCall
 from fedplat_server.auth.enrollment import Newcomer
-from fedplat_server.database.batch_loader import Gathered
+from fedplat_server.database.batch_loader import BatchLoader
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc import interceptor, validation
 from fedplat_server.rpc.services import Services
 
@@ -28,14 +28,14 @@ _RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
 """No certificate leads to the next one, so that one who asks for it is known by a signature only."""
 
 
-class MembershipService(fleet_pb2_grpc.FleetServicer):
+class EnrollmentService(fleet_pb2_grpc.FleetServicer):
     """What is asked before a client may work."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._limits = services.config.limits
-        self._certified = Recent()
-        self._certificates = Gathered(self._note_certificates)
+        self._certified = RecentEntries()
+        self._certificates = BatchLoader(self._note_certificates)
 
     async def GetChallenge(
         self, request: fleet_pb2.GetChallengeRequest, context: Context
@@ -48,7 +48,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
 
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         """Makes the caller a client."""
-        return await self._proven(self._enroll(request, context), context)
+        return await self._refund_proven(self._enroll(request, context), context)
 
     async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
         validation.protocol_version(request.protocol_version)
@@ -69,7 +69,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
         """Begins a session, and ends the one before."""
-        return await self._proven(self._open_session(request, context), context)
+        return await self._refund_proven(self._open_session(request, context), context)
 
     async def _open_session(
         self, request: fleet_pb2.OpenSessionRequest, context: Context
@@ -85,7 +85,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
         """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
-        client = await self._counted(self._services.callers.authenticate_by_key(_call()), context)
+        client = await self._charge_failures(self._services.callers.authenticate_by_key(_call()), context)
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
@@ -99,32 +99,32 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
         if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
             return
         try:
-            await self._certificates.one(client.client_id)
+            await self._certificates.load(client.client_id)
         except BaseException:
             self._certified.forget(client.client_id)
             raise
 
     async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
         """Notes those of a whole fleet, which asks for them at once, in few transactions."""
-        entries = [AuditEntry(name, Action.CERTIFICATE_ISSUED, name) for name in client_ids]
+        entries = [AuditEntry(name, AuditAction.CERTIFICATE_ISSUED, name) for name in client_ids]
         await self._services.store.audit.append(entries)
         return {}
 
-    async def claimed(self, method: str, context: Context) -> str:
+    async def read_claim(self, method: str, context: Context) -> str:
         """Return the client that a call names: who names none is refused before the message is received."""
-        return await self._counted(self._claimed(method, context), context)
+        return await self._charge_failures(self._read_claim(method, context), context)
 
-    async def _claimed(self, method: str, context: Context) -> str:
+    async def _read_claim(self, method: str, context: Context) -> str:
         certified = "" if method == _RENEWAL else self._by_certificate(context)
-        return self._services.callers.claimed(_call(certified))
+        return self._services.callers.read_claim(_call(certified))
 
     def _network_of(self, context: Context) -> str:
         """Return the network that a caller is counted in."""
         return self._services.origins.of(context).network
 
-    async def _known(self, context: Context) -> ClientRecord:
+    async def _authenticate_client(self, context: Context) -> ClientRecord:
         """The client that calls."""
-        return await self._counted(self._authenticate(context), context)
+        return await self._charge_failures(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
         return await self._services.callers.authenticate(_call(self._by_certificate(context)))
@@ -137,7 +137,7 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
             incoming.certified = certified
         return incoming.certified
 
-    async def _counted(self, work: Awaitable[_T], context: Context) -> _T:
+    async def _charge_failures(self, work: Awaitable[_T], context: Context) -> _T:
         """Whoever is no client is counted with the strangers."""
         try:
             return await work
@@ -148,14 +148,14 @@ class MembershipService(fleet_pb2_grpc.FleetServicer):
                 self._services.quotas.stranger(self._network_of(context))
             raise
 
-    async def _proven(self, work: Awaitable[_T], context: Context) -> _T:
+    async def _refund_proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
-        answer = await self._counted(work, context)
+        answer = await self._charge_failures(work, context)
         self._services.quotas.no_stranger(self._network_of(context))
         return answer
 
 
-def _call(certified: str = "") -> Call:
+def _call(certified: str = "") -> ClientCall:
     """What is known of the call that this task serves."""
     incoming = interceptor.INCOMING.get()
-    return Call(incoming.method, incoming.metadata, incoming.request, certified)
+    return ClientCall(incoming.method, incoming.metadata, incoming.request, certified)

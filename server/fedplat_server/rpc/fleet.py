@@ -23,7 +23,7 @@ from fedplat_server.coordination.check_in import SOON, wait_for_work
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import convert, streams, validation
-from fedplat_server.rpc.enrollment import MembershipService
+from fedplat_server.rpc.enrollment import EnrollmentService
 from fedplat_server.rpc.report_intake import ReportIntake
 from fedplat_server.rpc.services import Services
 
@@ -31,7 +31,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for th
 DRAINING = RetryWindow(1.0, 5.0)
 
 
-class FleetService(MembershipService):
+class FleetService(EnrollmentService):
     """Every method: who is it, what does the coordinator say, tell them."""
 
     def __init__(self, services: Services) -> None:
@@ -88,7 +88,7 @@ class FleetService(MembershipService):
                 yield message
 
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request_iterator: AsyncIterator[streams.Part], context: Context
+        self, request_iterator: AsyncIterator[streams.UploadMessage], context: Context
     ) -> fleet_pb2.UploadResponse:
         """Receives an update, from where it stopped."""
         messages = streams.steadily(request_iterator, self._limits)
@@ -108,7 +108,7 @@ class FleetService(MembershipService):
         client = await self._client(context)
         assignment = await self._find_open(client, request.token)
         digest = validation.digest(request.digest)
-        received = await asyncio.to_thread(self._services.spool.received, assignment.id, digest)
+        received = await asyncio.to_thread(self._services.spool.count_received, assignment.id, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
     async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
@@ -171,14 +171,14 @@ class FleetService(MembershipService):
         return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
 
     async def _client(self, context: Context) -> ClientRecord:
-        client = await self._known(context)
+        client = await self._authenticate_client(context)
         self._services.quotas.request(client.client_id)
         end_call = self._services.clients.begin_call(client.client_id, self._limits.max_calls)
 
-        def done(_: object) -> None:
+        def on_done(_: object) -> None:
             end_call()
 
-        context.add_done_callback(cast(Any, done))
+        context.add_done_callback(cast(Any, on_done))
         return client
 
     async def _assignment(self, command: Assign) -> fleet_pb2.Assignment:

@@ -56,7 +56,7 @@ class Health:
                 await asyncio.wait([ping], timeout=PATIENCE_S)
                 answers = False
                 if ping.done():
-                    answers, ping = _succeeded(ping), None
+                    answers, ping = _check_ping(ping), None
                 before = self._ready
                 await self.tell(answers and not runner.in_doubt)
                 if self._ready != before:
@@ -75,7 +75,7 @@ class Health:
             await self.servicer.set(name, _Status.SERVING if ready else _Status.NOT_SERVING)
 
 
-def _succeeded(ping: asyncio.Task[None]) -> bool:
+def _check_ping(ping: asyncio.Task[None]) -> bool:
     error = ping.exception()
     if error is not None and not isinstance(error, StoreError):
         logs.get().error("the database could not be asked", exc_info=error)

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing_extensions import override
 
 from fedplat.rounds import JobState, ModelVersion
-from fedplat.rounds.events import Action, OperatorCommand, RollbackOrdered
+from fedplat.rounds.events import JobAction, OperatorCommand, RollbackOrdered
 from fedplat.rounds.states import ENDED_JOBS
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc, model_pb2
-from fedplat_server.auth.audit_limits import Recent
+from fedplat_server.auth.audit_limits import RecentEntries
 from fedplat_server.coordination import job_checks
 from fedplat_server.database.jobs import AttemptRecord, JobRecord, VersionRecord
 from fedplat_server.errors import Code, RefusedError
@@ -25,10 +25,10 @@ from fedplat_server.rpc.progress_events import ProgressEvents
 from fedplat_server.rpc.services import Services
 
 _AUDIT_ACTIONS = {
-    Action.START: audit.Action.JOB_STARTED,
-    Action.PAUSE: audit.Action.JOB_PAUSED,
-    Action.RESUME: audit.Action.JOB_RESUMED,
-    Action.CANCEL: audit.Action.JOB_CANCELLED,
+    JobAction.START: audit.AuditAction.JOB_STARTED,
+    JobAction.PAUSE: audit.AuditAction.JOB_PAUSED,
+    JobAction.RESUME: audit.AuditAction.JOB_RESUMED,
+    JobAction.CANCEL: audit.AuditAction.JOB_CANCELLED,
 }
 VERSIONS_PER_QUERY = 1000
 MAX_RANGES = 20
@@ -40,7 +40,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._exports = Recent()
+        self._exports = RecentEntries()
 
     @override
     async def UploadModel(
@@ -50,7 +50,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         parts = (part.data async for part in streams.steadily(request_iterator, limits))
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
-        entry = AuditEntry(current_operator(), audit.Action.MODEL_UPLOADED, blob.digest, details)
+        entry = AuditEntry(current_operator(), audit.AuditAction.MODEL_UPLOADED, blob.digest, details)
         await self._services.store.audit.append([entry])
         return admin_pb2.UploadModelResponse(digest=blob.digest, size_bytes=blob.size_bytes)
 
@@ -60,12 +60,12 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         spec = await asyncio.to_thread(job_checks.parse, request.job_file, max_bytes)
         job_checks.check_is_runnable(spec, services.evaluation.names, sorted(services.config.trainers))
         digest = validation.digest(request.initial_digest)
-        with services.blobs.held(digest):
+        with services.blobs.protect(digest):
             path = services.blobs.path(digest)
             size_bytes = await asyncio.to_thread(job_checks.check_initial_model, path, spec)
             initial = ModelVersion(version=0, round=0, attempt=0, digest=digest, size_bytes=size_bytes)
             state = JobState(job_id=services.new_id("j"), spec=spec, latest=initial)
-            entry = AuditEntry(current_operator(), audit.Action.JOB_CREATED, state.job_id, {"name": spec.name})
+            entry = AuditEntry(current_operator(), audit.AuditAction.JOB_CREATED, state.job_id, {"name": spec.name})
             key = validation.key(request.idempotency_key)
             record = await services.budgets.create_job(state, request.job_file, key, [entry])
         services.jobs.add(record)
@@ -85,19 +85,19 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
     @override
     async def StartJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
-        return await self._command(request.job, Action.START)
+        return await self._command(request.job, JobAction.START)
 
     @override
     async def PauseJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
-        return await self._command(request.job, Action.PAUSE)
+        return await self._command(request.job, JobAction.PAUSE)
 
     @override
     async def ResumeJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
-        return await self._command(request.job, Action.RESUME)
+        return await self._command(request.job, JobAction.RESUME)
 
     @override
     async def CancelJob(self, request: admin_pb2.JobRequest, context: Context) -> admin_pb2.Job:
-        return await self._command(request.job, Action.CANCEL)
+        return await self._command(request.job, JobAction.CANCEL)
 
     @override
     async def RollbackJob(
@@ -110,7 +110,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         if record.state_removed_unix_s is not None:
             version = convert.without_state(version)
         details = {"name": job.spec.name, "from": job.latest.version, "to": version.version}
-        entry = AuditEntry(current_operator(), audit.Action.JOB_ROLLED_BACK, job.job_id, details)
+        entry = AuditEntry(current_operator(), audit.AuditAction.JOB_ROLLED_BACK, job.job_id, details)
         verdict = await services.runner.submit(RollbackOrdered(job.job_id, version), audit=[entry])
         if not verdict.accepted:
             raise RefusedError(Code.ILLEGAL_ACTION, verdict.text)
@@ -192,7 +192,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         async for message in streams.send(self._services.chunks, self._services.blobs.path(version.digest), 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
 
-    async def _command(self, name: str, action: Action) -> admin_pb2.Job:
+    async def _command(self, name: str, action: JobAction) -> admin_pb2.Job:
         job_id = self._services.jobs.find(name).state.job_id
         entry = AuditEntry(current_operator(), _AUDIT_ACTIONS[action], job_id, {"name": name})
         verdict = await self._services.runner.submit(OperatorCommand(job_id, action), audit=[entry])
@@ -234,7 +234,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             return
         details = {"version": version.version, "digest": version.digest}
         try:
-            entry = AuditEntry(operator, audit.Action.MODEL_EXPORTED, job_id, details)
+            entry = AuditEntry(operator, audit.AuditAction.MODEL_EXPORTED, job_id, details)
             await self._services.store.audit.append([entry])
         except BaseException:
             self._exports.forget(name)

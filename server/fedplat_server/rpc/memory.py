@@ -21,7 +21,7 @@ REPORTS_PART = 0.25
 """The part of the memory that is for updates within reports, so that a report never waits for an upload."""
 
 
-class Share:
+class MemoryShare:
     """What a call may hold of a budget."""
 
     def __init__(self, budget: MemoryBudget, size_bytes: int) -> None:
@@ -55,9 +55,9 @@ class MemoryBudget:
         return sum(not turn.done() for _, turn in self._waiting)
 
     @contextlib.asynccontextmanager
-    async def share(self, size_bytes: int) -> AsyncGenerator[Share]:
+    async def share(self, size_bytes: int) -> AsyncGenerator[MemoryShare]:
         """Hold a share of this size, or of the whole budget if that is less. Raises `RefusedError`."""
-        share = Share(self, min(size_bytes, self._total))
+        share = MemoryShare(self, min(size_bytes, self._total))
         await self._take(share.size_bytes)
         try:
             yield share

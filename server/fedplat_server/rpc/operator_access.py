@@ -20,7 +20,7 @@ from fedplat import wire
 from fedplat.wire.v1 import admin_pb2, options_pb2
 from fedplat_server import logs
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.records.operators import OperatorRecord, Role, hash_token, looks_like_token
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.services import Services
@@ -113,10 +113,10 @@ class OperatorAccess:
         """Count a call until it ends, also if it is refused for its role."""
         end_call = self._services.quotas.operator_call(operator.name)
 
-        def done(_: object) -> None:
+        def on_done(_: object) -> None:
             end_call()
 
-        context.add_done_callback(cast(Any, done))
+        context.add_done_callback(cast(Any, on_done))
 
     async def _authenticate(self, method: str, context: Context) -> OperatorRecord:
         given = [str(value) for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION]
@@ -160,7 +160,7 @@ class OperatorAccess:
     async def _note(self, seen: _RefusedCalls, refusal: _Refusal, address: str) -> None:
         seen.noted_at, count, seen.since_noted = self._clock(), seen.since_noted, 0
         details = {"why": refusal.reason, "address": address, "num_refused": count}
-        action = Action.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else Action.LOGIN_REFUSED
+        action = AuditAction.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else AuditAction.LOGIN_REFUSED
         logs.get().warning("an operator's call was refused", method=refusal.method, **details)
         await self._services.bounded_audit.append(
             AuditEntry(refusal.operator or address, action, refusal.method, details)

@@ -16,7 +16,7 @@ from fedplat_server import __version__
 from fedplat_server.auth import forwarding
 from fedplat_server.errors import Code, ConfigError, LastAdminError, OperatorError, RefusedError
 from fedplat_server.records import operators
-from fedplat_server.records.audit import Action, AuditEntry, AuditRow
+from fedplat_server.records.audit import AuditAction, AuditEntry, AuditRow
 from fedplat_server.records.operators import OperatorRecord
 from fedplat_server.rpc import pages
 from fedplat_server.rpc.handlers import Context
@@ -71,7 +71,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         now = time.time()
         record = OperatorRecord(name, role, now, now + request.expires_in_s if request.expires_in_s else None)
         token, token_hash = operators.new_operator_token()
-        entry = AuditEntry(current_operator(), Action.OPERATOR_ADDED, name, {"role": role})
+        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_ADDED, name, {"role": role})
         try:
             await self._services.store.operators.add_operator(record, token_hash, [entry])
         except OperatorError as exc:
@@ -93,7 +93,7 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
     ) -> admin_pb2.RemoveOperatorResponse:
         if not operators.is_name(request.name):
             raise RefusedError(Code.NO_SUCH_OPERATOR, repr(request.name[:80]))
-        entry = AuditEntry(current_operator(), Action.OPERATOR_REMOVED, request.name)
+        entry = AuditEntry(current_operator(), AuditAction.OPERATOR_REMOVED, request.name)
         try:
             await self._services.store.operators.remove_operator(request.name, [entry], keep_an_admin=True)
         except LastAdminError as exc:

@@ -15,7 +15,7 @@ from fedplat_server.coordination import accountant
 from fedplat_server.database.jobs import JobRecord
 from fedplat_server.database.ledger import Account, Budget, Population
 from fedplat_server.errors import Code, RefusedError
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.records.audit import AuditAction, AuditEntry
 from fedplat_server.rpc import convert, pages, validation
 from fedplat_server.rpc.handlers import Context
 from fedplat_server.rpc.operator_access import current_operator
@@ -58,7 +58,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
             text = f"delta is {request.delta:g}; expected a number between 0 and 1, such as 1e-6"
             raise RefusedError(Code.INVALID_REQUEST, text)
         terms = {"epsilon": request.epsilon, "delta": request.delta}
-        entry = AuditEntry(current_operator(), Action.BUDGET_SET, name, terms)
+        entry = AuditEntry(current_operator(), AuditAction.BUDGET_SET, name, terms)
         budgets = self._services.budgets
         population = await budgets.set(name, Budget(**terms), [entry])
         return await budgets.accountant.run(_population, population)
@@ -68,7 +68,7 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
         self, request: admin_pb2.RemovePrivacyBudgetRequest, context: Context
     ) -> admin_pb2.RemovePrivacyBudgetResponse:
         name = validation.name(request.population, "population")
-        await self._services.budgets.remove(name, [AuditEntry(current_operator(), Action.BUDGET_REMOVED, name)])
+        await self._services.budgets.remove(name, [AuditEntry(current_operator(), AuditAction.BUDGET_REMOVED, name)])
         return admin_pb2.RemovePrivacyBudgetResponse()
 
 

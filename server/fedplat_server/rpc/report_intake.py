@@ -43,7 +43,7 @@ class ReportIntake:
         self._limits = services.config.limits
 
     async def receive_upload(
-        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.Part]
+        self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
         """Receive an upload from where it stopped; return how many bytes there are. Raises `RefusedError`."""
         services = self._services
@@ -194,7 +194,7 @@ def receive_update(
 
 def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
     if spool.complete(key, digest) is None:
-        received = spool.received(key, digest)  # an earlier upload of these bytes may have broken off
+        received = spool.count_received(key, digest)  # an earlier upload of these bytes may have broken off
         upload = spool.open(key, digest, len(update), received)
         try:
             upload.write(update[received:])

@@ -10,16 +10,16 @@ from fedplat.rounds import AssignmentId, JobState, Participation, warm_start
 from fedplat.rounds.states import ENDED_JOBS, AttemptKind, Reason
 from fedplat_server.auth.addresses import Origins
 from fedplat_server.auth.audit_limits import BoundedAudit
-from fedplat_server.auth.authentication import Callers
-from fedplat_server.auth.certificates import Issuer, Peers
-from fedplat_server.auth.client_directory import ClientBook
-from fedplat_server.auth.enrollment import Enrolments
+from fedplat_server.auth.authentication import Authenticator
+from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
+from fedplat_server.auth.client_directory import ClientDirectory
+from fedplat_server.auth.enrollment import Enrollments
 from fedplat_server.auth.rate_limits import Quotas
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig
 from fedplat_server.coordination.budgets import Budgets
 from fedplat_server.coordination.conflicts import Conflicts
-from fedplat_server.coordination.long_polls import Desk
+from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.progress import ProgressTracker
 from fedplat_server.coordination.revocation import Revocation
 from fedplat_server.coordination.runner import Runner
@@ -32,7 +32,7 @@ from fedplat_server.storage.blobs import BlobStore
 from fedplat_server.storage.chunks import Chunks
 from fedplat_server.storage.inline_models import InlineModels
 from fedplat_server.storage.spool import Spool
-from fedplat_server.training.evaluation import Evaluation
+from fedplat_server.training.evaluation import EvaluationScheduler
 
 
 def is_to_begin(job: JobState) -> bool:
@@ -40,7 +40,7 @@ def is_to_begin(job: JobState) -> bool:
     return warm_start.is_due(job) and job.status not in ENDED_JOBS
 
 
-class JobBook:
+class JobRegistry:
     """The jobs as operators see them: the coordinator's state, with job file and time of creation."""
 
     def __init__(self, runner: Runner) -> None:
@@ -91,7 +91,7 @@ class JobBook:
         """The jobs that have a warm start before them."""
         return frozenset(job_id for job_id in self._records if is_to_begin(self.state(job_id)))
 
-    def changed(self, job_id: str) -> None:
+    def notify_watchers(self, job_id: str) -> None:
         """Wakes everybody who watches a job."""
         event = self._changed.pop(job_id, None)
         if event is not None:
@@ -104,7 +104,7 @@ class JobBook:
     def wake_all(self) -> None:
         """Wakes every watcher, because the daemon stops."""
         for job_id in list(self._changed):
-            self.changed(job_id)
+            self.notify_watchers(job_id)
 
     def _current(self, job_id: str) -> JobRecord:
         return dataclasses.replace(self._records[job_id], state=self.state(job_id))
@@ -118,20 +118,20 @@ class Services:
     lease: Lease
     store: Store
     runner: Runner
-    jobs: JobBook
-    clients: ClientBook
-    callers: Callers
-    enrolments: Enrolments
+    jobs: JobRegistry
+    clients: ClientDirectory
+    callers: Authenticator
+    enrolments: Enrollments
     revocation: Revocation
-    issuer: Issuer
-    peers: Peers
-    desk: Desk
+    issuer: CertificateIssuer
+    peers: PeerCertificates
+    desk: LongPolls
     progress: ProgressTracker
     blobs: BlobStore
     chunks: Chunks
     inline_models: InlineModels
     spool: Spool
-    evaluation: Evaluation
+    evaluation: EvaluationScheduler
     quotas: Quotas
     origins: Origins
     bounded_audit: BoundedAudit

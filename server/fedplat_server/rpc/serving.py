@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from fedplat import wire
 from fedplat.wire.v1 import admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from fedplat_server.auth.addresses import Origins
-from fedplat_server.auth.certificates import Issuer, Peers
+from fedplat_server.auth.certificates import CertificateIssuer, PeerCertificates
 from fedplat_server.auth.pki_folder import PkiFolder
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.config import ServerConfig, TlsFiles
@@ -31,10 +31,10 @@ from fedplat_server.rpc.jobs import JobsService
 from fedplat_server.rpc.operator_access import OperatorAccess
 from fedplat_server.rpc.operators import OperatorsService
 from fedplat_server.rpc.privacy import PrivacyService
-from fedplat_server.rpc.routing.router import Collector, Here, Switch
-from fedplat_server.rpc.routing.shared_port import Claim
+from fedplat_server.rpc.routing.router import Collector, LocalRoute, Router
+from fedplat_server.rpc.routing.shared_port import PortReservation
 from fedplat_server.rpc.services import Services
-from fedplat_server.rpc.streams import Part
+from fedplat_server.rpc.streams import UploadMessage
 
 _SERVICES = (FLEET, *(service.full_name for service in operator_access.SERVICES))
 MAX_STREAMS = 100
@@ -60,7 +60,7 @@ OPTIONS = (
 )
 
 
-def route(services: Services, reads: Reads) -> Here:
+def route(services: Services, reads: Reads) -> LocalRoute:
     """Return the route of a daemon that leads: to its own services, for calls that are admitted."""
     collector = cast(Any, Collector())  # generated code takes it for a server
     fleet = FleetService(services)
@@ -69,15 +69,15 @@ def route(services: Services, reads: Reads) -> Here:
     admin_pb2_grpc.add_ClientsServicer_to_server(ClientsService(services), collector)
     admin_pb2_grpc.add_OperatorsServicer_to_server(OperatorsService(services), collector)
     admin_pb2_grpc.add_PrivacyServicer_to_server(PrivacyService(services), collector)
-    admission = Admission(OperatorAccess(services), fleet.claimed, services.origins, reads, services.memory)
-    return Here([_streams(fleet), *collector.handlers], admission.admit)
+    admission = Admission(OperatorAccess(services), fleet.read_claim, services.origins, reads, services.memory)
+    return LocalRoute([_streams(fleet), *collector.handlers], admission.admit)
 
 
 class _Open(grpc.GenericRpcHandler):
     """The services that are open to everybody, which every daemon has itself."""
 
     def __init__(self, collector: Collector, reads: Reads, origins: Origins) -> None:
-        self._here = Here(collector.handlers, OpenAdmission(reads, origins).admit)
+        self._here = LocalRoute(collector.handlers, OpenAdmission(reads, origins).admit)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Who takes a call."""
@@ -92,7 +92,7 @@ def _streams(fleet: FleetService) -> grpc.GenericRpcHandler:
         ),
         "Upload": grpc.stream_unary_rpc_method_handler(
             cast(Any, fleet.Upload),
-            request_deserializer=Part.of,
+            request_deserializer=UploadMessage.of,
             response_serializer=fleet_pb2.UploadResponse.SerializeToString,
         ),
     }
@@ -135,7 +135,7 @@ class Endpoint:
 
     def __init__(self, config: ServerConfig, utc_now: Callable[[], datetime.datetime]) -> None:
         """Takes the ports. Callers wait until `start`. Raises `ConfigError` if they cannot be had."""
-        self.switch = Switch(_SERVICES)
+        self.switch = Router(_SERVICES)
         self.reads = Reads(config.limits)
         self.certificates = Certificates(config.tls) if config.tls is not None else None
         # Without --share-port a second daemon on the port must fail, not share it.
@@ -157,13 +157,13 @@ class Endpoint:
             self.port = self._share(config)
         else:
             self.port = self._bind(config.listen, "--listen", self._credentials())
-        self.peers = Peers(utc_now)
-        self.issuer = Issuer(None)
+        self.peers = PeerCertificates(utc_now)
+        self.issuer = CertificateIssuer(None)
         self.mtls_port = 0
         if config.mtls_listen:
             folder = PkiFolder.of(config.data_dir)
             self.mtls_port = self._bind(config.mtls_listen, "--mtls-listen", _of_both(config, folder))
-            self.issuer = Issuer(folder.authority_in_use, now=utc_now)
+            self.issuer = CertificateIssuer(folder.authority_in_use, now=utc_now)
 
     def _bind(self, address: str, option: str, credentials: grpc.ServerCredentials | None) -> int:
         try:
@@ -184,9 +184,9 @@ class Endpoint:
 
         Until then connections go to the others only: here they would wait for a database that may be away.
         """
-        Claim(config.own_listen, "--advertise", shared=False).release()  # gRPC would share this one, too
+        PortReservation(config.own_listen, "--advertise", shared=False).release()  # gRPC would share this one, too
         self._bind(config.own_listen, "--advertise", self._credentials())
-        claim = Claim(config.listen, "--listen", shared=True)
+        claim = PortReservation(config.listen, "--listen", shared=True)
 
         def join() -> None:
             self._bind(config.listen, "--listen", self._credentials())

@@ -24,7 +24,7 @@ from fedplat_server.storage import files
 from fedplat_server.storage.blobs import Blob, BlobStore
 from fedplat_server.storage.chunks import Chunks
 from fedplat_server.storage.spool import Spool
-from fedplat_server.storage.spool_file import Upload
+from fedplat_server.storage.spool_file import OpenUpload
 
 
 class Carrier(Protocol):
@@ -39,14 +39,14 @@ class Carrier(Protocol):
 Message = TypeVar("Message", bound=Carrier)
 
 
-class Part(NamedTuple):
+class UploadMessage(NamedTuple):
     """A message of an upload: its header, or bytes, which are still those that gRPC received."""
 
     data: durable.Bytes
     header: fleet_pb2.UploadHeader | None = None
 
     @classmethod
-    def of(cls, message: bytes) -> Part:
+    def of(cls, message: bytes) -> UploadMessage:
         """Reads a message. Raises `DecodeError`."""
         data = pieces.unframe_field(pieces.UPLOAD, message)
         if data is not None:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
     """The messages of a caller, who may not hold a stream open for (almost) nothing. Raises `RefusedError`."""
     clock = asyncio.get_running_loop().time
-    progress = rate_limits.Progress(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
+    progress = rate_limits.MinimumRate(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
     while True:
         try:
             async with asyncio.timeout(progress.left_s(clock())):  # `wait_for` would make a task for each message
@@ -68,7 +68,7 @@ async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGen
             raise RefusedError(Code.TOO_SLOW, least) from exc
         if message is None:
             return
-        progress.made(len(message.data), clock())
+        progress.on_received(len(message.data), clock())
         yield message
 
 
@@ -107,7 +107,7 @@ async def receive(
     return upload.received
 
 
-async def _write(upload: Upload, parts: AsyncIterator[durable.Bytes], still_wanted: Callable[[], bool]) -> None:
+async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], still_wanted: Callable[[], bool]) -> None:
     """Hashes and stores each part in a thread, while the next one is being received; never more than these two."""
     writing: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ async def _write(upload: Upload, parts: AsyncIterator[durable.Bytes], still_want
 async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], limit_bytes: int) -> Blob:
     """Writes a model that arrives in parts into the blob store, in canonical form. Raises `RefusedError`."""
     with (
-        files.translated("receiving a model"),
+        files.translate_os_errors("receiving a model"),
         tempfile.NamedTemporaryFile(dir=blobs.folder, prefix="incoming-", suffix=".tmp") as file,
     ):
         size = 0

@@ -74,7 +74,7 @@ class BlobWriter:
             finally:
                 hashed.result()
         self._size_bytes += size_bytes
-        self._writeback.grown(self._descriptor, self._size_bytes)
+        self._writeback.on_written(self._descriptor, self._size_bytes)
 
     @property
     def blob(self) -> Blob:
@@ -94,7 +94,7 @@ class BlobStore:
         self.made: list[str] = []
         self._synced: set[Path] = set()
         self._young = _Young()
-        with files.translated(f"making the folder {folder}"):
+        with files.translate_os_errors(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
     def recorder(self) -> Self:
@@ -108,7 +108,7 @@ class BlobStore:
         self._young.settle(digests)
 
     @contextlib.contextmanager
-    def held(self, digest: str) -> Generator[None]:
+    def protect(self, digest: str) -> Generator[None]:
         """Lets no sweep remove a blob that the database is about to name."""
         self._young.add(digest)
         try:
@@ -119,14 +119,14 @@ class BlobStore:
     @contextlib.contextmanager
     def sweep(self) -> Generator[Sweep]:
         """Removes blobs within the block. One at a time."""
-        with self._young.watched() as skipped:
+        with self._young.watch() as skipped:
             yield Sweep(self, self._young, skipped)
 
     @contextlib.contextmanager
     def writer(self) -> Generator[BlobWriter]:
         """Stores what is written within the block; after it, `blob` of the writer says what that was."""
         temporary = self._temporary()
-        with files.translated("writing a blob"), _removed_on_error(temporary):
+        with files.translate_os_errors("writing a blob"), _removed_on_error(temporary):
             descriptor = durable.create(temporary)
             try:
                 with crash_points.step("blob.write"), BlobWriter(descriptor) as writer:
@@ -140,7 +140,7 @@ class BlobStore:
     @contextlib.contextmanager
     def draft(self, path: Path) -> Generator[BlobWriter]:
         """Writes a file that is no blob yet, at a path of `temporary`."""
-        with files.translated("writing a draft of a blob"):
+        with files.translate_os_errors("writing a draft of a blob"):
             descriptor = durable.create(path)
             try:
                 with BlobWriter(descriptor) as writer:
@@ -162,7 +162,7 @@ class BlobStore:
     def adopt(self, path: Path, digest: str) -> Blob:
         """Moves a finished file of the same file system in; the caller has computed its digest."""
         self.path(digest)
-        with files.translated(f"adopting {path}"):
+        with files.translate_os_errors(f"adopting {path}"):
             durable.sync(path)
             size_bytes = path.stat().st_size
             self._move_in(path, digest)
@@ -170,7 +170,7 @@ class BlobStore:
 
     def take(self, path: Path) -> Blob:
         """Moves a finished file of the same file system in, whoever has written it."""
-        with files.translated(f"reading {path}"), path.open("rb", buffering=0) as file:
+        with files.translate_os_errors(f"reading {path}"), path.open("rb", buffering=0) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return self.adopt(path, digest)
 
@@ -196,17 +196,17 @@ class BlobStore:
 
     def size(self, digest: str) -> int:
         """How many bytes a blob has. Raises `BlobError` if it is not there."""
-        with files.translated(f"reading the blob {digest}"):
+        with files.translate_os_errors(f"reading the blob {digest}"):
             return self.path(digest).stat().st_size
 
     def delete(self, digest: str) -> None:
         """Removes a blob, if it is there."""
-        with files.translated(f"removing the blob {digest}"):
+        with files.translate_os_errors(f"removing the blob {digest}"):
             erase(self.path(digest))
 
     def all_digests(self) -> frozenset[str]:
         """The digests of all blobs."""
-        with files.translated("listing the blobs"):
+        with files.translate_os_errors("listing the blobs"):
             return frozenset(path.name for path in self.folder.glob("??/??/*") if files.is_digest(path.name))
 
     def remove_orphans(self, referenced: frozenset[str]) -> int:
@@ -214,7 +214,7 @@ class BlobStore:
 
         Only for the start: a blob that was just written is not referenced yet.
         """
-        with files.translated("removing temporary files"):
+        with files.translate_os_errors("removing temporary files"):
             for path in self.folder.glob(f"*{_TEMPORARY}"):
                 erase(path)
         orphans = self.all_digests() - referenced
@@ -268,7 +268,7 @@ class _Young:
                     del self._counts[digest]
 
     @contextlib.contextmanager
-    def watched(self) -> Generator[set[str]]:
+    def watch(self) -> Generator[set[str]]:
         """The blobs that are young now, or become so within the block."""
         with self.lock:
             watched = self._watched = set(self._counts)
@@ -291,7 +291,7 @@ class Sweep:
         size_bytes, until = 0, time.time() - older_than_s
         for digest in sorted(digests):
             path = self._blobs.path(digest)
-            with files.translated(f"removing {path}"), self._blobs.temporary() as aside, self._young.lock:
+            with files.translate_os_errors(f"removing {path}"), self._blobs.temporary() as aside, self._young.lock:
                 if digest in self._skipped or not path.is_file() or path.stat().st_mtime > until:
                     continue
                 size_bytes += path.stat().st_size

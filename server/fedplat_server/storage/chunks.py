@@ -16,7 +16,7 @@ from fedplat import wire
 from fedplat.wire import pieces
 from fedplat_server.errors import BlobError
 from fedplat_server.storage import files
-from fedplat_server.storage.shared_reads import SharedReads
+from fedplat_server.storage.shared_reads import CoalescingCache
 
 NUM_KEPT = 16
 
@@ -26,7 +26,7 @@ class Chunks:
 
     def __init__(self, chunk_bytes: int = wire.CHUNK_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._chunk_bytes = chunk_bytes
-        self._reads: SharedReads[tuple[Path, int]] = SharedReads(num_kept)
+        self._reads: CoalescingCache[tuple[Path, int]] = CoalescingCache(num_kept)
 
     async def messages(self, path: Path, offset: int, size_bytes: int) -> AsyncGenerator[bytes]:
         """A file from an offset to its end, each chunk a message `Chunk`. Raises `BlobError`.
@@ -44,7 +44,7 @@ class Chunks:
 
 
 def _read(path: Path, start: int, end: int) -> bytes:
-    with files.translated("reading a model"):
+    with files.translate_os_errors("reading a model"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             data = os.pread(descriptor, end - start, start)

@@ -67,7 +67,7 @@ def _close(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, shared: bool) -> Generator[None]:
+def lock_data_dir(folder: Path, *, shared: bool) -> Generator[None]:
     """Holds a data folder, which is made if need be: for this process alone, or with others of the same database.
 
     Raises `ConfigError` when another process holds it in a way that does not go with this.

@@ -45,7 +45,7 @@ def num_full() -> int:
 
 
 @contextlib.contextmanager
-def translated(doing: str) -> Generator[None]:
+def translate_os_errors(doing: str) -> Generator[None]:
     """Turns errors of the operating system into `BlobFullError` or `BlobError`."""
     try:
         yield
@@ -66,7 +66,7 @@ class Writeback:
     def __init__(self) -> None:
         self._begun = 0
 
-    def grown(self, descriptor: int, size_bytes: int) -> None:
+    def on_written(self, descriptor: int, size_bytes: int) -> None:
         """To be told how large the file is now, each time that it was written to."""
         if size_bytes >= self._begun + WRITEBACK_BYTES:
             if _sync_file_range is not None:

@@ -8,7 +8,7 @@ from fedplat import wire
 from fedplat.rounds import ModelVersion
 from fedplat_server import logs
 from fedplat_server.storage.blobs import BlobStore
-from fedplat_server.storage.shared_reads import SharedReads
+from fedplat_server.storage.shared_reads import CoalescingCache
 
 MAX_KEPT = 64
 """How many models are kept in memory: at most 4 MiB. Each open attempt needs one."""
@@ -19,7 +19,7 @@ class InlineModels:
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
-        self._reads: SharedReads[str] = SharedReads(MAX_KEPT)
+        self._reads: CoalescingCache[str] = CoalescingCache(MAX_KEPT)
 
     async def content(self, model: ModelVersion) -> bytes:
         """The file of a model; empty if it is too large to be sent along, or cannot be read."""

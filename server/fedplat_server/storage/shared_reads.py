@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
-class SharedReads(Generic[Key]):
+class CoalescingCache(Generic[Key]):
     """The `num_kept` contents that were asked for last; for one event loop."""
 
     def __init__(self, num_kept: int) -> None:

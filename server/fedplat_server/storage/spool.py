@@ -25,7 +25,7 @@ from fedplat.rounds.reporting import needs_update
 from fedplat_server import crash_points, logs
 from fedplat_server.errors import BlobError, SpoolError, UploadError
 from fedplat_server.storage import files
-from fedplat_server.storage.spool_file import MemoryFile, SpoolFile, Upload
+from fedplat_server.storage.spool_file import MemoryFile, OpenUpload, SpoolFile
 
 
 class Spool:
@@ -37,11 +37,11 @@ class Spool:
         self._lock = threading.Lock()  # taken before the lock of a file, never after
         self._needed: dict[AttemptKey, set[str]] = {}  # client ids; only the event loop changes it
         self._files: dict[AssignmentId, SpoolFile] = {}
-        self._writers: dict[SpoolFile, Upload] = {}
+        self._writers: dict[SpoolFile, OpenUpload] = {}
         self._untrusted: set[AttemptKey] = set()
         self._left: dict[str, list[Path]] = {}
         self._deletions: set[asyncio.Task[None]] = set()
-        with files.translated(f"making the folder {folder}"):
+        with files.translate_os_errors(f"making the folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
     # --- which updates are needed ---
@@ -73,7 +73,7 @@ class Spool:
         wanted: dict[Path, set[str]] = {}
         for each in needed:
             wanted.setdefault(self._folder(each.attempt), set()).add(_file_name(each))
-        with self._lock, files.translated("clearing the spool"), crash_points.step("spool.keep"):
+        with self._lock, files.translate_os_errors("clearing the spool"), crash_points.step("spool.keep"):
             for path in self.folder.iterdir():
                 if path in wanted:
                     self._keep_files(path, wanted[path])
@@ -88,18 +88,18 @@ class Spool:
 
     # --- receiving ---
 
-    def received(self, key: AssignmentId, digest: str) -> int:
+    def count_received(self, key: AssignmentId, digest: str) -> int:
         """Return how many of these bytes there are: where to resume."""
         file = self._find(key, digest)
         if file is None:
             return 0
-        with file.lock, files.translated("reading an upload"):
+        with file.lock, files.translate_os_errors("reading an upload"):
             file.load()
             return file.received
 
     def open(
         self, key: AssignmentId, digest: str, size_bytes: int, offset: int, limit_bytes: int | None = None
-    ) -> Upload:
+    ) -> OpenUpload:
         """Resume an upload, or start it. An upload of other bytes is thrown away; another writer is fenced.
 
         Raises `UploadError` if the assignment has ended, if the declared size is beyond the limit, if the offset is not
@@ -110,7 +110,7 @@ class Spool:
         if size_bytes < 0 or (limit_bytes is not None and size_bytes > limit_bytes):
             raise UploadError(f"{size_bytes} bytes were declared; at most {limit_bytes} are accepted")
         file = self._find(key, digest) or self._replace(key, digest)
-        with file.lock, files.translated("opening an upload"):
+        with file.lock, files.translate_os_errors("opening an upload"):
             if file.gone:
                 raise UploadError("the upload was thrown away meanwhile; resume at 0")
             file.load()
@@ -118,7 +118,7 @@ class Spool:
                 earlier.fence()
             if offset != file.received:
                 raise UploadError(f"offset {offset} is not where the upload stopped; resume at {file.received}")
-            writer = self._writers[file] = Upload(file, size_bytes, self._writers)
+            writer = self._writers[file] = OpenUpload(file, size_bytes, self._writers)
             return writer
 
     def complete(self, key: AssignmentId, digest: str) -> Path | None:
@@ -126,7 +126,7 @@ class Spool:
         file = self._find(key, digest)
         if file is None:
             return None
-        with file.lock, files.translated("reading an upload"):
+        with file.lock, files.translate_os_errors("reading an upload"):
             file.load()
             if file.gone or not file.is_complete():
                 return None
@@ -146,7 +146,7 @@ class Spool:
         if file is None:
             raise UploadError("the update is not there any more; resume at 0")
         try:
-            with file.lock, files.translated("syncing an update"):
+            with file.lock, files.translate_os_errors("syncing an update"):
                 if file.gone:
                     raise UploadError("the update is not there any more; resume at 0")
                 if not file.durable:
@@ -161,7 +161,7 @@ class Spool:
 
     def discard(self, key: AssignmentId) -> None:
         """Delete an update that may be sent again, or that was folded and is in memory only."""
-        with self._lock, files.translated("deleting an update"), crash_points.step("upload.discard"):
+        with self._lock, files.translate_os_errors("deleting an update"), crash_points.step("upload.discard"):
             self._remove(key)
 
     # --- deleting ---
@@ -188,7 +188,7 @@ class Spool:
         for key in needless:
             self.discard(key)
         for attempt in dict.fromkeys(key.attempt for key in needless):
-            with self._lock, files.translated("deleting the folder of an attempt"):
+            with self._lock, files.translate_os_errors("deleting the folder of an attempt"):
                 if attempt not in self._needed:
                     self._remove_folder(attempt)
 
@@ -224,7 +224,7 @@ class Spool:
         if attempt in self._untrusted:
             raise SpoolError("the attempt's folder could not be synced before")
         try:
-            with files.translated("syncing the attempt's folder"), crash_points.step("spool.folder_sync"):
+            with files.translate_os_errors("syncing the attempt's folder"), crash_points.step("spool.folder_sync"):
                 durable.sync(self._folder(attempt))
         except BlobError as exc:
             self._untrusted.add(attempt)
@@ -241,7 +241,7 @@ class Spool:
             return file if file is not None and file.digest == digest else None
 
     def _replace(self, key: AssignmentId, digest: str) -> SpoolFile:
-        with self._lock, files.translated("opening an upload"):
+        with self._lock, files.translate_os_errors("opening an upload"):
             if key.client_id not in self._needed.get(key.attempt, ()):
                 raise UploadError("the assignment has ended")
             earlier = self._files.get(key)

@@ -56,7 +56,7 @@ class SpoolFile:
             raise
         self._sha256.update(data)
         self.received += memoryview(data).nbytes
-        self._writeback.grown(descriptor, self.received)
+        self._writeback.on_written(descriptor, self.received)
 
     def restart(self) -> None:
         """Throw away the content."""
@@ -99,10 +99,10 @@ class MemoryFile(SpoolFile):
             os.close(self._descriptor)
 
 
-class Upload:
+class OpenUpload:
     """Where the rest of an upload is written to; made by `spool.Spool.open`."""
 
-    def __init__(self, file: SpoolFile, size_bytes: int, writers: dict[SpoolFile, Upload]) -> None:
+    def __init__(self, file: SpoolFile, size_bytes: int, writers: dict[SpoolFile, OpenUpload]) -> None:
         self._file = file
         self._size_bytes = size_bytes
         self._received = file.received
@@ -127,7 +127,7 @@ class Upload:
                 raise UploadError("the update was reported already")
             if self._received + memoryview(data).nbytes > self._size_bytes:
                 raise UploadError(f"there are more bytes than the {self._size_bytes} that were declared")
-            with files.translated("writing an upload"), crash_points.step("upload.append"):
+            with files.translate_os_errors("writing an upload"), crash_points.step("upload.append"):
                 self._file.append(self._descriptor, data)
             self._received = self._file.received
 
@@ -144,7 +144,7 @@ class Upload:
             if self._received < self._size_bytes:
                 raise UploadError(f"{self._received} of {self._size_bytes} bytes were received")
             if not file.gone:
-                with files.translated("restarting an upload"):
+                with files.translate_os_errors("restarting an upload"):
                     file.restart()
             raise UploadError(f"the bytes received are not those of {file.digest}; resume at 0")
 

@@ -116,7 +116,7 @@ class _Process:
             process.kill()
 
 
-class _Turn(NamedTuple):
+class _PendingScore(NamedTuple):
     """A version that waits for its score."""
 
     job_id: str
@@ -132,7 +132,7 @@ class Trainers(NamedTuple):
     score: Score
 
 
-class Evaluation:
+class EvaluationScheduler:
     """Evaluators by name. `note` stores what they say of a version; `done` hears that a job's version had its turn.
 
     A name that `trainers` has too is an evaluator's.
@@ -154,7 +154,7 @@ class Evaluation:
         self._done = done
         self._trainers = trainers
         self._process = _Process()
-        self._queue: asyncio.Queue[_Turn] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PendingScore] = asyncio.Queue()
         self._pending: Counter[str] = Counter()
         self._worker: asyncio.Task[None] | None = None
 
@@ -172,7 +172,7 @@ class Evaluation:
         """Scores a version when its turn comes."""
         assert job.spec.evaluation.server is not None
         self._pending[job.job_id] += 1
-        self._queue.put_nowait(_Turn(job.job_id, version, job.spec.evaluation.server, job.spec))
+        self._queue.put_nowait(_PendingScore(job.job_id, version, job.spec.evaluation.server, job.spec))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="evaluation")
 
@@ -196,11 +196,11 @@ class Evaluation:
                 del self._pending[turn.job_id]
             self._done(turn.job_id)
 
-    async def _score(self, turn: _Turn) -> None:
+    async def _score(self, turn: _PendingScore) -> None:
         name = self._references.get(turn.name, turn.name)
         log = logs.get().bind(job=turn.job_id, version=turn.version.version, evaluator=name)
         try:
-            metrics = await self._scored(turn)
+            metrics = await self._compute(turn)
             if isinstance(metrics, Failure):
                 log.error("the evaluator failed; the version has no score", **metrics._asdict())
                 return
@@ -216,7 +216,7 @@ class Evaluation:
         else:
             log.info("a version was scored", metrics=metrics)
 
-    async def _scored(self, turn: _Turn) -> dict[str, float] | Failure:
+    async def _compute(self, turn: _PendingScore) -> dict[str, float] | Failure:
         path = self._blobs.path(turn.version.digest)
         if turn.name in self._references:
             reference, rule = self._references[turn.name], turn.spec.aggregation
@@ -225,7 +225,7 @@ class Evaluation:
         scored = await asyncio.wait_for(self._trainers.score(turn.name, path, turn.spec), self._timeout_s)
         return Failure(scored.error, "") if scored.error else scored.metrics
 
-    async def _store(self, turn: _Turn, metrics: Mapping[str, float]) -> None:
+    async def _store(self, turn: _PendingScore, metrics: Mapping[str, float]) -> None:
         while True:
             try:
                 return await self._note(turn.job_id, turn.version.version, metrics)

@@ -20,9 +20,9 @@ import msgspec
 from msgspec import structs
 
 from fedplat.errors import FedplatError
-from fedplat.job import JobSpec, Pool
+from fedplat.job import JobSpec, PoolOptions
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
-from fedplat.rounds.commands import WarmStart
+from fedplat.rounds.commands import RunWarmStart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated
 from fedplat_server import logs
 from fedplat_server.errors import ConfigError, PoolBrokenError, PoolMemoryError, PoolUnavailableError, PoolWorkError
@@ -55,12 +55,12 @@ def is_due(job: JobState, round_: int) -> bool:
     return step is not None and round_ % step.every == 0
 
 
-class _Work(NamedTuple):
+class _TaskRequest(NamedTuple):
     """What ranks are asked for, and where; `on_note` hears what they tell meanwhile."""
 
     name: str
     request: msgspec.Struct
-    pool: Pool | None
+    pool: PoolOptions | None
     on_note: Callable[[bytes], None] = lambda content: None
     on_cpu: bool = False
 
@@ -82,7 +82,7 @@ class ServerTraining:
 
     # --- warm starts -----------------------------------------------------------------------------------------
 
-    def begin(self, job: JobState, command: WarmStart) -> None:
+    def begin(self, job: JobState, command: RunWarmStart) -> None:
         """Begins a warm start, or goes on with it."""
         self._open[command.key] = asyncio.create_task(self._run(job, command.key), name=f"warm start {command.key}")
 
@@ -141,7 +141,7 @@ class ServerTraining:
         )
         moves: list[TrainProgress] = []
         try:
-            learned, blob = await self._trained(asked, f"warm start of {job.job_id}", job.spec.pool, moves.append)
+            learned, blob = await self._train(asked, f"warm start of {job.job_id}", job.spec.pool, moves.append)
         except PoolWorkError:
             if not moves:  # a checkpoint may be of no use any more: the trainer has other data now
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -171,7 +171,7 @@ class ServerTraining:
             teachers=teachers,
         )
         try:
-            _, blob = await self._trained(asked, f"server step of {job.job_id} round {round_}", job.spec.pool)
+            _, blob = await self._train(asked, f"server step of {job.job_id} round {round_}", job.spec.pool)
         except FedplatError as exc:
             raise PoolWorkError(f"the server step failed: {_in_one_line(exc)}") from exc
         return structs.replace(version, digest=blob.digest, size_bytes=blob.size_bytes)
@@ -182,17 +182,17 @@ class ServerTraining:
         """Scores a version of a job on a trainer's held-out examples."""
         asked = EvaluateRequest(trainer=self._trainer(name), rule=spec.aggregation, model=str(model))
         try:
-            return await self._done(_Work("evaluate", asked, spec.pool), EvaluateReply)
+            return await self._run_task(_TaskRequest("evaluate", asked, spec.pool), EvaluateReply)
         except FedplatError as exc:
             return EvaluateReply(error=str(exc))
 
     # --- works -----------------------------------------------------------------------------------------------
 
-    async def _trained(
+    async def _train(
         self,
         asked: TrainRequest,
         what: str,
-        pool: Pool | None,
+        pool: PoolOptions | None,
         moved: Callable[[TrainProgress], object] = lambda _: None,
     ) -> tuple[TrainReply, Blob]:
         """Has a training done, and stores the model; `moved` hears how far it is.
@@ -202,20 +202,20 @@ class ServerTraining:
         journal = _Journal(what, moved)
         with self._blobs.temporary() as result:
             asked = msgspec.structs.replace(asked, result=str(result))
-            work = _Work("train", asked, pool, journal.note)
-            learned = await self._done(work, TrainReply)
+            work = _TaskRequest("train", asked, pool, journal.note)
+            learned = await self._run_task(work, TrainReply)
             if learned.error:
                 raise PoolWorkError(learned.error)
             blob = await asyncio.to_thread(self._blobs.take, result)
         logs.get().info(f"{what}: the model is trained", steps=learned.num_steps, **_metrics(learned))
         return learned, blob
 
-    async def _done(self, work: _Work, kind: type[_Result]) -> _Result:
+    async def _run_task(self, work: _TaskRequest, kind: type[_Result]) -> _Result:
         """Has a work done: begun again if its ranks died, and on the CPU if it is too large for an accelerator."""
         turn = 1
         while True:
             try:
-                async with self._begun(work, again=turn > 1) as session:
+                async with self._start_task(work, again=turn > 1) as session:
                     return await session.result(kind)
             except (PoolBrokenError, PoolUnavailableError) as exc:  # they died just now, or a moment before
                 if turn == TRIES:
@@ -229,7 +229,7 @@ class ServerTraining:
                 work = work._replace(on_cpu=True)
 
     @contextlib.asynccontextmanager
-    async def _begun(self, work: _Work, *, again: bool) -> AsyncGenerator[RunningTask]:
+    async def _start_task(self, work: _TaskRequest, *, again: bool) -> AsyncGenerator[RunningTask]:
         """A session with the pool, if the job has one and it is there, or else with the daemon's own rank."""
         ranks = self._cpu if work.on_cpu else self._own
         if work.pool is not None and not work.on_cpu:

@@ -28,7 +28,7 @@ async def verify(
     # First, so that the files of a version that a running daemon commits meanwhile are not taken for orphans.
     folder = await asyncio.to_thread(files.list_blobs, blob_dir)
     uploaded = await asyncio.to_thread(spool.list_files, upload_dir)
-    report, needed, spooled = Report(), dict[str, files.Needed](), spool.ExpectedUpdates()
+    report, needed, spooled = Report(), dict[str, files.ReferencedFiles](), spool.ExpectedUpdates()
     num_overdue = 0
     now = time.time()
     async with inspection.snapshot(database) as connection:
@@ -57,13 +57,13 @@ async def verify(
 
 
 async def _lost_blobs(
-    database: str, folder: Path, needed: Mapping[str, files.Needed], progress: files.Progress
+    database: str, folder: Path, needed: Mapping[str, files.ReferencedFiles], progress: files.Progress
 ) -> list[Finding]:
     found = await asyncio.to_thread(lambda: dict(files.blobs(folder, needed, progress)))
     if not found:
         return []
     # A daemon that runs may have removed them meanwhile.
-    still = dict[str, files.Needed]()
+    still = dict[str, files.ReferencedFiles]()
     async with inspection.snapshot(database) as connection:
         async for unit in inspection.units(connection):
             if isinstance(unit, StoredJob):
@@ -72,7 +72,7 @@ async def _lost_blobs(
 
 
 async def _lost_updates(database: str, folder: Path, spooled: spool.ExpectedUpdates) -> list[Finding]:
-    wrong = await asyncio.to_thread(lambda: dict(files.spooled(folder, spooled.reported)))
+    wrong = await asyncio.to_thread(lambda: dict(files.check_spool(folder, spooled.reported)))
     if not wrong:
         return []
     # A daemon that runs may have merged and removed them meanwhile.
@@ -95,14 +95,14 @@ def _count(report: Report, unit: Unit) -> None:
     )
 
 
-def _need(needed: dict[str, files.Needed], job: StoredJob) -> None:
+def _need(needed: dict[str, files.ReferencedFiles], job: StoredJob) -> None:
     for version in job.versions:
         place = Location(job.row.job_id, version=version.version)
         # Jobs may share bytes. A size that the database knows is not forgotten.
         if version.model_removed_unix_s is None:
-            needed[version.digest] = files.Needed(place, "its model", version.size_bytes)
+            needed[version.digest] = files.ReferencedFiles(place, "its model", version.size_bytes)
         if version.state_digest and version.state_removed_unix_s is None:
-            needed.setdefault(version.state_digest, files.Needed(place, "its optimizer's state", None))
+            needed.setdefault(version.state_digest, files.ReferencedFiles(place, "its optimizer's state", None))
         if version.delta_digest and version.model_removed_unix_s is None:
-            delta = files.Needed(place, "its delta", version.delta_size_bytes)
+            delta = files.ReferencedFiles(place, "its delta", version.delta_size_bytes)
             needed.setdefault(version.delta_digest, delta)

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Needed:
+class ReferencedFiles:
     """A blob with a reference in the database; `size_bytes` is None if its size is unknown."""
 
     place: Location
@@ -31,18 +31,18 @@ class Needed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
+class DataFolder:
     """The folder of blobs: sizes by digest, and files that are not blobs."""
 
     sizes: Mapping[str, int]
     unknown: tuple[Path, ...]
 
 
-def list_blobs(folder: Path) -> Folder:
+def list_blobs(folder: Path) -> DataFolder:
     """Return the blobs, without files that are removed meanwhile."""
     sizes: dict[str, int] = {}
     unknown: list[Path] = []
-    with files.translated(f"listing {folder}"):
+    with files.translate_os_errors(f"listing {folder}"):
         for path in sorted(folder.rglob("*")):
             try:
                 if not path.is_file():
@@ -54,7 +54,7 @@ def list_blobs(folder: Path) -> Folder:
                 sizes[path.name] = size_bytes
             else:
                 unknown.append(path.relative_to(folder))
-    return Folder(sizes, tuple(unknown))
+    return DataFolder(sizes, tuple(unknown))
 
 
 def path_of(folder: Path, digest: str) -> Path:
@@ -62,7 +62,7 @@ def path_of(folder: Path, digest: str) -> Path:
     return folder / digest[:2] / digest[2:4] / digest
 
 
-def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Iterator[tuple[str, Finding]]:
+def blobs(folder: Path, needed: Mapping[str, ReferencedFiles], progress: Progress) -> Iterator[tuple[str, Finding]]:
     """I2: every referenced blob exists, whole, with the digest of its name. Yields findings by digest."""
     total = sum(one.size_bytes or 0 for one in needed.values())
     done = 0
@@ -74,16 +74,16 @@ def blobs(folder: Path, needed: Mapping[str, Needed], progress: Progress) -> Ite
         progress(done, total)
 
 
-def spooled(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
+def check_spool(folder: Path, needed: Mapping[AssignmentId, str]) -> Iterator[tuple[AssignmentId, Finding]]:
     """I3: every update that was acknowledged and is not merged yet lies in the spool, as it was reported."""
     for key, digest in needed.items():
         place = Location(*key.attempt, key.client_id)
-        wrong = _wrong(spool.path_of(folder, key, digest), digest, Needed(place, "its update", None))
+        wrong = _wrong(spool.path_of(folder, key, digest), digest, ReferencedFiles(place, "its update", None))
         if wrong is not None:
             yield key, Finding("I3", "spooled", place, f"its update {wrong[0]}", wrong[1], LOST_UPDATE)
 
 
-def _wrong(path: Path, digest: str, needed: Needed) -> tuple[str, str] | None:
+def _wrong(path: Path, digest: str, needed: ReferencedFiles) -> tuple[str, str] | None:
     """Return what was found and what was expected, if they differ."""
     if not files.is_digest(digest):
         return f"is named {digest[:100]!r}", "a SHA-256 in hexadecimal digits"

@@ -96,7 +96,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
         return rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 
-class Close(msgspec.Struct, tag="close", frozen=True):
+class CloseAttempt(msgspec.Struct, tag="close", frozen=True):
     """All updates were sent; these files, which are there and have their size, are to be filled."""
 
     model: str
@@ -110,7 +110,7 @@ class AddUpdate(msgspec.Struct, tag="fold", frozen=True):
     update: SpooledUpdate
 
 
-class Aggregated(msgspec.Struct, frozen=True):
+class AttemptAggregate(msgspec.Struct, frozen=True):
     """The files are written and synced; or `problem` is the reason against it.
 
     "refused": the updates have no result, wherever it is computed; "full": there is no room; "failed": anything else.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedplat.aggregate import Scaffold
-from fedplat.aggregate.local import Way
+from fedplat.aggregate.local import UpdateDirection
 from fedplat.aggregate.scaffold import client_scaffold, with_control, without_control
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
@@ -54,7 +54,7 @@ def test_other_types_are_named(dtype: str) -> None:
 
 def test_the_clients_half_is_that_of_the_paper() -> None:
     c, c_i, moved = ({"w": RNG.normal(size=3)} for _ in range(3))
-    half, way = client_scaffold(), Way(moved, learning_rate=0.1, steps=5)
+    half, way = client_scaffold(), UpdateDirection(moved, learning_rate=0.1, steps=5)
     correction = half.begin(c, c_i)
     np.testing.assert_allclose(correction.drift["w"], c["w"] - c_i["w"])
     ending = half.end(correction, c_i, way)
@@ -67,6 +67,6 @@ def test_the_clients_half_is_that_of_the_paper() -> None:
 
 def test_no_step_is_no_change() -> None:
     half = client_scaffold()
-    ending = half.end(half.begin({"w": 1.0}, {}), {}, Way({"w": 0.0}, 0.1, 0))
+    ending = half.end(half.begin({"w": 1.0}, {}), {}, UpdateDirection({"w": 0.0}, 0.1, 0))
     assert not ending.remember
     assert not ending.update

@@ -41,7 +41,7 @@ from fedplat.aggregate.state import Columns
 from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
-from fedplat.model.shards import Across, Terms, alone, shards
+from fedplat.model.shards import ShardReduce, Terms, alone, shards
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
 
 Updates = Sequence[tuple[Values, Contribution]]
@@ -78,7 +78,7 @@ class Sums:
         self.totals.append(alone(zero, terms))
         return self.totals[-1]
 
-    def of_next_shard(self) -> Across:
+    def of_next_shard(self) -> ShardReduce:
         calls = list[tuple[Terms, list[Terms]]]()
         self.terms.append(calls)
 
@@ -103,7 +103,7 @@ class Round:
         self.size = self.base.schema.num_floating
 
     def run(
-        self, updates: Updates, columns: Sequence[range], across: Callable[[], Across]
+        self, updates: Updates, columns: Sequence[range], across: Callable[[], ShardReduce]
     ) -> tuple[Bytes, Bytes, list[Accumulator]]:
         """The next flat buffer, the columns of the next state, and the shards."""
         model = np.zeros(self.base.schema.size_bytes, np.uint8)

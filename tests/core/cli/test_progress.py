@@ -13,7 +13,7 @@ from core.cli.fake_admin import S, State
 from core.cli.story import script
 from fedplat.admin import AdminClient
 from fedplat.cli import watch
-from fedplat.cli.board import Board
+from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
 from fedplat.wire.v1 import admin_pb2
 
@@ -60,7 +60,7 @@ def progress_event(at: float, **fields: Any) -> admin_pb2.JobEvent:
 
 
 def test_the_board_has_the_progress_of_an_attempt_that_collects():
-    board = Board()
+    board = AttemptTable()
     for event in script():
         board.add(event)
     assert board.add(progress_event(7.0, num_known=1, median=0.5, minimum=0.5)) is None
@@ -73,7 +73,7 @@ def test_the_board_has_the_progress_of_an_attempt_that_collects():
 def test_lines_and_the_picture_have_the_progress():
     printed: list[str] = []
     job = admin_pb2.Job(name="digits", num_rounds=3)
-    show, board = watch.lines(printed.append, job), Board()
+    show, board = watch.lines(printed.append, job), AttemptTable()
     for event in (*script(), progress_event(7.0)):
         show(event)
         board.add(event)

@@ -12,7 +12,7 @@ from core.cli.story import ending, script
 from fedplat.admin import AdminClient
 from fedplat.admin.profile import Profile
 from fedplat.cli import watch
-from fedplat.cli.board import Board
+from fedplat.cli.board import AttemptTable
 from fedplat.cli.output import Output
 from fedplat.cli.patience import Patience
 from fedplat.errors import ServerRefusedError, ServerUnreachableError
@@ -148,7 +148,7 @@ def test_a_server_that_came_back_without_the_job_ends_the_watch(state: State, se
 
 
 def test_the_board_counts_what_the_events_say():
-    board = Board()
+    board = AttemptTable()
     settled = [attempt for event in script() if (attempt := board.add(event)) is not None]
     abandoned, trained, evaluated, running = board.attempts
     assert abandoned.phase == admin_pb2.ATTEMPT_PHASE_ABANDONED
@@ -185,7 +185,7 @@ def test_an_update_counts_where_it_was_merged():
             )
         )
 
-    board = Board()
+    board = AttemptTable()
     event("attempt", 1, "COLLECTING")
     event("assignment", 1, "REPORTED", "a", 10)
     event("attempt", 1, "COMMITTING")
@@ -199,7 +199,7 @@ def test_an_update_counts_where_it_was_merged():
 
 
 def test_the_board_measures_time_on_the_servers_clock():
-    board = Board()
+    board = AttemptTable()
     for moment, to_state in ((100.0, "SELECTING"), (101.0, "COLLECTING"), (104.5, "COMMITTING"), (105.0, "COMMITTED")):
         board.add(admin_pb2.JobEvent(entity="attempt", round=1, attempt=1, unix_s=moment, to_state=to_state))
         assert board.attempts[0].seconds == moment - 100.0
@@ -208,7 +208,7 @@ def test_the_board_measures_time_on_the_servers_clock():
 
 
 def test_the_board_bears_events_of_a_newer_server():
-    board = Board()
+    board = AttemptTable()
     board.add(admin_pb2.JobEvent(entity="weather", to_state="RAIN"))
     board.add(admin_pb2.JobEvent(entity="attempt", round=1, attempt=1, to_state="PONDERING"))
     board.add(admin_pb2.JobEvent(entity="version", round=5, attempt=1, from_state="4", to_state="4", metrics={"x": 1}))
@@ -236,7 +236,7 @@ def test_lines_tell_attempts_scores_and_states():
 def test_a_warm_start_has_no_clients_and_no_round():
     printed: list[str] = []
     show = watch.lines(printed.append, admin_pb2.Job(name="digits", num_rounds=3))
-    board = Board()
+    board = AttemptTable()
     kind = admin_pb2.ATTEMPT_KIND_WARM_START
     for at, state, metrics in ((1.0, "COMMITTING", {}), (4.0, "COMMITTED", {"loss": 0.5})):
         event = admin_pb2.JobEvent(entity="attempt", attempt=1, to_state=state, unix_s=at, kind=kind, metrics=metrics)
@@ -252,7 +252,7 @@ def test_a_warm_start_has_no_clients_and_no_round():
 
 
 def test_the_picture_shows_the_latest_attempts_that_fit():
-    board = Board()
+    board = AttemptTable()
     job = admin_pb2.Job(name="digits [bold]", num_rounds=3, status=S.JOB_STATUS_RUNNING)
     console = Console(file=io.StringIO(), width=100, markup=False)
     console.print(watch.picture(board, job, 24))

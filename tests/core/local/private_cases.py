@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.model import Parameters
 from fedplat.pytorch import dp
-from fedplat.pytorch.training import Examples, Learner, LocalOptions, TensorExamples, Trainee, Training, train
+from fedplat.pytorch.training import Examples, Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 
 Wide = npt.NDArray[np.float64]
 KINDS = ("flat", "per_layer", "ghost")
@@ -37,20 +37,26 @@ def start() -> Parameters:
     return Parameters.from_arrays({name: value.astype("f4") for name, value in START.items()})
 
 
-def work(examples: Examples = EXAMPLES, memory: Memory | None = None, noise_seed: int = 7, **options: Any) -> Training:
+def work(
+    examples: Examples = EXAMPLES, memory: ClientState | None = None, noise_seed: int = 7, **options: Any
+) -> LocalTraining:
     given = LocalOptions.from_config(PLAIN | options)
-    return Training(
-        examples=examples, options=given, seed=1, noise_seed=noise_seed, memory=Memory() if memory is None else memory
+    return LocalTraining(
+        examples=examples,
+        options=given,
+        seed=1,
+        noise_seed=noise_seed,
+        memory=ClientState() if memory is None else memory,
     )
 
 
-def trained(training: Training, learner: Learner = LEARNER) -> tuple[dict[str, Wide], dict[str, float]]:
+def trained(training: LocalTraining, learner: Learner = LEARNER) -> tuple[dict[str, Wide], dict[str, float]]:
     parameters = start()
     metrics = train(Trainee(learner), parameters, training)
     return {name: value.astype(np.float64) for name, value in parameters.items()}, dict(metrics)
 
 
-def reference(training: Training, drawn: list[npt.NDArray[np.int64]]) -> dict[str, Wide]:
+def reference(training: LocalTraining, drawn: list[npt.NDArray[np.int64]]) -> dict[str, Wide]:
     """w ← w - η v with v ← m v + Σ clipped gᵢ / E|batch| + decay w + pull (w - w₀); a step's examples are given."""
     options = training.options
     w, v = dict(START), {name: np.zeros_like(value) for name, value in START.items()}
@@ -72,7 +78,7 @@ def reference(training: Training, drawn: list[npt.NDArray[np.int64]]) -> dict[st
     return w
 
 
-def draws(training: Training) -> list[npt.NDArray[np.int64]]:
+def draws(training: LocalTraining) -> list[npt.NDArray[np.int64]]:
     """The examples of each step, by the same randomness."""
     options, noise = training.options, dp.noise_of(training.noise_seed)
     size = options.batch_size * options.accumulate

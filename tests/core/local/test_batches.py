@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.pytorch.training import LocalOptions, Plan
+from fedplat.pytorch.training import LocalOptions, StepSchedule
 
 
-def make_plan(num_examples: int, *, fraction: float = 1.0, smallest: int = 1, **options: int) -> Plan:
+def make_plan(num_examples: int, *, fraction: float = 1.0, smallest: int = 1, **options: int) -> StepSchedule:
     given = LocalOptions(**({"epochs": 1, "batch_size": 4, "learning_rate": 0.1} | options))  # type: ignore[arg-type]
-    return Plan(num_examples=num_examples, options=given, seed=5, fraction=fraction, smallest=smallest)
+    return StepSchedule(num_examples=num_examples, options=given, seed=5, fraction=fraction, smallest=smallest)
 
 
-def sizes(plan: Plan) -> list[int]:
+def sizes(plan: StepSchedule) -> list[int]:
     return [len(step) for step in plan.steps()]
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from fedplat.aggregate import Accumulator, Contribution, Rule, first_columns
 from fedplat.aggregate.state import columns_of
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.job import JobSpec, build_rule
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 
 NUM_CLIENTS = 4
 RNG = np.random.default_rng(11)
@@ -43,14 +43,14 @@ def distance(rule_name: str, num_rounds: int, *, per_round: int = NUM_CLIENTS, *
     config = {**CONFIG, **config}
     rule, options, trainee = rule_of(rule_name, config), LocalOptions.from_config(config), Trainee(LEARNER)
     model = rule.counterpart.extend(backend.from_state_dict({"weight": torch.zeros(1, 3)}))
-    state, memories = list(first_columns(rule, model.schema.num_floating)), [Memory() for _ in INPUTS]
+    state, memories = list(first_columns(rule, model.schema.num_floating)), [ClientState() for _ in INPUTS]
     rng = np.random.default_rng(0)
     for number in range(1, num_rounds + 1):
         accumulator = Accumulator(model.schema, rule)
         for client in rng.choice(NUM_CLIENTS, per_round, replace=False):
-            parameters, memories[client] = model.copy(), Memory(memories[client].contents)
+            parameters, memories[client] = model.copy(), ClientState(memories[client].contents)
             examples = TensorExamples(*(torch.tensor(each[client], dtype=torch.float32) for each in (INPUTS, TARGETS)))
-            work = Training(
+            work = LocalTraining(
                 examples=examples, options=options, seed=number, round_number=number, memory=memories[client]
             )
             train(trainee, parameters, work)
@@ -90,8 +90,8 @@ def test_scaffolds_control_variates_are_the_clients_gradients_at_the_optimum() -
     options = LocalOptions.from_config({**CONFIG, "epochs": 1, "algorithm": "scaffold"})
     for x, y in zip(INPUTS, TARGETS, strict=True):
         examples = TensorExamples(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32))
-        trained, memory = parameters.copy(), Memory()
-        train(Trainee(LEARNER), trained, Training(examples=examples, options=options, seed=0, memory=memory))
+        trained, memory = parameters.copy(), ClientState()
+        train(Trainee(LEARNER), trained, LocalTraining(examples=examples, options=options, seed=0, memory=memory))
         note = memory.get("scaffold")
         assert note is not None
         np.testing.assert_allclose(note["weight"], (2 * (x @ OPTIMUM.T - y).T @ x / len(x)), atol=1e-5)
@@ -103,6 +103,6 @@ def test_scaffold_needs_the_models_control_variates() -> None:
     model = Parameters.from_arrays({"weight": np.zeros((1, 3), "f4")})
     options = LocalOptions.from_config({**CONFIG, "algorithm": "scaffold"})
     examples = TensorExamples(torch.zeros(2, 3), torch.zeros(2, 1))
-    work = Training(examples=examples, options=options, seed=0)
+    work = LocalTraining(examples=examples, options=options, seed=0)
     with pytest.raises(ModelError, match="the model has no tensor 'control/weight'"):
         train(Trainee(LEARNER), model, work)

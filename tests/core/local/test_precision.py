@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedplat.model import Parameters
-from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def trained(precision: str, device: str = "cuda", scale: float = 1.0) -> tuple[P
     config = {"epochs": 3, "batch_size": 16, "learning_rate": 0.1, "momentum": 0.9, "precision": precision}
     inputs, targets = torch.tensor(INPUTS * scale, device=device), torch.tensor(TARGETS, device=device)
     options = LocalOptions.from_config(config)
-    work = Training(examples=TensorExamples(inputs, targets), options=options, seed=1)
+    work = LocalTraining(examples=TensorExamples(inputs, targets), options=options, seed=1)
     metrics = train(Trainee(LEARNER, device), parameters, work)
     return parameters, dict(metrics)
 

@@ -28,13 +28,13 @@ from core.local.private_cases import (
     work,
 )
 from fedplat.aggregate import Scaffold
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import JobFileError, MissingExtraError
 from fedplat.model import Parameters
 from fedplat.privacy import steps
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
-from fedplat.pytorch.training import Learner, LocalOptions, TensorExamples, Trainee, Training, train
+from fedplat.pytorch.training import Learner, LocalOptions, LocalTraining, TensorExamples, Trainee, train
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +70,7 @@ def test_the_noise_is_the_multiplier_times_the_norm_over_the_expected_examples(k
     config = {"epochs": 1, "batch_size": 0, "learning_rate": 1.0, "dp": kind, "dp_noise_multiplier": 1.5}
     options = LocalOptions.from_config(config | {"dp_max_grad_norm": 0.2, "dp_delta": 1e-5})
     parameters = Parameters.from_arrays({"weight": np.zeros((100, 100), "f4"), "bias": np.zeros(100, "f4")})
-    train(Trainee(learner), parameters, Training(examples=examples, options=options, seed=0, noise_seed=0))
+    train(Trainee(learner), parameters, LocalTraining(examples=examples, options=options, seed=0, noise_seed=0))
     noise = parameters.to_vector()
     assert np.std(noise) == pytest.approx(1.5 * 0.2 / 40, rel=0.03)
     assert abs(np.mean(noise)) < 4 * 1.5 * 0.2 / 40 / 100
@@ -92,19 +92,19 @@ def test_draws_are_independent_trials() -> None:
 
 def test_the_operating_systems_randomness_is_never_the_same() -> None:
     options = LocalOptions.from_config(PLAIN | QUIET | {"dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0})
-    seeded, free = work(**quiet(dp_noise_multiplier=1.0)), Training(examples=EXAMPLES, options=options, seed=1)
+    seeded, free = work(**quiet(dp_noise_multiplier=1.0)), LocalTraining(examples=EXAMPLES, options=options, seed=1)
     assert trained(free)[0]["bias"] != trained(free)[0]["bias"]
     assert trained(seeded)[0]["bias"] == trained(work(**quiet(dp_noise_multiplier=1.0)))[0]["bias"]
 
 
 def test_epsilon_is_that_of_all_rounds() -> None:
     """By Opacus' accountant, step by step, and near to that of dp-accounting."""
-    memory, options = Memory(), quiet(dp_noise_multiplier=1.1, dp_max_grad_norm=1.0, epochs=4)
+    memory, options = ClientState(), quiet(dp_noise_multiplier=1.1, dp_max_grad_norm=1.0, epochs=4)
     ours, theirs, event = list[float](), RDPAccountant(), rdp.RdpAccountant()
     for number in range(1, 4):
-        metrics = trained(work(memory=Memory(memory.contents) if number > 1 else memory, **options))[1]
+        metrics = trained(work(memory=ClientState(memory.contents) if number > 1 else memory, **options))[1]
         if number > 1:
-            memory = Memory(_noted(number * 12).contents)
+            memory = ClientState(_noted(number * 12).contents)
         ours.append(metrics["epsilon"])
         assert metrics == {
             "epsilon": ours[-1],
@@ -120,19 +120,19 @@ def test_epsilon_is_that_of_all_rounds() -> None:
     assert ours[-1] == pytest.approx(event.get_epsilon(1e-5), rel=0.01)
 
 
-def _noted(num_steps: int) -> Memory:
-    memory = Memory()
-    dp.NotedLedger(memory).charge(StepCharge(1.1, 4 / 11, num_steps))
+def _noted(num_steps: int) -> ClientState:
+    memory = ClientState()
+    dp.RecordedLedger(memory).charge(StepCharge(1.1, 4 / 11, num_steps))
     return memory
 
 
 def test_steps_that_were_not_made_are_taken_back() -> None:
-    memory = Memory()
+    memory = ClientState()
     options = LocalOptions.from_config(PLAIN | QUIET | {"dp_noise_multiplier": 1.0})
     metrics = train(
         Trainee(LEARNER),
         start(),
-        Training(
+        LocalTraining(
             examples=EXAMPLES,
             options=options,
             seed=0,
@@ -155,11 +155,11 @@ def test_charges_add_up_and_cannot_be_taken_back_twice() -> None:
 
 def test_scaffold_and_feddyn_remember_noised_gradients_alone() -> None:
     """Their notes follow from the way that the weights went."""
-    memory = Memory()
+    memory = ClientState()
     trained(work(memory=memory, **quiet(algorithm="feddyn", alpha=0.5, dp_noise_multiplier=1e-3)))
     assert memory.get("feddyn") is not None
     model = Scaffold(num_clients=2).build().counterpart.extend(start())
-    memory = Memory()
+    memory = ClientState()
     options = quiet(algorithm="scaffold", dp_noise_multiplier=1e-3)
     training, before = work(memory=memory, **options), start()
     train(Trainee(LEARNER), model, training)

@@ -26,7 +26,7 @@ from core.local.private_cases import (
     trained,
     work,
 )
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.privacy.steps import StepCharge
 from fedplat.pytorch import dp
@@ -34,10 +34,10 @@ from fedplat.pytorch.training import (
     DatasetExamples,
     Learner,
     LocalOptions,
+    LocalTraining,
     Loss,
     TensorExamples,
     Trainee,
-    Training,
     evaluate,
     train,
 )
@@ -81,7 +81,7 @@ def normed(affine: bool = True) -> nn.Module:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_is_refused_with_opacus_reason_and_the_fix(affine: bool) -> None:
-    learner, memory = Learner(model=lambda: normed(affine), loss=nn.functional.mse_loss), Memory()
+    learner, memory = Learner(model=lambda: normed(affine), loss=nn.functional.mse_loss), ClientState()
     with pytest.raises(ModelError) as caught:
         train(Trainee(learner), learner.initial(), work(memory=memory, **QUIET))
     said = str(caught.value)
@@ -129,10 +129,10 @@ def test_what_is_not_trained_stays_as_it_was_given(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_a_gradient_is_named_and_costs_nothing(kind: str) -> None:
-    learner, memory = Learner(model=lambda: Watching(unused=True), loss=nn.functional.mse_loss), Memory()
+    learner, memory = Learner(model=lambda: Watching(unused=True), loss=nn.functional.mse_loss), ClientState()
     with pytest.raises(ModelError, match="has no gradient of single examples"):
         train(Trainee(learner), learner.initial(), work(memory=memory, **quiet(dp=kind)))
-    assert dp.NotedLedger(memory).settle(StepCharge(1.0, 1.0, 0), 0) == []
+    assert dp.RecordedLedger(memory).settle(StepCharge(1.0, 1.0, 0), 0) == []
 
 
 class Scaled(nn.Module):
@@ -195,7 +195,7 @@ def test_the_module_is_as_it_was_afterwards(kind: str) -> None:
 
     options = LocalOptions.from_config(PLAIN | QUIET | {"dp": kind})
     with pytest.raises(KeyboardInterrupt):
-        train(trainee, start(), Training(examples=EXAMPLES, options=options, seed=1, after_step=stop))
+        train(trainee, start(), LocalTraining(examples=EXAMPLES, options=options, seed=1, after_step=stop))
     parameters = start()
     assert evaluate(trainee, parameters, EXAMPLES)["loss"] > 0
     train(trainee, parameters, work())

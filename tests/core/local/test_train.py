@@ -11,10 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import JobFileError, ModelError
 from fedplat.model import Parameters
-from fedplat.pytorch.training import BATCH_NORM, Learner, LocalOptions, Plan, TensorExamples, Trainee, Training
+from fedplat.pytorch.training import (
+    BATCH_NORM,
+    Learner,
+    LocalOptions,
+    LocalTraining,
+    StepSchedule,
+    TensorExamples,
+    Trainee,
+)
 from fedplat.pytorch.training import evaluate as score
 from fedplat.pytorch.training import train as train_in_place
 
@@ -34,22 +42,22 @@ LEARNER = Learner(model=linear, loss=nn.functional.mse_loss)
 EXAMPLES = TensorExamples(torch.tensor(INPUTS, dtype=torch.float32), torch.tensor(TARGETS, dtype=torch.float32))
 
 
-def work(seed: int = 7, round_number: int = 1, fraction: float = 1.0, **options: Any) -> Training:
+def work(seed: int = 7, round_number: int = 1, fraction: float = 1.0, **options: Any) -> LocalTraining:
     given = LocalOptions.from_config(OPTIONS | options)
-    return Training(examples=EXAMPLES, options=given, seed=seed, round_number=round_number, fraction=fraction)
+    return LocalTraining(examples=EXAMPLES, options=given, seed=seed, round_number=round_number, fraction=fraction)
 
 
-def train(training: Training) -> tuple[Wide, dict[str, float]]:
+def train(training: LocalTraining) -> tuple[Wide, dict[str, float]]:
     parameters = Parameters.from_arrays({"weight": START.astype(np.float32)})
     metrics = train_in_place(Trainee(LEARNER), parameters, training)
     return parameters["weight"].astype(np.float64), dict(metrics)
 
 
-def plan_of(training: Training) -> Plan:
-    return Plan(num_examples=11, options=training.options, seed=training.seed, fraction=training.fraction)
+def plan_of(training: LocalTraining) -> StepSchedule:
+    return StepSchedule(num_examples=11, options=training.options, seed=training.seed, fraction=training.fraction)
 
 
-def reference(training: Training, *, pull: float = 0.0, max_norm: float = np.inf) -> Wide:
+def reference(training: LocalTraining, *, pull: float = 0.0, max_norm: float = np.inf) -> Wide:
     """w ← w - η v with v ← m v + g + pull (w - w₀), where g is the gradient of the batch's mean squared error."""
     options, w, v = training.options, START.copy(), np.zeros_like(START)
     rate = options.learning_rate * options.learning_rate_decay ** (training.round_number - 1)
@@ -75,7 +83,7 @@ def reference(training: Training, *, pull: float = 0.0, max_norm: float = np.inf
         (work(accumulate=2), {}),
     ],
 )
-def test_weights_equal_the_formula(training: Training, expected: dict[str, float]) -> None:
+def test_weights_equal_the_formula(training: LocalTraining, expected: dict[str, float]) -> None:
     weight, metrics = train(training)
     np.testing.assert_allclose(weight, reference(training, **expected), atol=2e-6)
     assert metrics["local_steps"] == plan_of(training).num_steps
@@ -156,16 +164,18 @@ def test_personal_layers_stay_in_the_clients_memory(personal: tuple[str, ...], k
     learner = Learner(model=mixed, loss=nn.functional.mse_loss, personal=personal)
     start, trainee = learner.initial(), Trainee(learner)
     assert start.keys() == mixed().state_dict().keys() - kept
-    with_memory = dataclasses.replace(work(epochs=40), memory=Memory())
+    with_memory = dataclasses.replace(work(epochs=40), memory=ClientState())
     parameters = start.copy()
     train_in_place(trainee, parameters, with_memory)
     note = with_memory.memory.get("personal")
     assert note is not None
     assert note.keys() == kept
-    losses = [score(trainee, parameters, EXAMPLES, memory=Memory(each))["loss"] for each in ({}, {"personal": note})]
+    losses = [
+        score(trainee, parameters, EXAMPLES, memory=ClientState(each))["loss"] for each in ({}, {"personal": note})
+    ]
     assert losses[1] < losses[0]
     # The next training goes on with what is remembered; another client begins with the module's own values.
-    again = dataclasses.replace(work(), memory=Memory({"personal": note}))
+    again = dataclasses.replace(work(), memory=ClientState({"personal": note}))
     first, next_ = parameters.copy(), parameters.copy()
     train_in_place(trainee, next_, again)
     train_in_place(trainee, first, work())

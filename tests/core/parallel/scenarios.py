@@ -20,7 +20,7 @@ from fedplat.job.pool import ServerLearning, ServerStep, WarmStart
 from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import ServerTrainer, ServerTraining
+from fedplat.pytorch.server import ServerTrainer, TrainingRun
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 NUM_EXAMPLES = 45  # no multiple of anything
@@ -61,7 +61,7 @@ def step(**changes: Any) -> ServerStep:
     return ServerStep(steps=changes.pop("steps", 7), **(TABLE | changes))
 
 
-def learned(ranks: Ranks, trainer: ServerTrainer, work: ServerTraining, parameters: Parameters | None = None) -> Arrays:
+def learned(ranks: Ranks, trainer: ServerTrainer, work: TrainingRun, parameters: Parameters | None = None) -> Arrays:
     """The model after a training, as one vector, and the loss of each step."""
     model = trainer.learner.initial(1) if parameters is None else parameters.copy()
     trained = server.train(ranks, trainer, model, work)
@@ -72,22 +72,22 @@ def learned(ranks: Ranks, trainer: ServerTrainer, work: ServerTraining, paramete
 
 def rich(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=dropout_net, data=examples())
-    return learned(ranks, trainer, ServerTraining(options=warm(**RICH, **SCALED), num_ranks=2))
+    return learned(ranks, trainer, TrainingRun(options=warm(**RICH, **SCALED), num_ranks=2))
 
 
 def norm(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=norm_net, data=examples)
-    return learned(ranks, trainer, ServerTraining(options=warm(accumulate=2), num_ranks=2))
+    return learned(ranks, trainer, TrainingRun(options=warm(accumulate=2), num_ranks=2))
 
 
 def bf16(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=mlp, data=examples())
-    return learned(ranks, trainer, ServerTraining(options=step(precision="bf16"), num_ranks=2, round_number=3))
+    return learned(ranks, trainer, TrainingRun(options=step(precision="bf16"), num_ranks=2, round_number=3))
 
 
 def halves(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=mlp, data=examples())
-    return learned(ranks, trainer, ServerTraining(options=warm(batch_size=8, epochs=5, momentum=0.9), num_ranks=2))
+    return learned(ranks, trainer, TrainingRun(options=warm(batch_size=8, epochs=5, momentum=0.9), num_ranks=2))
 
 
 def scored(ranks: Ranks, folder: Path) -> Arrays:
@@ -99,7 +99,7 @@ def scored(ranks: Ranks, folder: Path) -> Arrays:
 def distilled(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=dropout_net, data=examples())
     model = trainer.learner.initial(1)
-    work = ServerTraining(options=step(method="distill", temperature=2.0), num_ranks=2)
+    work = TrainingRun(options=step(method="distill", temperature=2.0), num_ranks=2)
     trained = server.distill(ranks, trainer, model, [trainer.learner.initial(seed) for seed in (2, 3, 4)], work)
     assert trained is not None
     return {**{name: np.array(model[name]) for name in model}, "losses": trained.losses}
@@ -114,7 +114,7 @@ def refused(ranks: Ranks, folder: Path) -> Arrays:
         return examples()
 
     try:
-        learned(ranks, ServerTrainer(model=mlp, data=data), ServerTraining(options=warm(), num_ranks=2))
+        learned(ranks, ServerTrainer(model=mlp, data=data), TrainingRun(options=warm(), num_ranks=2))
     except TrainingError as exc:
         said = ranks.all_gather(str(exc).encode())
         assert len(set(said)) == 1
@@ -126,20 +126,20 @@ def fewer(ranks: Ranks, folder: Path) -> Arrays:
     """Fewer logical ranks than there are processes."""
     trainer = ServerTrainer(model=mlp, data=examples())
     model = trainer.learner.initial(1)
-    trained = server.train(ranks, trainer, model, ServerTraining(options=step(), num_ranks=1))
+    trained = server.train(ranks, trainer, model, TrainingRun(options=step(), num_ranks=1))
     assert (trained is None) == (ranks.rank > 0)
     return {} if trained is None else {"losses": trained.losses}
 
 
 def traced(ranks: Ranks, folder: Path) -> Arrays:
     trainer = ServerTrainer(model=mlp, data=examples())
-    work = ServerTraining(options=step(profile=True), num_ranks=2, traces=folder / "traces")
+    work = TrainingRun(options=step(profile=True), num_ranks=2, traces=folder / "traces")
     return learned(ranks, trainer, work)
 
 
-def checkpointed(folder: Path, **changes: Any) -> tuple[ServerTrainer, ServerTraining]:
+def checkpointed(folder: Path, **changes: Any) -> tuple[ServerTrainer, TrainingRun]:
     trainer = ServerTrainer(model=norm_net, data=examples(), optimizer=adam)
-    work = ServerTraining(options=warm(checkpoint_every=3), num_ranks=2, checkpoints=folder / "saved", **changes)
+    work = TrainingRun(options=warm(checkpoint_every=3), num_ranks=2, checkpoints=folder / "saved", **changes)
     return trainer, work
 
 

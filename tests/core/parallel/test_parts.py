@@ -15,7 +15,7 @@ from fedplat.model import Parameters
 from fedplat.pytorch import server
 from fedplat.pytorch.convert import from_state_dict, load_into
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import ServerTrainer, ServerTraining, pack_sequences
+from fedplat.pytorch.server import ServerTrainer, TrainingRun, pack_sequences
 from fedplat.pytorch.server.distillation import divergence
 from fedplat.pytorch.server.lr_schedule import factor
 
@@ -37,7 +37,7 @@ def test_packed_rows_go_on_where_the_last_one_ended() -> None:
         pack_sequences([[1, 2, 3]], 3)
 
 
-def by_hand(model: Parameters, teachers: list[Parameters], work: ServerTraining, temperature: float) -> nn.Module:
+def by_hand(model: Parameters, teachers: list[Parameters], work: TrainingRun, temperature: float) -> nn.Module:
     """Algorithm 1 of FedDF, all teachers at once."""
     inputs = scenarios.examples().tensors[0]
     logits: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ def by_hand(model: Parameters, teachers: list[Parameters], work: ServerTraining,
 def test_distillation_is_that_of_the_paper(alone: Ranks) -> None:
     trainer = ServerTrainer(model=scenarios.mlp, data=scenarios.examples())
     model, teachers = trainer.learner.initial(1), [trainer.learner.initial(seed) for seed in (2, 3, 4)]
-    work = ServerTraining(options=scenarios.step(method="distill", temperature=3.0, steps=20), num_ranks=2)
+    work = TrainingRun(options=scenarios.step(method="distill", temperature=3.0, steps=20), num_ranks=2)
     student = by_hand(model, teachers, work, 3.0)
     trained = server.distill(alone, trainer, model, iter(teachers), work)
     assert trained is not None
@@ -98,7 +98,7 @@ def test_distillation_mends_the_average_of_clients_that_differ(alone: Ranks) -> 
     model = Parameters.from_arrays({name: np.mean([each[name] for each in teachers], 0) for name in start})
     before = server.evaluate(alone, trainer, model)["accuracy"]
     options = scenarios.step(method="distill", batch_size=32, steps=150, learning_rate=0.5)
-    server.distill(alone, trainer, model, teachers, ServerTraining(options=options, num_ranks=2))
+    server.distill(alone, trainer, model, teachers, TrainingRun(options=options, num_ranks=2))
     after = server.evaluate(alone, trainer, model)["accuracy"]
     assert math.isfinite(after)
     assert after > before + 0.02, (before, after)

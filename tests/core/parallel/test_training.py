@@ -18,7 +18,7 @@ from fedplat.errors import TrainingError
 from fedplat.model import Parameters
 from fedplat.pytorch.convert import load_into
 from fedplat.pytorch.distributed import Ranks
-from fedplat.pytorch.server import ServerTrainer, ServerTraining
+from fedplat.pytorch.server import ServerTrainer, TrainingRun
 
 Found = Callable[[str], Arrays]
 
@@ -36,7 +36,7 @@ def test_two_logical_ranks_give_the_same_bits_on_one_process_and_on_two(
     assert_same_bits(of_one(name), of_two(name))
 
 
-def plain_losses(model: Parameters, work: ServerTraining, step_size: int) -> tuple[nn.Module, list[float]]:
+def plain_losses(model: Parameters, work: TrainingRun, step_size: int) -> tuple[nn.Module, list[float]]:
     """A loop as anybody would write it: SGD on all examples of a step at once."""
     module = scenarios.mlp()
     load_into(module, model)
@@ -55,7 +55,7 @@ def plain_losses(model: Parameters, work: ServerTraining, step_size: int) -> tup
 
 def test_two_ranks_have_the_losses_of_one_process_with_the_double_batch(alone: Ranks, of_two: Found) -> None:
     trainer = ServerTrainer(model=scenarios.mlp, data=scenarios.examples())
-    work = ServerTraining(options=scenarios.warm(batch_size=16, epochs=5, momentum=0.9), num_ranks=1)
+    work = TrainingRun(options=scenarios.warm(batch_size=16, epochs=5, momentum=0.9), num_ranks=1)
     one, two = scenarios.learned(alone, trainer, work), of_two("halves")
     module, losses = plain_losses(trainer.learner.initial(1), work, 16)
     assert len(losses) == 15  # of which every third has 13 examples, 7 and 6 for each rank
@@ -68,7 +68,7 @@ def test_two_ranks_have_the_losses_of_one_process_with_the_double_batch(alone: R
 
 def test_more_ranks_than_examples_share_them(alone: Ranks) -> None:
     trainer = ServerTrainer(model=scenarios.mlp, data=scenarios.examples())
-    work = ServerTraining(options=scenarios.warm(epochs=3), num_ranks=64)
+    work = TrainingRun(options=scenarios.warm(epochs=3), num_ranks=64)
     found = scenarios.learned(alone, trainer, work)
     _, losses = plain_losses(trainer.learner.initial(1), work, scenarios.NUM_EXAMPLES)
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
@@ -76,7 +76,7 @@ def test_more_ranks_than_examples_share_them(alone: Ranks) -> None:
 
 def test_running_statistics_are_those_of_logical_rank_0(alone: Ranks) -> None:
     trainer = ServerTrainer(model=scenarios.norm_net, data=scenarios.examples())
-    work = ServerTraining(options=scenarios.step(batch_size=6, steps=1), num_ranks=3)
+    work = TrainingRun(options=scenarios.step(batch_size=6, steps=1), num_ranks=3)
     model = trainer.learner.initial(1)
     found = scenarios.learned(alone, trainer, work, model)
     first = next(work.plan(scenarios.NUM_EXAMPLES, 6).steps())[:6]
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_training(
 
 def test_a_trainer_that_cannot_be_used_says_why(alone: Ranks) -> None:
     def learned(trainer: ServerTrainer, num_ranks: int = 1) -> None:
-        scenarios.learned(alone, trainer, ServerTraining(options=scenarios.warm(), num_ranks=num_ranks))
+        scenarios.learned(alone, trainer, TrainingRun(options=scenarios.warm(), num_ranks=num_ranks))
 
     with pytest.raises(TrainingError, match="the dataset is empty"):
         learned(ServerTrainer(model=scenarios.mlp, data=lambda: scenarios.examples(0)))

@@ -65,7 +65,9 @@ def test_rounding_and_floats_err_upwards_and_little(multiplier: float, releases:
 def test_a_finer_grid_gives_no_more_and_little_less(charge: Charge) -> None:
     delta = 1e-6
     spent = epsilon([charge], delta)
-    finer = losses.compute_sampled_losses(charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 2)
+    finer = losses.compute_sampled_losses(
+        charge.mechanism, losses.interval([(charge.mechanism, charge.releases)], math.inf) / 2
+    )
     assert 0.99 * spent <= finer.self_compose(charge.releases).get_epsilon_for_delta(delta) <= spent
 
 

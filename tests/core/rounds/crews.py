@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fedplat.rounds import Assignment, AttemptKey, Crew, JobState
+from fedplat.rounds import Assignment, AssignmentSet, AttemptKey, JobState
 from fedplat.rounds.selection import WaitingRoom
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 
 
-def check_crew(crew: Crew, cohorts: Mapping[AttemptKey, Mapping[str, Assignment]]) -> None:
+def check_crew(crew: AssignmentSet, cohorts: Mapping[AttemptKey, Mapping[str, Assignment]]) -> None:
     """It is what its rows are, counted right, and wakes in time."""
     rows = crew.assignments
     assert all(cohorts[row.key][name] == row for name, row in rows.items())

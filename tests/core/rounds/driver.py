@@ -15,12 +15,12 @@ from fedplat.job import JobSpec
 from fedplat.rounds import Attempt, AttemptKey, Context, Coordinator, JobState, ModelVersion, Proposal, Verdict
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold, Refuse
 from fedplat.rounds.events import (
-    Action,
     AssignmentFailed,
     AttemptAggregated,
     ClientCheckedIn,
     ClientLeft,
     Event,
+    JobAction,
     OperatorCommand,
     ServerRestarted,
     TimerFired,
@@ -181,14 +181,14 @@ class Driver:
         """What the event alone is answered with."""
         return self.do(event).verdicts[0]
 
-    def operate(self, action: Action, job_id: str = "j") -> Verdict:
+    def operate(self, action: JobAction, job_id: str = "j") -> Verdict:
         """An operator's word."""
         return self.verdict(OperatorCommand(job_id, action))
 
     def start(self, num_clients: int = 0) -> Driver:
         """Starts the job with clients c0, c1 ... waiting."""
         self.check_in(*(f"c{i}" for i in range(num_clients)))
-        assert self.operate(Action.START).accepted
+        assert self.operate(JobAction.START).accepted
         return self
 
     def check_in(self, *client_ids: str) -> Proposal:

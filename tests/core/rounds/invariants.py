@@ -22,9 +22,9 @@ from fedplat.rounds import (
     Coordinator,
     HistoryRow,
     JobState,
-    Memory,
     ModelVersion,
     Participation,
+    ParticipationHistory,
     Proposal,
     participations_of,
     rebuild_attempt,
@@ -354,7 +354,7 @@ class Ledger:
         if job.status in ENDED_JOBS or not job.spec.remembers:
             assert memory is None
         else:
-            recalled = Memory.recall(job.spec, self.participations(job_id))
+            recalled = ParticipationHistory.recall(job.spec, self.participations(job_id))
             assert memory is not None
             assert recalled is not None
             assert (memory.clients, memory.utilities) == (recalled.clients, recalled.utilities)

@@ -9,7 +9,7 @@ from core.rounds.driver import Driver, aborted, commands_of, make_client
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AssignmentId, AttemptKey
 from fedplat.rounds.commands import Abort, Assign, Commit, Fold
-from fedplat.rounds.events import Action, AggregationFailed, ClientLeft
+from fedplat.rounds.events import AggregationFailed, ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 # --- nobody is there ---
@@ -77,9 +77,11 @@ def test_updates_that_wait_for_more_than_the_last_version_end_with_a_reason() ->
     assert driver.ledger.cohorts[FIRST]["c4"].reason is Reason.SURPLUS
 
 
-@pytest.mark.parametrize(("action", "status"), [(Action.PAUSE, JobStatus.PAUSED), (Action.CANCEL, JobStatus.CANCELLED)])
+@pytest.mark.parametrize(
+    ("action", "status"), [(JobAction.PAUSE, JobStatus.PAUSED), (JobAction.CANCEL, JobStatus.CANCELLED)]
+)
 @pytest.mark.parametrize("during_commit", [False, True])
-def test_an_operator_stops_everybody(action: Action, status: JobStatus, during_commit: bool) -> None:
+def test_an_operator_stops_everybody(action: JobAction, status: JobStatus, during_commit: bool) -> None:
     driver = buffered(4, concurrency=4)
     driver.report("c0", *(("c1",) if during_commit else ()))
     if during_commit:
@@ -87,12 +89,12 @@ def test_an_operator_stops_everybody(action: Action, status: JobStatus, during_c
     driver.operate(action)
     assert (driver.job.status, driver.coordinator.num_busy) == (status, 0)
     assert driver.ledger.cohorts[FIRST]["c3"].reason == f"JOB_{status}"
-    paused_in_time = during_commit and action is Action.PAUSE
+    paused_in_time = during_commit and action is JobAction.PAUSE
     if paused_in_time:
         driver.commit()
     assert driver.job.latest.version == int(paused_in_time)
-    if action is Action.PAUSE:
-        driver.operate(Action.RESUME)
+    if action is JobAction.PAUSE:
+        driver.operate(JobAction.RESUME)
         assert driver.job.latest.version + 1 == driver.key.round
 
 

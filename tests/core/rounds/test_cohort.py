@@ -9,18 +9,18 @@ import pytest
 
 from core.rounds.driver import make_job
 from fedplat.rounds.changes import difference
-from fedplat.rounds.persistent_map import Cohort, cohort_of
+from fedplat.rounds.persistent_map import PersistentMap, cohort_of
 
 
 def test_it_is_a_dictionary_that_is_never_changed() -> None:
     rng = np.random.default_rng(0)
     expected: dict[str, object] = {}
-    cohort: Cohort[object] = Cohort()
-    kept: list[tuple[Cohort[object], dict[str, object]]] = []
+    cohort: PersistentMap[object] = PersistentMap()
+    kept: list[tuple[PersistentMap[object], dict[str, object]]] = []
     for _ in range(300):
         changed = {f"c{rng.integers(60)}": object() for _ in range(int(rng.integers(0, 4)))}
         expected = expected | changed
-        cohort = cohort.updated(changed)
+        cohort = cohort.update(changed)
         kept.append((cohort, expected))
     for before, old in kept[::7]:
         assert list(before.items()) == list(old.items())
@@ -37,27 +37,27 @@ def test_it_is_a_dictionary_that_is_never_changed() -> None:
 
 def test_what_is_absent_is_absent() -> None:
     with pytest.raises(KeyError):
-        Cohort({"a": 1})["b"]
-    assert "b" not in Cohort({"a": 1})
-    assert repr(Cohort({"a": 1})) == "Cohort({'a': 1})"
-    same = Cohort({"a": 1})
+        PersistentMap({"a": 1})["b"]
+    assert "b" not in PersistentMap({"a": 1})
+    assert repr(PersistentMap({"a": 1})) == "Cohort({'a': 1})"
+    same = PersistentMap({"a": 1})
     assert cohort_of(same) is same
 
 
 def test_a_step_costs_much_less_than_the_cohort() -> None:
     """Over n changes of n assignments, n^1.5 copies rather than n^2."""
     size = 2500
-    cohort = Cohort({f"c{i}": 0 for i in range(size)})
+    cohort = PersistentMap({f"c{i}": 0 for i in range(size)})
     copied = 0
     for i in range(size):
-        cohort = cohort.updated({f"c{i}": 1})
+        cohort = cohort.update({f"c{i}": 1})
         copied += num_copied(cohort)
     assert set(cohort.values()) == {1}
     assert copied < 3 * size**1.5
     assert copied < size**2 / 10
 
 
-def num_copied(after: Cohort[Any]) -> int:
+def num_copied(after: PersistentMap[Any]) -> int:
     """How many items the step that made this cohort copied: a few recent ones, or now and then all."""
     base, recent = (getattr(after, name) for name in ("_base", "_recent"))
     return len(recent) or len(base)

@@ -7,8 +7,8 @@ import pytest
 from core.rounds.driver import Driver, aborted, assigned, commands_of, make_client, make_job, make_spec, names
 from fedplat.rounds.commands import Assign, Refuse
 from fedplat.rounds.events import (
-    Action,
     ClientLeft,
+    JobAction,
     OperatorCommand,
     TimerFired,
     UpdateReported,
@@ -75,7 +75,7 @@ def test_a_check_in_in_the_batch_that_assigned_is_answered_once() -> None:
     driver = two_jobs()
     driver.check_in("c0")
     for job_id in ("a", "b"):
-        driver.operate(Action.START, job_id)
+        driver.operate(JobAction.START, job_id)
     driver.now = 60.0
     proposal = driver.do(TimerFired("a"), make_client("c0"))
     (command,) = commands_of(proposal, Assign)
@@ -160,12 +160,12 @@ def test_verdicts_stand_in_the_order_of_their_events() -> None:
     proposal = driver.do(
         UpdateReported(key, "c0", "d", 1.0),
         make_client("c1"),  # has its work again
-        OperatorCommand("j", Action.START),
+        OperatorCommand("j", JobAction.START),
         make_client("c0"),  # has reported: waits
-        OperatorCommand("x", Action.START),
+        OperatorCommand("x", JobAction.START),
         ClientLeft("w"),
         TimerFired("j"),
-        OperatorCommand("j", Action.RESUME),
+        OperatorCommand("j", JobAction.RESUME),
         UploadStarted(key, "nobody"),
     )
     stale = Reason.STALE
@@ -188,8 +188,8 @@ def test_an_attempt_may_open_select_and_close_in_one_batch() -> None:
     proposal = driver.do(
         make_client("c0"),
         make_client("c1"),
-        OperatorCommand("j", Action.START),
-        OperatorCommand("j", Action.CANCEL),
+        OperatorCommand("j", JobAction.START),
+        OperatorCommand("j", JobAction.CANCEL),
     )
     assert driver.job.status is JobStatus.CANCELLED
     assert names(proposal) == ["Abandon"]
@@ -206,7 +206,7 @@ def test_work_that_is_taken_back_in_the_batch_that_gave_it() -> None:
     driver = Driver().start()
     driver.check_in("c0")
     driver.now = 60.0
-    proposal = driver.do(TimerFired("j"), OperatorCommand("j", Action.CANCEL), make_client("c0"))
+    proposal = driver.do(TimerFired("j"), OperatorCommand("j", JobAction.CANCEL), make_client("c0"))
     assert commands_of(proposal, Assign) == []
     assert aborted(proposal) == {"c0": "JOB_CANCELLED"}
     assert list(driver.coordinator.room.clients) == ["c0"]
@@ -264,7 +264,7 @@ def test_a_lost_final_draw_selects_nobody_twice(times: int) -> None:
 def test_no_client_works_for_two_jobs() -> None:
     driver = two_jobs()
     for job_id in ("a", "b"):
-        driver.operate(Action.START, job_id)
+        driver.operate(JobAction.START, job_id)
     proposal = driver.check_in("c0", "c1", "c2")
     assert [c.key.job_id for c in commands_of(proposal, Assign)] == ["a", "a"]
     (left,) = driver.coordinator.room.clients

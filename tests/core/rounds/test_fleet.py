@@ -13,8 +13,8 @@ from core.rounds.test_cohort import num_copied
 from fedplat.job import JobSpec
 from fedplat.rounds import Assignment, Context, Coordinator, Proposal
 from fedplat.rounds.commands import Assign, Commit, Fold
-from fedplat.rounds.events import Action, ClientCheckedIn, Event, OperatorCommand, UpdateReported, UploadStarted
-from fedplat.rounds.persistent_map import Cohort
+from fedplat.rounds.events import ClientCheckedIn, Event, JobAction, OperatorCommand, UpdateReported, UploadStarted
+from fedplat.rounds.persistent_map import PersistentMap
 from fedplat.rounds.selection import Demand
 from fedplat.rounds.states import AttemptPhase, JobStatus
 
@@ -31,7 +31,7 @@ def play(seed: int, lost: float = 0.05, num_rounds: int = 4) -> Fleet:
         make_spec(3, num_rounds, selection=selection, deadlines={"adaptive": {"after": 5}}),
     ]
     fleet = Fleet([make_job(f"j{i}", spec) for i, spec in enumerate(specs)], clients, seed, lost)
-    fleet.driver.do(*(OperatorCommand(f"j{i}", Action.START) for i in range(2)))
+    fleet.driver.do(*(OperatorCommand(f"j{i}", JobAction.START) for i in range(2)))
     fleet.run(until_s=20_000)
     return fleet
 
@@ -81,24 +81,24 @@ class Counted:
 def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     goal, num_waiting, batch = 2000, 20_000, 250
     run = Counted(make_spec(goal, rounds=1, selection={"where": "region == 'eu'"}))
-    accepts, updated = Demand.accepts, Cohort[Assignment].updated
+    accepts, updated = Demand.accepts, PersistentMap[Assignment].update
 
     def counted_accepts(demand: Demand, client: ClientCheckedIn) -> bool:
         run.work["labels looked at"] += 1
         return accepts(demand, client)
 
-    def counted_updated(cohort: Cohort[Assignment], changed: dict[str, Assignment]) -> Cohort[Assignment]:
+    def counted_updated(cohort: PersistentMap[Assignment], changed: dict[str, Assignment]) -> PersistentMap[Assignment]:
         after = updated(cohort, changed)
         run.work["assignments copied"] += num_copied(after)
         return after
 
     monkeypatch.setattr(Demand, "accepts", counted_accepts)
-    monkeypatch.setattr(Cohort, "updated", counted_updated)
+    monkeypatch.setattr(PersistentMap, "updated", counted_updated)
     clients = [make_client(f"c{i}", labels={"region": "eu"}) for i in range(num_waiting)]
     for some in batches(clients, batch):
         run.do(*some)
     assert run.work["labels looked at"] == 0  # nobody wants them yet
-    run.do(OperatorCommand("j", Action.START))
+    run.do(OperatorCommand("j", JobAction.START))
     assert run.work["labels looked at"] == num_waiting
     assert run.work[Assign.__name__] == goal
     attempt = run.coordinator.jobs["j"].attempt
@@ -128,7 +128,7 @@ def test_no_round_looks_at_those_again_who_wait_through_it(monkeypatch: pytest.M
         return accepts(demand, client)
 
     monkeypatch.setattr(Demand, "accepts", counted_accepts)
-    run.do(OperatorCommand("j", Action.START))
+    run.do(OperatorCommand("j", JobAction.START))
     run.do(*(make_client(f"c{i}") for i in range(num_waiting)))
     for _ in range(num_rounds):
         attempt = run.coordinator.jobs["j"].attempt

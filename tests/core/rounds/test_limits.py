@@ -11,10 +11,10 @@ from core.rounds.driver import Driver, assigned, make_client, make_job
 from core.rounds.fleet import Behaviour, Fleet
 from core.rounds.test_pool import key, names, took_part
 from core.rounds.test_private import private
-from fedplat.rounds import Memory, pacing
+from fedplat.rounds import ParticipationHistory, pacing
 from fedplat.rounds.commands import RetryWindow
-from fedplat.rounds.eligible import Pool
-from fedplat.rounds.events import Action, OperatorCommand
+from fedplat.rounds.eligible import EligibleClients
+from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.privacy_rules import TRIES_IN_VAIN
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
@@ -64,8 +64,8 @@ def test_an_assignment_counts_whatever_came_of_it() -> None:
 def test_attempts_at_one_round_count_once() -> None:
     """Else a fleet that is just large enough could never try again; one of them is released at most."""
     driver = limited(1, 2)
-    driver.operate(Action.PAUSE)
-    driver.operate(Action.RESUME)
+    driver.operate(JobAction.PAUSE)
+    driver.operate(JobAction.RESUME)
     assert set(assigned(driver.check_in("c0", "c1"))) == {"c0", "c1"}
     assert driver.key == ("j", 1, 2)
     driver.play_round()
@@ -77,9 +77,9 @@ def test_attempts_at_one_round_count_once() -> None:
 def test_whoever_was_in_an_abandoned_attempt_only_is_counted_all_the_same() -> None:
     """It might be told apart; but what over-counts costs use, and never what was promised."""
     driver = limited(1, 2)
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     driver.check_in("d0", "d1")
-    driver.operate(Action.RESUME)
+    driver.operate(JobAction.RESUME)
     assert set(driver.attempt.assignments) == {"d0", "d1"}
     driver.play_round()
     assert assigned(driver.check_in("c0", "c1")) == []
@@ -104,7 +104,7 @@ def test_a_restart_forgets_nobody() -> None:
 
 def test_a_lost_batch_counts_for_nobody() -> None:
     driver = private("fixed", rounds=3, privacy={"max_participations": 1})
-    driver.operate(Action.START)
+    driver.operate(JobAction.START)
     driver.do(make_client("c0"), make_client("c1"), stored=False)
     assert set(assigned(driver.check_in("c0", "c1"))) == {"c0", "c1"}
 
@@ -123,10 +123,10 @@ def test_a_client_with_other_work_to_wait_for_hears_of_that() -> None:
     spec = driver.job.spec
     both = Driver(make_job("j", spec), plain)
     both.check_in("c0", "c1")
-    both.operate(Action.START)
+    both.operate(JobAction.START)
     both.finish("j")
     assert both.leave_after_check_in("c0").reason is Reason.LIMIT_REACHED
-    both.operate(Action.START, "plain")
+    both.operate(JobAction.START, "plain")
     assert both.leave_after_check_in("c0").reason is Reason.NOT_SELECTED
 
 
@@ -151,7 +151,7 @@ def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused
     )
     assert driver.timers == {}
     driver.check_in("d1")
-    assert driver.operate(Action.RESUME).accepted
+    assert driver.operate(JobAction.RESUME).accepted
     assert set(driver.attempt.assignments) == {"d0", "d1"}
 
 
@@ -166,11 +166,11 @@ def test_a_job_goes_on_trying_while_others_may_come() -> None:
 
 
 def test_in_a_pool_they_stand_apart_from_those_that_rest() -> None:
-    memory = Memory(min_separation=1, max_participations=2)
+    memory = ParticipationHistory(min_separation=1, max_participations=2)
     for name, rounds in (("a", (1, 3)), ("b", (3,)), ("c", (1,)), ("d", (1, 2))):
         for round_ in rounds:
             memory.note(took_part(name, round_))
-    pool = Pool(lambda _: True, memory, key(3, 2))
+    pool = EligibleClients(lambda _: True, memory, key(3, 2))
     for name in "abcd":
         pool.enter(make_client(name))
     # Of those in round 3's first attempt all may try again; d had its share in round 2.
@@ -188,10 +188,10 @@ def test_in_a_pool_they_stand_apart_from_those_that_rest() -> None:
 
 
 def test_no_round_looks_again_at_those_who_have_had_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, asked = Memory(max_participations=1), list[str]()
+    memory, asked = ParticipationHistory(max_participations=1), list[str]()
     for i in range(1000):
         memory.note(took_part(f"c{i}", 1))
-    pool = Pool(lambda _: True, memory, key(2))
+    pool = EligibleClients(lambda _: True, memory, key(2))
     for i in range(1001):
         pool.enter(make_client(f"c{i}"))
     assert (len(pool), pool.num_spent) == (1, 1000)
@@ -214,7 +214,7 @@ def test_a_bad_fleet_and_a_bad_database_change_nothing_of_it(seed: int) -> None:
     spec = limited(4, 0, rounds=8, rest=1, min_fraction=0.5).job.spec
     bad = Behaviour(fails=0.1, vanishes=0.15, loses_replies=0.1)
     fleet = Fleet([make_job("j", spec)], {f"c{i}": bad for i in range(8)}, seed, lost=0.05)
-    fleet.driver.do(OperatorCommand("j", Action.START))
+    fleet.driver.do(OperatorCommand("j", JobAction.START))
     while fleet.driver.is_running and fleet.driver.now < 20_000:
         fleet.run(fleet.driver.now + 500.0)
     counts = [len(rounds) for rounds in rounds_of(fleet.driver).values()]
@@ -274,7 +274,7 @@ def test_who_asks_when_such_a_job_is_over_learns_the_size_of_the_fleet_roughly_a
         driver.wait(200.0)
         driver.commit()
         driver.check_in(*(f"d{i}" for i in range(7)))
-        driver.operate(Action.PAUSE)
+        driver.operate(JobAction.PAUSE)
         assert driver.coordinator.room.num_waiting("demo") > 64
         heard.add(driver.leave(left_over(driver)).retry)
     assert len(heard) == 1

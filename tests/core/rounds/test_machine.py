@@ -20,7 +20,6 @@ from fedplat.job import JobSpec
 from fedplat.job.pool import WarmStart
 from fedplat.rounds import Attempt, AttemptKey, JobState
 from fedplat.rounds.events import (
-    Action,
     AggregationFailed,
     AssignmentFailed,
     AttemptAggregated,
@@ -28,6 +27,7 @@ from fedplat.rounds.events import (
     ClientLeft,
     ClientRevoked,
     Event,
+    JobAction,
     OperatorCommand,
     TimerFired,
     UpdateRejected,
@@ -121,7 +121,7 @@ def make_event(driver: Driver, step: Step) -> Event:
         "reject": UpdateRejected(key, client_id, Reason.REJECTED_NONFINITE, "text"),
         "fail": AssignmentFailed(key, client_id, Reason.TRAINER_ERROR, "text"),
         "timer": TimerFired(job_id),
-        "operate": OperatorCommand(job_id, tuple(Action)[variant]),
+        "operate": OperatorCommand(job_id, tuple(JobAction)[variant]),
         "done": make_aggregated(job) if job.attempt is not None else TimerFired(job_id),
         "undone": AggregationFailed(key, "text"),
     }
@@ -161,7 +161,7 @@ class Schedules(RuleBasedStateMachine):
             jobs.append(make_job(job_id, structs.replace(changed, warm_start=warm_start)))
         self.driver = Driver(*jobs, seed=seed, max_waiting=max_waiting)
         if started:
-            self.driver.do(*(OperatorCommand(job_id, Action.START) for job_id in JOBS))
+            self.driver.do(*(OperatorCommand(job_id, JobAction.START) for job_id in JOBS))
 
     @rule(
         steps=st.lists(STEPS, min_size=1, max_size=6),
@@ -240,7 +240,7 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
 def finish(driver: Driver) -> None:
     """Lets operators resume what is paused, and a good fleet do its work."""
     for job in list(driver.coordinator.jobs.values()):
-        action = {JobStatus.DRAFT: Action.START, JobStatus.PAUSED: Action.RESUME}.get(job.status)
+        action = {JobStatus.DRAFT: JobAction.START, JobStatus.PAUSED: JobAction.RESUME}.get(job.status)
         if action is not None:
             driver.do(OperatorCommand(job.job_id, action))
     driver.coordinator.max_waiting = 100

@@ -9,12 +9,12 @@ import pytest
 from core.rounds.driver import Driver, aborted, make_aggregated, make_job, make_spec, names
 from fedplat.rounds import AttemptKey, Verdict, sync
 from fedplat.rounds.events import (
-    Action,
     AggregationFailed,
     AssignmentFailed,
     AssignmentReclaimed,
     CandidatesDrawn,
     Event,
+    JobAction,
     OperatorCommand,
     RollbackOrdered,
     ServerRestarted,
@@ -26,7 +26,7 @@ from fedplat.rounds.events import (
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 RUNNING, PAUSED, CANCELLED = JobStatus.RUNNING, JobStatus.PAUSED, JobStatus.CANCELLED
-START, PAUSE, RESUME, CANCEL = Action.START, Action.PAUSE, Action.RESUME, Action.CANCEL
+START, PAUSE, RESUME, CANCEL = JobAction.START, JobAction.PAUSE, JobAction.RESUME, JobAction.CANCEL
 
 
 def drafted() -> Driver:
@@ -209,7 +209,7 @@ def test_a_cancellation_ends_everything(phase: Callable[[], Driver]) -> None:
         (cancelled, PAUSE, "cannot pause a job that is CANCELLED; it has ended for good"),
     ],
 )
-def test_an_operator_is_told_what_is_possible(phase: Callable[[], Driver], action: Action, text: str) -> None:
+def test_an_operator_is_told_what_is_possible(phase: Callable[[], Driver], action: JobAction, text: str) -> None:
     driver = phase()
     proposal = driver.do(OperatorCommand("j", action))
     assert proposal.verdicts == [Verdict(None, text)]
@@ -221,7 +221,7 @@ def test_an_operator_is_told_what_is_possible(phase: Callable[[], Driver], actio
     ("phase", "action"),
     [(collecting, START), (collecting, RESUME), (paused, PAUSE), (cancelled, CANCEL)],
 )
-def test_what_is_so_already_is_done_already(phase: Callable[[], Driver], action: Action) -> None:
+def test_what_is_so_already_is_done_already(phase: Callable[[], Driver], action: JobAction) -> None:
     driver = phase()
     proposal = driver.do(OperatorCommand("j", action))
     assert proposal.verdicts[0].accepted
@@ -248,7 +248,7 @@ def events(driver: Driver) -> list[Event]:
                 AssignmentFailed(name, client_id, Reason.TRAINER_ERROR, "text"),
             ]
     return [
-        *(OperatorCommand("j", action) for action in Action),
+        *(OperatorCommand("j", action) for action in JobAction),
         *(RollbackOrdered("j", version) for version in driver.ledger.versions["j"]),
         ServerRestarted("j"),
         TimerFired("j"),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from core.rounds.driver import make_client
-from fedplat.rounds import AttemptKey, Memory, Participation
-from fedplat.rounds.eligible import Pool
+from fedplat.rounds import AttemptKey, Participation, ParticipationHistory
+from fedplat.rounds.eligible import EligibleClients
 from fedplat.sampling import Candidates, Uniform
 
 
@@ -19,7 +19,7 @@ def took_part(client_id: str, round_: int, number: int = 1) -> Participation:
     return Participation(client_id, round_, number, 0.0, None, {})
 
 
-def names(pool: Pool) -> set[str]:
+def names(pool: EligibleClients) -> set[str]:
     found = [pool[index].client_id for index in range(len(pool))]
     assert len(set(found)) == len(found)
     return set(found)
@@ -27,7 +27,7 @@ def names(pool: Pool) -> set[str]:
 
 def test_whoever_comes_and_goes_leaves_no_gap() -> None:
     rng, expected = np.random.default_rng(0), set[str]()
-    pool = Pool(lambda client: client.client_id != "c7", Memory(), key(1))
+    pool = EligibleClients(lambda client: client.client_id != "c7", ParticipationHistory(), key(1))
     for _ in range(3000):
         name = f"c{rng.integers(40)}"
         if name in expected or rng.random() < 0.3:
@@ -43,14 +43,14 @@ def test_whoever_comes_and_goes_leaves_no_gap() -> None:
 
 
 def test_it_is_what_policies_draw_from() -> None:
-    memory = Memory()
+    memory = ParticipationHistory()
     for name, round_ in (("a", 1), ("gone", 1), ("c", 2)):
         memory.note(took_part(name, round_))
-    pool: Pool = Pool(lambda _: True, memory, key(3))
+    pool: EligibleClients = EligibleClients(lambda _: True, memory, key(3))
     for name in "abc":
         pool.enter(make_client(name))
     candidates: Candidates = pool
-    known = {pool[index].client_id: past.round for index, past in candidates.known()}
+    known = {pool[index].client_id: past.round for index, past in candidates.list_known()}
     assert known == {"a": 1, "c": 2}
     assert (candidates.round, len(candidates), candidates.values_of("none")) == (3, 3, [None] * 3)
     assert sorted(Uniform().draw(candidates, 5, np.random.default_rng(0))) == [0, 1, 2]
@@ -58,21 +58,21 @@ def test_it_is_what_policies_draw_from() -> None:
 
 @pytest.mark.parametrize("num_known", [1, 5])
 def test_the_known_are_found_whether_they_or_the_waiting_are_fewer(num_known: int) -> None:
-    memory = Memory()
+    memory = ParticipationHistory()
     for i in range(num_known):
         memory.note(took_part(f"c{i}", 1))
-    pool = Pool(lambda _: True, memory, key(2))
+    pool = EligibleClients(lambda _: True, memory, key(2))
     for i in (2, 0, 1):
         pool.enter(make_client(f"c{i}"))
     expected = [index for index in range(3) if int(pool[index].client_id[1:]) < num_known]
-    assert [index for index, _ in pool.known()] == expected
+    assert [index for index, _ in pool.list_known()] == expected
 
 
 def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
     """An attempt may draw more than once; another attempt at its round may draw them, and the next rounds may not."""
-    memory = Memory(min_separation=1)
+    memory = ParticipationHistory(min_separation=1)
     memory.note(took_part("a", 1, 1))
-    pool = Pool(lambda _: True, memory, key(1, 1))
+    pool = EligibleClients(lambda _: True, memory, key(1, 1))
     for name in "ab":
         pool.enter(make_client(name))
     assert (names(pool), pool.num_resting) == ({"b"}, 1)
@@ -87,9 +87,9 @@ def test_whoever_took_part_in_the_attempt_itself_rests() -> None:
 
 
 def test_who_leaves_while_resting_is_gone() -> None:
-    memory = Memory(min_separation=2)
+    memory = ParticipationHistory(min_separation=2)
     memory.note(took_part("a", 1))
-    pool = Pool(lambda _: True, memory, key(2))
+    pool = EligibleClients(lambda _: True, memory, key(2))
     pool.enter(make_client("a"))
     pool.leave("a")
     pool.turn(key(9))
@@ -97,6 +97,6 @@ def test_who_leaves_while_resting_is_gone() -> None:
 
 
 def test_without_a_rest_nobody_rests() -> None:
-    memory = Memory()
+    memory = ParticipationHistory()
     memory.note(took_part("a", 2, 1))
     assert [memory.rounds_to_rest("a", round_, number) for round_ in (2, 3) for number in (1, 2)] == [0] * 4

@@ -10,7 +10,7 @@ import pytest
 
 from core.rounds.driver import Driver, commands_of, make_aggregated, make_client, make_job, make_spec
 from fedplat.rounds.commands import Commit, Fold
-from fedplat.rounds.events import Action
+from fedplat.rounds.events import JobAction
 from fedplat.rounds.states import AttemptPhase, JobStatus
 
 FIXED = {"participation": "fixed", "delta": 1e-6, "noise_multiplier": 1.0}
@@ -168,7 +168,7 @@ def test_a_job_pauses_before_the_round_that_would_exceed_its_budget() -> None:
     assert driver.job.status is JobStatus.PAUSED
     assert "epsilon = 2" in driver.job.reason
     assert "round 2 would exceed it" in driver.job.reason
-    refused = driver.operate(Action.RESUME)
+    refused = driver.operate(JobAction.RESUME)
     assert not refused.accepted
     assert "cannot resume: its privacy budget" in refused.text
     assert driver.job.round == 1
@@ -176,8 +176,8 @@ def test_a_job_pauses_before_the_round_that_would_exceed_its_budget() -> None:
 
 def test_abandoned_attempts_cost_nothing() -> None:
     driver = private(rounds=5, privacy={"max_releases": 1}).start(2)
-    driver.operate(Action.PAUSE)
-    driver.operate(Action.RESUME)
+    driver.operate(JobAction.PAUSE)
+    driver.operate(JobAction.RESUME)
     driver.do(*(make_client(name) for name in ("c0", "c1")))
     assert driver.attempt.key.number == 2
     driver.play_round()

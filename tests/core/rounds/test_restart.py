@@ -21,7 +21,7 @@ from core.rounds.driver import (
 from fedplat.aggregate import Contribution
 from fedplat.rounds import AssignmentId
 from fedplat.rounds.commands import Abort, Commit, Fold
-from fedplat.rounds.events import Action, UpdateReported
+from fedplat.rounds.events import JobAction, UpdateReported
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 DAY_S = 86_400.0
@@ -181,7 +181,7 @@ def test_a_commit_is_done_again_in_the_same_order() -> None:
 
 def test_a_job_that_was_paused_while_it_committed_is_still_paused_and_commits() -> None:
     driver = committing()
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     driver.crash()
     assert (driver.job.status, driver.attempt.phase) == (JobStatus.PAUSED, AttemptPhase.COMMITTING)
     driver.commit()
@@ -271,7 +271,7 @@ def _drafted() -> Driver:
 
 def _paused() -> Driver:
     driver = collecting(3, goal=3)
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     return driver
 
 

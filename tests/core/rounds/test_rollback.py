@@ -13,7 +13,7 @@ from core.rounds import test_operators as phases
 from core.rounds.buffers import buffered
 from core.rounds.driver import Driver, aborted, make_job, make_spec, names
 from fedplat.rounds import ModelVersion, Verdict
-from fedplat.rounds.events import Action, RollbackOrdered
+from fedplat.rounds.events import JobAction, RollbackOrdered
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 STATES = ("", "state 1", "state 2")
@@ -99,20 +99,20 @@ def test_asked_twice_in_a_row_it_changes_nothing() -> None:
 
 def test_a_paused_job_stays_paused() -> None:
     driver = after_two_rounds()
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     roll_back(driver, 0)
     assert (driver.job.status, driver.job.reason) == (JobStatus.PAUSED, "the job was paused")
     assert (driver.job.latest.version, driver.job.latest.digest, driver.job.round) == (3, "initial", 2)
     driver.crash()
     assert driver.job.latest.restored_from == 0
-    driver.operate(Action.RESUME)
+    driver.operate(JobAction.RESUME)
     assert (driver.key, driver.attempt.base_version) == (("j", 3, 2), 3)
 
 
 def test_a_pause_that_commits_is_cut_short() -> None:
     driver = after_two_rounds()
     driver.report("c0", "c1")
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     late = driver.aggregated()
     assert driver.attempt.phase is AttemptPhase.COMMITTING
     roll_back(driver, 1)

@@ -12,7 +12,7 @@ from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_cl
 from fedplat.job import Deadlines, Retry
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Refuse, RetryWindow
-from fedplat.rounds.events import Action, ClientLeft
+from fedplat.rounds.events import ClientLeft, JobAction
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus, Reason
 
 
@@ -93,7 +93,7 @@ def test_only_clients_that_know_the_codec_are_drawn_to_train() -> None:
 def test_busy_clients_are_never_drawn() -> None:
     driver = Driver(make_job("a", make_spec(2)), make_job("b", make_spec(1)))
     for job_id in ("a", "b"):
-        driver.operate(Action.START, job_id)
+        driver.operate(JobAction.START, job_id)
     driver.check_in("c0", "c1")
     for _ in range(3):
         assert {c.key.job_id for c in commands_of(driver.check_in("c0", "c1"), Assign)} == {"a"}
@@ -103,7 +103,7 @@ def test_two_jobs_share_a_fleet_fairly() -> None:
     spec = make_spec(2, rounds=1000)
     driver = Driver(make_job("a", spec), make_job("b", spec), seed=3)
     for job_id in ("a", "b"):
-        driver.operate(Action.START, job_id)
+        driver.operate(JobAction.START, job_id)
     everybody = [f"c{i}" for i in range(3)]  # enough for one of them at a time
     for _ in range(60):
         room = driver.coordinator.room.clients
@@ -134,13 +134,13 @@ def test_why_a_client_gets_nothing() -> None:
         return driver.leave(client_id).reason
 
     assert reason("a", labels=eu) is Reason.NO_WORK  # the job is a draft
-    driver.operate(Action.START)
+    driver.operate(JobAction.START)
     assert reason("a", labels=eu) is Reason.NOT_SELECTED
     assert reason("b", labels={"region": "us"}) is Reason.NOT_ELIGIBLE
     assert reason("c", labels=eu, trainers=frozenset[str]()) is Reason.NOT_ELIGIBLE
     assert reason("c", labels=eu, codecs=frozenset({"bf16"})) is Reason.NOT_SELECTED
     assert reason("d", labels=eu, population="other") is Reason.NO_WORK
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     assert reason("a", labels=eu) is Reason.NO_WORK
 
 
@@ -158,7 +158,7 @@ def test_a_small_population_is_not_steered_by_a_large_one() -> None:
         make_job("large", make_spec(4, selection={"over_selection": 1.0})),
     )
     for job_id in ("small", "large"):
-        driver.operate(Action.START, job_id)
+        driver.operate(JobAction.START, job_id)
     driver.check_in(*(f"c{i}" for i in range(800)))
     driver.do(make_client("s", population="small"))
     left = next(iter(driver.coordinator.room.clients))

@@ -12,7 +12,7 @@ import pytest
 from core.rounds.driver import EVALUATOR, Driver, assigned, commands_of, make_client, make_job, make_spec
 from fedplat.rounds import pacing
 from fedplat.rounds.commands import Assign, Commit, RetryWindow
-from fedplat.rounds.events import Action, AggregationFailed, OperatorCommand, TimerFired
+from fedplat.rounds.events import AggregationFailed, JobAction, OperatorCommand, TimerFired
 from fedplat.rounds.states import AttemptPhase, JobStatus, Reason
 
 
@@ -99,9 +99,9 @@ def test_who_lost_its_work_and_came_back_in_one_batch_rests_afterwards() -> None
     driver.now += 60.0
     events = (
         TimerFired("j"),
-        OperatorCommand("j", Action.PAUSE),
+        OperatorCommand("j", JobAction.PAUSE),
         make_client("c0"),
-        OperatorCommand("j", Action.RESUME),
+        OperatorCommand("j", JobAction.RESUME),
     )
     assert len(commands_of(driver.do(*events), Assign)) == 0
     assert driver.states() == {}
@@ -177,9 +177,9 @@ def test_a_job_that_ends_forgets_its_clients() -> None:
 
 def test_a_paused_job_begins_anew_with_whoever_waits_then() -> None:
     driver = separated(1, 4)
-    driver.operate(Action.PAUSE)
+    driver.operate(JobAction.PAUSE)
     driver.check_in("c0", "c1", "c2", "c3")
-    assert driver.operate(Action.RESUME).accepted
+    assert driver.operate(JobAction.RESUME).accepted
     assert len(driver.attempt.assignments) == 2
     assert driver.key == ("j", 1, 2)
 

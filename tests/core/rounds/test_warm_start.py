@@ -8,23 +8,23 @@ import pytest
 
 from core.rounds.driver import Driver, make_aggregated, make_job, make_spec
 from fedplat.rounds import AttemptKey, Proposal
-from fedplat.rounds.commands import Abandon, WarmStart
-from fedplat.rounds.events import Action, AggregationFailed, AttemptAggregated, OperatorCommand
+from fedplat.rounds.commands import Abandon, RunWarmStart
+from fedplat.rounds.events import AggregationFailed, AttemptAggregated, JobAction, OperatorCommand
 from fedplat.rounds.states import AttemptKind, AttemptPhase, JobStatus
 
 TABLE = {"trainer": "public", "batch_size": 8, "learning_rate": 0.1}
 FIRST = AttemptKey("j", 0, 1)
 
 
-def ordered(*proposals: Proposal) -> list[WarmStart]:
-    return [each for proposal in proposals for each in proposal.commands if isinstance(each, WarmStart)]
+def ordered(*proposals: Proposal) -> list[RunWarmStart]:
+    return [each for proposal in proposals for each in proposal.commands if isinstance(each, RunWarmStart)]
 
 
 def make(**sections: Any) -> Driver:
     return Driver(make_job(spec=make_spec(warm_start=TABLE, **sections)))
 
 
-def orders(driver: Driver, action: Action = Action.START) -> list[WarmStart]:
+def orders(driver: Driver, action: JobAction = JobAction.START) -> list[RunWarmStart]:
     """What an operator's word makes the server do."""
     return ordered(driver.do(OperatorCommand("j", action)))
 
@@ -32,7 +32,7 @@ def orders(driver: Driver, action: Action = Action.START) -> list[WarmStart]:
 def test_it_comes_before_round_1_and_has_a_version_of_its_own() -> None:
     driver = make()
     driver.check_in("c0", "c1")
-    assert orders(driver) == [WarmStart(FIRST, 0)]
+    assert orders(driver) == [RunWarmStart(FIRST, 0)]
     assert (driver.attempt.kind, driver.attempt.phase) == (AttemptKind.WARM_START, AttemptPhase.COMMITTING)
     assert driver.coordinator.num_busy == 0
     proposal = driver.do(AttemptAggregated(FIRST, make_aggregated(driver.job).version, {"loss": 0.5}))
@@ -61,28 +61,28 @@ def test_one_that_fails_is_tried_again_and_at_last_fails_the_job() -> None:
     )
     proposals = driver.wait(10.0)
     second = AttemptKey("j", 0, 2)
-    assert ordered(*proposals) == [WarmStart(second, 0)]
+    assert ordered(*proposals) == [RunWarmStart(second, 0)]
     driver.do(AggregationFailed(second, "no"))
     assert (driver.job.status, driver.job.reason) == (JobStatus.FAILED, "the warm start failed 2 times; at last: no")
 
 
-@pytest.mark.parametrize("action", [Action.PAUSE, Action.CANCEL])
-def test_operators_stop_it_at_once(action: Action) -> None:
+@pytest.mark.parametrize("action", [JobAction.PAUSE, JobAction.CANCEL])
+def test_operators_stop_it_at_once(action: JobAction) -> None:
     driver = make()
     orders(driver)
     proposal = driver.do(OperatorCommand("j", action))
     assert [command for command in proposal.commands if isinstance(command, Abandon)] == [Abandon(FIRST)]
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert not driver.verdict(make_aggregated(driver.job)).accepted, "it is late"
-    if action is Action.PAUSE:
-        assert orders(driver, Action.RESUME) == [WarmStart(AttemptKey("j", 0, 2), 0)]
+    if action is JobAction.PAUSE:
+        assert orders(driver, JobAction.RESUME) == [RunWarmStart(AttemptKey("j", 0, 2), 0)]
 
 
 @pytest.mark.parametrize("durability", ["spool", "memory"])
 def test_a_server_that_is_started_again_goes_on_with_it(durability: str) -> None:
     driver = make(durability=durability)
     orders(driver)
-    assert ordered(driver.crash(down_s=1000.0)) == [WarmStart(FIRST, 0)]
+    assert ordered(driver.crash(down_s=1000.0)) == [RunWarmStart(FIRST, 0)]
     driver.commit()
     assert driver.job.latest.version == 1
     assert ordered(driver.crash()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedplat.rounds import AttemptKey, JobState, ModelVersion, Proposal
-from fedplat.rounds.commands import Abandon, WarmStart
+from fedplat.rounds.commands import Abandon, RunWarmStart
 from fedplat.rounds.events import Event, ServerRestarted
 from fedplat.rounds.states import AttemptKind, AttemptPhase
 
@@ -22,7 +22,7 @@ class WarmStarts:
             if isinstance(event, ServerRestarted):
                 self.at_work.pop(event.job_id, None)
         for command in proposal.commands:
-            if isinstance(command, WarmStart):
+            if isinstance(command, RunWarmStart):
                 assert (command.base_version, command.key.round) == (0, 0)
                 assert self.at_work.setdefault(command.key.job_id, command.key) == command.key, "two at once"
             elif isinstance(command, Abandon) and self.at_work.get(command.key.job_id) == command.key:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from core.sampling.waiting import Waiting, heard
-from fedplat.sampling import POLICIES, Past, Policy
+from fedplat.sampling import POLICIES, ClientHistory, Policy
 
 CASES: dict[str, dict[str, Any]] = {
     "uniform": {"policy": "uniform"},
@@ -37,7 +37,12 @@ def some(total: int) -> Waiting:
         ({"region": f"r{i % 3}"} if i % 5 else {}) | ({"size": sizes[i % len(sizes)]} if i % 7 else {})
         for i in range(total)
     ]
-    strange = (Past(1, 1), heard(1e300, 1e9, num_examples=1e300), heard(0.0, 0.0, num_examples=0.0), heard(1e-300))
+    strange = (
+        ClientHistory(1, 1),
+        heard(1e300, 1e9, num_examples=1e300),
+        heard(0.0, 0.0, num_examples=0.0),
+        heard(1e-300),
+    )
     pasts = {i: strange[i // 3 % 5] if i // 3 % 5 < 4 else heard(0.5, i % 20, round_=4) for i in range(0, total, 3)}
     return Waiting(labels, pasts, 9, [0.0, 5.0, 4.0, 3.0, 2.0, 1e100, 0.0, 1.0])
 
@@ -79,7 +84,7 @@ def test_a_seed_draws_the_same_again_and_changes_nothing(name: str) -> None:
 
 @every_policy
 def test_in_the_end_everybody_is_drawn(name: str) -> None:
-    policy, rng, labels, pasts = make(name), np.random.default_rng(3), some(40).labels, dict[int, Past]()
+    policy, rng, labels, pasts = make(name), np.random.default_rng(3), some(40).labels, dict[int, ClientHistory]()
     for round_ in range(1, 301):
         for index in policy.draw(Waiting(labels, pasts, round_), 8, rng):
             pasts[index] = heard(1.0 + index, index % 7, round_=round_, num_examples=1 + index % 5)

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from core.sampling.waiting import Waiting, heard
-from fedplat.sampling import Oort, Past
+from fedplat.sampling import ClientHistory, Oort
 
 RNG = np.random.default_rng
 
@@ -89,7 +89,7 @@ def test_an_old_client_is_tried_again() -> None:
 
 
 def test_a_client_that_took_part_and_never_reported_is_no_newcomer() -> None:
-    waiting = Waiting.of(2, {0: Past(1, 1)})
+    waiting = Waiting.of(2, {0: ClientHistory(1, 1)})
     assert Oort(pacer_s=1.0, exploration=1.0).draw(waiting, 1, RNG(5)) == [1]
 
 
@@ -102,7 +102,7 @@ class Device:
 
 def play(policy: Oort, devices: list[Device], num_rounds: int, seed: int) -> None:
     """Rounds of ten in which a client's loss falls by a tenth whenever it takes part."""
-    rng, pasts, utilities = RNG(seed), dict[int, Past](), [0.0]
+    rng, pasts, utilities = RNG(seed), dict[int, ClientHistory](), [0.0]
     for round_ in range(1, num_rounds + 1):
         waiting = Waiting([{}] * len(devices), pasts, round_, utilities)
         utilities.append(0.0)

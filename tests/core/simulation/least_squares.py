@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedplat.model import Parameters
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 
 NUM_WEIGHTS = 8
 
@@ -24,7 +24,7 @@ class LeastSquares:
         self._inputs = [rng.normal(size=(5 + client % 7, NUM_WEIGHTS)) for client in range(num_clients)]
         self._eager, self._num_steps, self._diverges = eager, num_steps, diverges
         self._models: dict[int, Parameters] = {}
-        self._done: dict[Work, Trained] = {}
+        self._done: dict[Work, LocalUpdate] = {}
         self._before: dict[Work, Mapping[str, Parameters] | None] = {}
         self._memories: dict[int, Mapping[str, Parameters]] = {}
         self.under_way: set[Work] = set()
@@ -63,11 +63,11 @@ class LeastSquares:
             if self._eager and not work.scores:
                 self._done[work] = self._train(work)
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         self.under_way.remove(work)
         self.calls["scored" if work.scores else "results"] += 1
         if work.scores:
-            return Trained(Parameters.from_arrays({}), 2.0 + work.client, {"distance": self._distance(work)})
+            return LocalUpdate(Parameters.from_arrays({}), 2.0 + work.client, {"distance": self._distance(work)})
         trained = self._done.pop(work, None) or self._train(work)
         self._before[work] = self._memories.get(work.client)
         self._memories[work.client] = {"last": trained.update}
@@ -105,7 +105,7 @@ class LeastSquares:
             own = own + 0.01 * last["last"]["weight"]
         return float(np.linalg.norm(own - self._truth))
 
-    def _train(self, work: Work) -> Trained:
+    def _train(self, work: Work) -> LocalUpdate:
         """A part of the last update is added to the first step, so that it shows whether memory is kept."""
         base = self._models[work.version]["weight"].astype(np.float64)
         rng = np.random.default_rng(work.seed)
@@ -120,7 +120,7 @@ class LeastSquares:
             weight[:] = np.nan
         update = Parameters.from_arrays({"weight": (self.scale * (weight - base)).astype(np.float32)})
         loss = float(np.mean((inputs @ weight - targets) ** 2))
-        return Trained(update, float(len(inputs)), {"loss": loss, "fraction": work.fraction})
+        return LocalUpdate(update, float(len(inputs)), {"loss": loss, "fraction": work.fraction})
 
 
 def initial() -> Parameters:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedplat.simulation.recording.result import AttemptRecord, Participation, Result, Totals
+from fedplat.simulation.recording.result import AttemptResult, ParticipationCounts, Result, Totals
 
 DIGITS = """
 name = "digits"
@@ -56,10 +56,10 @@ def write_digits(folder: Path, more: str = "") -> Path:
     return path
 
 
-def attempt(number: int, values: dict[str, float], **more: object) -> AttemptRecord:
+def attempt(number: int, values: dict[str, float], **more: object) -> AttemptResult:
     """Round `number`, which ended at 10 times that."""
     known = {"phase": "COMMITTED", "kind": "TRAIN", "attempt": 1, "opened_at": 10.0 * (number - 1)} | more
-    return AttemptRecord(
+    return AttemptResult(
         round=number,
         collecting_at=10.0 * (number - 1),
         ended_at=10.0 * number,
@@ -69,7 +69,7 @@ def attempt(number: int, values: dict[str, float], **more: object) -> AttemptRec
     )
 
 
-def result(*attempts: AttemptRecord) -> Result:
+def result(*attempts: AttemptResult) -> Result:
     totals = Totals(
         duration_s=attempts[-1].ended_at,
         rounds=len(attempts),
@@ -97,5 +97,5 @@ def result(*attempts: AttemptRecord) -> Result:
         totals=totals,
         staleness={0: 4},
         groups=(),
-        participation=Participation(assigned=counts, merged=counts, late=counts * 0, failed=counts * 0),
+        participation=ParticipationCounts(assigned=counts, merged=counts, late=counts * 0, failed=counts * 0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedplat.simulation.clients.event_queue import Agenda, Alarms
+from fedplat.simulation.clients.event_queue import Alarms, EventQueue
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -32,7 +32,7 @@ def test_alarms_ring_in_order_whatever_is_set_meanwhile(seed: int, span_s: float
 
 
 def test_what_is_to_be_done_at_one_moment_is_done_in_the_order_in_which_it_was_put() -> None:
-    agenda: Agenda[str] = Agenda()
+    agenda: EventQueue[str] = EventQueue()
     for at, item in [(2.0, "c"), (1.0, "a"), (1.0, "b"), (3.0, "d")]:
         agenda.put(at, item)
     done: list[str] = []

@@ -15,8 +15,8 @@ from fedplat.errors import JobFileError
 from fedplat.job import calibrate
 from fedplat.model import Parameters
 from fedplat.simulation.clients import FleetOptions, build_fleet
-from fedplat.simulation.engines.interface import Trained, Work
-from fedplat.simulation.privacy_audit import Audit, run_audit, canaries_of, choose_canaries
+from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.privacy_audit import Audit, canaries_of, choose_canaries, run_audit
 from fedplat.simulation.run import Simulation
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.setup import Setup
@@ -70,8 +70,8 @@ class Idle:
 
     def begin(self, works: Sequence[Work]) -> None: ...
 
-    def result(self, work: Work) -> Trained:
-        return Trained(Parameters.zeros(self.initial.schema), 10.0)
+    def result(self, work: Work) -> LocalUpdate:
+        return LocalUpdate(Parameters.zeros(self.initial.schema), 10.0)
 
     def drop(self, work: Work) -> None:
         self.dropped += 1

@@ -17,9 +17,9 @@ from fedplat.model import Parameters
 from fedplat.simulation import api
 from fedplat.simulation.api import Run, simulate
 from fedplat.simulation.data import Dataset, deal, partitioners
-from fedplat.simulation.recording.result import AttemptRecord
+from fedplat.simulation.recording.result import AttemptResult
 from fedplat.simulation.report import plots
-from fedplat.simulation.run_folder import Every, Keep
+from fedplat.simulation.run_folder import RunFolderOptions, Throttle
 from fedplat.simulation.scenario.file import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("run")
-    return simulate(write_digits(folder), keep=Keep(folder / "kept", tensorboard=True))
+    return simulate(write_digits(folder), keep=RunFolderOptions(folder / "kept", tensorboard=True))
 
 
 def test_the_docstrings_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_what_is_kept(run: Run) -> None:
     assert list((folder / "tensorboard").iterdir())
     assert {path.name for path in run.plot(folder)} >= {"accuracy.png", "time.png", "participation.png", "data.png"}
     with pytest.raises(DataError, match="has a run already"):
-        simulate(run.file, keep=Keep(folder))
+        simulate(run.file, keep=RunFolderOptions(folder))
 
 
 def test_equal_files_give_equal_runs(run: Run) -> None:
@@ -101,14 +101,14 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize("stop_at", [1, 3])
 def test_a_run_that_was_stopped_goes_on(run: Run, stop_at: int, tmp_path: Path) -> None:
-    def observe(record: AttemptRecord) -> None:
+    def observe(record: AttemptResult) -> None:
         if record.round == stop_at:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        simulate(run.file, observe=observe, keep=Keep(tmp_path / "kept", checkpoint_s=0.0))
+        simulate(run.file, observe=observe, keep=RunFolderOptions(tmp_path / "kept", checkpoint_s=0.0))
     heard: list[int] = []
-    keep = Keep(tmp_path / "kept", resume=True)
+    keep = RunFolderOptions(tmp_path / "kept", resume=True)
     resumed = simulate(run.file, observe=lambda record: heard.append(record.round), keep=keep)
     assert resumed.model == run.model
     assert resumed.to_dict() | {"computed": 0} == run.to_dict() | {"computed": 0}
@@ -257,7 +257,7 @@ def test_training_needs_data(tmp_path: Path) -> None:
 
 def test_checkpoints_are_seconds_apart() -> None:
     moments = iter([0.0, 1.0, 5.0, 5.0, 6.0, 10.0, 10.0])
-    due = Every(5.0, lambda: next(moments))
+    due = Throttle(5.0, lambda: next(moments))
     assert [due() for _ in range(4)] == [False, True, False, True]
 
 

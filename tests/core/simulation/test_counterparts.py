@@ -12,7 +12,7 @@ from core.simulation.cases import BAD, job, make_fleet
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.run import Simulation, run
 
@@ -31,7 +31,7 @@ def simulated(rule: str, initial: Parameters = ZEROS, rounds: int = 30, **config
     federation = Federation(INPUTS, TARGETS, parts, INPUTS[:0], TARGETS[:0])
     learner = Learner(model=lambda: nn.Linear(3, 1, bias=False), loss=nn.functional.mse_loss)
     config = {**CONFIG, "algorithm": rule, **config}
-    engine = LoopEngine(Task(federation, learner, LocalOptions.from_config(config)))
+    engine = LoopEngine(ClientTraining(federation, learner, LocalOptions.from_config(config)))
     spec = job(
         goal=6,
         rounds=rounds,

@@ -12,10 +12,10 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import NUM_WEIGHTS, LeastSquares, initial
 from fedplat.model import Parameters
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.federated import training
-from fedplat.simulation.federated.retention import Keeper
-from fedplat.simulation.recording.result import AttemptRecord, Result
+from fedplat.simulation.federated.retention import VersionRetention
+from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 
 EXACT = {"outlier_factor": 0.0, "max_weight_factor": 0.0}
@@ -68,7 +68,7 @@ def test_a_run_ends_when_its_time_is_over() -> None:
 
 
 def test_observers_hear_of_each_attempt_in_order() -> None:
-    heard: list[AttemptRecord] = []
+    heard: list[AttemptResult] = []
     result = run(Simulation(spec=job(), fleet=make_fleet(**BAD), seed=1), Hooks(observe=heard.append))
     assert tuple(heard) == result.attempts
     ended = [record.ended_at for record in heard]
@@ -140,7 +140,7 @@ def test_an_attempt_whose_updates_are_too_large_is_tried_again() -> None:
 class Attacked(LeastSquares):
     """Client 5 sends updates that are far too large, and client 27 claims far too many examples."""
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         trained = super().result(work)
         if work.client == 5:
             huge = Parameters.from_arrays({"weight": trained.update["weight"] * np.float32(1e6)})
@@ -166,7 +166,7 @@ def test_one_client_neither_stops_nor_owns_a_simulated_job(
     assert all(record.total_weight < 1e4 for record in result.rounds)
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
     assert 5 not in engine.memories(), "what was dropped is not remembered"
-    monkeypatch.setattr(training, "Keeper", functools.partial(Keeper, budget=0))
+    monkeypatch.setattr(training, "Keeper", functools.partial(VersionRetention, budget=0))
     _, from_files = play()
     assert from_files.model == result.model
 
@@ -214,7 +214,7 @@ def test_reports_that_lack_what_the_rule_needs_are_rejected() -> None:
 class Poisoned(LeastSquares):
     """Two of forty clients send garbage."""
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         trained = super().result(work)
         if work.client not in (5, 27):  # who take part four times each
             return trained

@@ -11,7 +11,7 @@ import pytest
 from core.simulation.cases import BAD, job, make_fleet
 from core.simulation.least_squares import LeastSquares, initial
 from fedplat.errors import JournalError
-from fedplat.simulation.recording.result import AttemptRecord, Result
+from fedplat.simulation.recording.result import AttemptResult, Result
 from fedplat.simulation.run import Hooks, Simulation, run
 
 JOBS: list[dict[str, Any]] = [
@@ -48,7 +48,7 @@ class Fragile(LeastSquares):
 def play(folder: Path | None, engine: Fragile, sections: dict[str, Any], stop_at: int = 0) -> Result:
     """Runs a small simulation, or stops in the middle of the round after `stop_at`."""
 
-    def observe(record: AttemptRecord) -> None:
+    def observe(record: AttemptResult) -> None:
         if record.version == stop_at:
             engine.num_results_left = 3
 

@@ -7,7 +7,7 @@ import pytest
 
 from core.simulation.runs import attempt, result
 from fedplat.simulation.report.plots import gini
-from fedplat.simulation.report.summary import Score, series, summarize
+from fedplat.simulation.report.summary import MetricValue, series, summarize
 
 
 def of(*values: float, metric: str = "accuracy", step: int = 1, target: float = 0.0):
@@ -17,8 +17,8 @@ def of(*values: float, metric: str = "accuracy", step: int = 1, target: float = 
 
 def test_last_and_best() -> None:
     found = of(0.1, 0.5, 0.4)
-    assert found.last == Score(value=0.4, round=3, at_s=30.0)
-    assert found.best == Score(value=0.5, round=2, at_s=20.0)
+    assert found.last == MetricValue(value=0.4, round=3, at_s=30.0)
+    assert found.best == MetricValue(value=0.5, round=2, at_s=20.0)
     assert found.rounds_to_target is None
 
 

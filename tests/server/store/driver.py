@@ -13,25 +13,25 @@ from msgspec import structs
 
 from fedplat.job import calibrate, parse_job
 from fedplat.rounds import (
+    AssignmentSet,
     Attempt,
     AttemptKey,
     Context,
     Coordinator,
-    Crew,
     JobState,
-    Memory,
     ModelVersion,
+    ParticipationHistory,
     Proposal,
     Verdict,
     rebuild_attempt,
 )
 from fedplat.rounds.commands import Assign
 from fedplat.rounds.events import (
-    Action,
     AssignmentFailed,
     AttemptAggregated,
     ClientCheckedIn,
     Event,
+    JobAction,
     OperatorCommand,
     ServerRestarted,
     TimerFired,
@@ -43,7 +43,7 @@ from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, Jo
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.verify import checks, inspection
 
-_Crew = TypeVar("_Crew", bound=Crew)
+_Crew = TypeVar("_Crew", bound=AssignmentSet)
 NOW = 1000.0
 JOB_FILE = """
 name = "digits"
@@ -132,7 +132,7 @@ class Driver:
     async def create(self, job_id: str, job_file: str = JOB_FILE) -> JobState:
         record = await self.store.jobs.create_job(draft(job_id, job_file), job_file, f"key of {job_id}")
         self.coordinator.add(record.state)
-        await self.operate(job_id, Action.START)
+        await self.operate(job_id, JobAction.START)
         return self.coordinator.jobs[job_id]
 
     def propose(self, *events: Event) -> Proposal:
@@ -161,11 +161,11 @@ class Driver:
         assert {job_id: job for job_id, job in loaded.items() if job_id in expected} == expected
         for job_id, memory in self.coordinator.memories.items():
             job = self.coordinator.jobs[job_id]
-            recalled = Memory.recall(job.spec, await recall_participations(self.store.jobs, job))
+            recalled = ParticipationHistory.recall(job.spec, await recall_participations(self.store.jobs, job))
             assert recalled is not None
             assert (memory.clients, memory.utilities) == (recalled.clients, recalled.utilities)
 
-    async def operate(self, job_id: str, action: Action) -> None:
+    async def operate(self, job_id: str, action: JobAction) -> None:
         (verdict,) = await self.send(OperatorCommand(job_id, action))
         assert verdict.accepted, verdict
 
@@ -251,7 +251,7 @@ async def eventful(driver: Driver, job_id: str = "eventful", job_file: str = JOB
         await driver.send(AssignmentFailed(key, name, Reason.CLIENT_STOPPED))
     await driver.check_in(*(f"f{number}" for number in range(5)))
     await driver.report(job_id, ["f1"])
-    await driver.operate(job_id, Action.CANCEL)
+    await driver.operate(job_id, JobAction.CANCEL)
 
 
 async def _round_with_failures(driver: Driver, job_id: str) -> None:
@@ -276,8 +276,8 @@ async def _round_with_retries(driver: Driver, job_id: str) -> None:
     await driver.tick(job_id, 50.0)  # nobody came to be selected
     await driver.tick(job_id, 10.0)
     await driver.check_in("l", "m", "n", "o", "p")
-    await driver.operate(job_id, Action.PAUSE)
-    await driver.operate(job_id, Action.RESUME)
+    await driver.operate(job_id, JobAction.PAUSE)
+    await driver.operate(job_id, JobAction.RESUME)
     await driver.check_in("q", "r", "s", "t", "u")
     await driver.restart()
     await driver.finish_attempt(job_id, "v")

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from fedplat.rounds import AssignmentId, AttemptKey, HistoryRow
-from fedplat.rounds.events import Action, OperatorCommand
+from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase, JobStatus, Reason
 from fedplat_server.database.jobs import AttemptRecord
 from fedplat_server.database.ports import Store
@@ -250,7 +250,7 @@ async def test_history_is_complete_and_ordered(store: Store) -> None:
     await driver.create("one")
     rows = [record.row for record in await store.jobs.list_history("one")]
     for names in ("a", "b"):
-        proposal = driver.propose(OperatorCommand("one", Action.PAUSE), OperatorCommand("one", Action.RESUME))
+        proposal = driver.propose(OperatorCommand("one", JobAction.PAUSE), OperatorCommand("one", JobAction.RESUME))
         await store.jobs.save(proposal.changes, NOW)
         driver.coordinator.accept(proposal)
         rows += [row for change in proposal.changes for row in change.history]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedplat.rounds import AttemptKey
-from fedplat.rounds.events import Action, AssignmentFailed, ServerRestarted, UpdateReported, UploadStarted
+from fedplat.rounds.events import AssignmentFailed, JobAction, ServerRestarted, UpdateReported, UploadStarted
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 from fedplat_server.database.jobs import Staleness
 from fedplat_server.database.ports import Store
@@ -82,10 +82,10 @@ async def test_everybody_goes_on_after_a_restart(store: Store, database: str) ->
     await driver.check_in(*"abc")
     await driver.send(ServerRestarted("one"))
     assert driver.coordinator.num_busy == 4
-    await driver.operate("one", Action.PAUSE)
+    await driver.operate("one", JobAction.PAUSE)
     assert driver.coordinator.num_busy == 0
     await driver.restart()
-    await driver.operate("one", Action.RESUME)
+    await driver.operate("one", JobAction.RESUME)
     await check_invariants(database)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fedplat_server.database.clients import ClientRecord, Enrolment, EnrolmentToken
+from fedplat_server.database.clients import ClientRecord, Enrollment, EnrolmentToken
 from fedplat_server.database.ports import Store
-from fedplat_server.errors import EnrolmentError, StoreError, TokenRefusedError
-from fedplat_server.records.audit import Action, AuditEntry
+from fedplat_server.errors import EnrollmentConflictError, StoreError, TokenRefusedError
+from fedplat_server.records.audit import AuditAction, AuditEntry
 
 FAR = 9e9
 """A moment that never comes; the stores' clock of the tests begins at 1,000,000."""
@@ -22,8 +22,8 @@ def token(name: str = "t", **changes: Any) -> EnrolmentToken:
     return dataclasses.replace(made, **changes)
 
 
-def enrolment(name: str, **changes: Any) -> Enrolment:
-    made = Enrolment(name, "demo", {"region": "eu"}, "0.1.0", name.encode(), b"hash of t", f"key of {name}")
+def enrolment(name: str, **changes: Any) -> Enrollment:
+    made = Enrollment(name, "demo", {"region": "eu"}, "0.1.0", name.encode(), b"hash of t", f"key of {name}")
     return dataclasses.replace(made, **changes)
 
 
@@ -119,7 +119,7 @@ async def test_enrolling_again_as_somebody_else_is_refused(
     await open_store.clients.enroll(enrolment("a"))
     before = await open_store.clients.list_clients()
     again = enrolment("b", **{"public_key": b"a", "idempotency_key": "key of a", "labels": {}, **changes})
-    with pytest.raises(EnrolmentError, match=said):
+    with pytest.raises(EnrollmentConflictError, match=said):
         await open_store.clients.enroll(again)
     assert await open_store.clients.list_clients() == before
     assert await num_left(open_store) == 9
@@ -127,7 +127,7 @@ async def test_enrolling_again_as_somebody_else_is_refused(
 
 async def test_two_clients_cannot_share_a_key(open_store: Store) -> None:
     await open_store.clients.enroll(enrolment("a"))
-    with pytest.raises(EnrolmentError, match="public key"):
+    with pytest.raises(EnrollmentConflictError, match="public key"):
         await open_store.clients.enroll(enrolment("b", public_key=b"a"))
     assert [client.client_id for client in await open_store.clients.list_clients()] == ["a"]
     assert await num_left(open_store) == 9
@@ -208,7 +208,7 @@ async def test_the_clients_of_a_token_are_revoked_page_by_page(open_store: Store
     first = await store.clients.revoke_client("a")
 
     def noted(client: ClientRecord) -> list[AuditEntry]:
-        return [AuditEntry("anna", Action.CLIENT_REVOKED, client.client_id)]
+        return [AuditEntry("anna", AuditAction.CLIENT_REVOKED, client.client_id)]
 
     async def page(token_id: str, after: str) -> list[str]:
         found = await store.clients.revoke_clients_of(token_id, after, 2, noted)

@@ -11,12 +11,12 @@ from msgspec import structs
 from fedplat.job import parse_job, plan_charge
 from fedplat.privacy import Charge, Mechanism
 from fedplat.rounds import Change, JobState
-from fedplat.rounds.events import Action, AttemptAggregated, UpdateReported
+from fedplat.rounds.events import AttemptAggregated, JobAction, UpdateReported
 from fedplat.rounds.states import AttemptKind, JobStatus
 from fedplat_server.database.ledger import Account, Budget, Population
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import PopulationChangedError, StaleRevisionError, StoreError
-from fedplat_server.records.audit import Action as Noted
+from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.audit import AuditEntry
 from server.store.driver import JOB_FILE, NOW, Driver, digest_of, draft
 
@@ -160,7 +160,7 @@ async def test_a_population_has_the_accounts_of_its_jobs(store: Store) -> None:
     assert found == Population("demo", 2, None, accounts)
     assert [one.is_private for one in accounts] == [True, False]
     assert found.charges == (Charge(MECHANISM, 3),)
-    await driver.operate("one", Action.CANCEL)
+    await driver.operate("one", JobAction.CANCEL)
     assert (await store.ledger.load_population("demo")).charges == (Charge(MECHANISM, 2),)
     assert await store.ledger.load_populations() == [
         Population("another", 1, None, (account(elsewhere),)),

@@ -6,7 +6,7 @@ import pytest
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.commands import Assign
-from fedplat.rounds.events import Action, ClientCheckedIn
+from fedplat.rounds.events import ClientCheckedIn, JobAction
 from fedplat_server.database.ports import Store, recall_participations
 from fedplat_server.database.writes import ParticipationLimits
 from fedplat_server.errors import ParticipationError
@@ -112,8 +112,8 @@ async def test_another_attempt_at_the_same_round_is_no_other_participation(store
         await driver.check_in("a", "b")
         assert len(driver.cohort("j")[1]) == 2
         await driver.restart()
-        await driver.operate("j", Action.PAUSE)
-        await driver.operate("j", Action.RESUME)
+        await driver.operate("j", JobAction.PAUSE)
+        await driver.operate("j", JobAction.RESUME)
     await play(driver, "j", "a", "b")
     forgetful(driver, "j")
     await refused(driver, "j", "a", "c")

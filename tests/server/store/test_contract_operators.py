@@ -8,12 +8,12 @@ import dataclasses
 
 import pytest
 
-from fedplat.rounds.events import Action, OperatorCommand
+from fedplat.rounds.events import JobAction, OperatorCommand
 from fedplat_server.database.ports import Store
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import LastAdminError, OperatorError, StaleRevisionError
 from fedplat_server.records.audit import SERVER, AuditEntry, AuditHead, check_chain
-from fedplat_server.records.audit import Action as Noted
+from fedplat_server.records.audit import AuditAction as Noted
 from fedplat_server.records.operators import OperatorRecord, Role
 from server.access import ADMIN_NAME
 from server.store.driver import JOB_FILE, NOW, Driver, Ticks, draft
@@ -152,7 +152,7 @@ async def test_a_new_job_is_noted_once(store: Store) -> None:
 async def test_a_change_and_its_note_are_stored_together_or_not_at_all(store: Store) -> None:
     driver = Driver(store)
     await driver.create("j-1")
-    changes = driver.propose(OperatorCommand("j-1", Action.PAUSE)).changes
+    changes = driver.propose(OperatorCommand("j-1", JobAction.PAUSE)).changes
     await store.jobs.save(changes, NOW, audit=[note("anna")])
     with pytest.raises(StaleRevisionError):
         await store.jobs.save(changes, NOW, audit=[note("anna")])

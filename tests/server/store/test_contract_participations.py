@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from msgspec import structs
 
-from fedplat.rounds import Memory, Participation
+from fedplat.rounds import Participation, ParticipationHistory
 from fedplat.rounds.events import UpdateReported
 from fedplat_server.database.ports import ROUNDS_PER_QUERY, JobStore, Store, recall_participations
 from server.store.driver import JOB_FILE, Driver, digest_of, draft, eventful
@@ -59,7 +59,7 @@ async def test_only_the_rounds_that_matter_are_read_back(store: Store) -> None:
     assert await recall_participations(store.jobs, jobs["plain"]) == []
     before, after = (
         driver.coordinator.memories["one"],
-        Memory.recall(jobs["one"].spec, await recall_participations(store.jobs, jobs["one"])),
+        ParticipationHistory.recall(jobs["one"].spec, await recall_participations(store.jobs, jobs["one"])),
     )
     assert after is not None
     assert before.clients.keys() > after.clients.keys()

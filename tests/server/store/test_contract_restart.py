@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from fedplat.rounds import Attempt
-from fedplat.rounds.events import Action, OperatorCommand, UpdateReported, UploadStarted
+from fedplat.rounds.events import JobAction, OperatorCommand, UpdateReported, UploadStarted
 from fedplat_server.database import tables
 from fedplat_server.database.engine import WRITES, async_url, create_engine
 from fedplat_server.database.ports import Store
@@ -94,10 +94,10 @@ async def test_the_last_save_of_each_job_has_a_name(store: Store) -> None:
     driver = Driver(store)
     for job_id in ("one", "two", "three"):
         await driver.create(job_id)
-    both = driver.propose(OperatorCommand("one", Action.PAUSE), OperatorCommand("two", Action.PAUSE))
+    both = driver.propose(OperatorCommand("one", JobAction.PAUSE), OperatorCommand("two", JobAction.PAUSE))
     await store.jobs.save(both.changes, NOW, save_id="first")
     driver.coordinator.accept(both)
-    proposal = driver.propose(OperatorCommand("two", Action.RESUME))
+    proposal = driver.propose(OperatorCommand("two", JobAction.RESUME))
     await store.jobs.save(proposal.changes, NOW, save_id="second")
     assert [await store.jobs.find_last_save(job_id) for job_id in ("one", "two", "three")] == ["first", "second", ""]
 
@@ -105,7 +105,7 @@ async def test_the_last_save_of_each_job_has_a_name(store: Store) -> None:
 async def test_a_save_that_was_refused_leaves_no_name(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
-    proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
+    proposal = driver.propose(OperatorCommand("one", JobAction.PAUSE))
     await store.jobs.save(proposal.changes, NOW, save_id="first")
     with pytest.raises(StaleRevisionError):
         await store.jobs.save(proposal.changes, NOW, save_id="again")

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fedplat.rounds import AttemptKey
 from fedplat.rounds.events import RollbackOrdered
-from fedplat_server.database.jobs import Keep, Removable
+from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StoreError
 from server.store.driver import JOB_FILE, Driver, digest_of, draft, run_to_the_end
@@ -31,7 +31,7 @@ async def ended(store: Store, job_id: str = "one") -> Driver:
 
 async def test_old_files_are_given_up_and_rows_stay(store: Store) -> None:
     await ended(store)
-    keep = Keep(models_from=4, every=2, states_from=3)
+    keep = RetainedVersions(models_from=4, every=2, states_from=3)
     found = await store.retention.list_removable("one", keep)
     assert shown(found) == [(1, True, True), (2, False, True), (3, True, False)]
     assert shown(await store.retention.list_removable("one", keep, limit=1)) == [(1, True, True)]
@@ -57,7 +57,7 @@ async def test_the_first_the_latest_and_what_clients_work_with_are_kept(store: S
     await driver.finish_attempt("one", "evaluator-")
     await driver.finish_attempt("one", "b")
     await driver.check_in(*(f"c{number}" for number in range(9)))  # somebody works with version 2, the latest
-    everything = Keep(models_from=100, states_from=0)
+    everything = RetainedVersions(models_from=100, states_from=0)
     assert shown(await store.retention.list_removable("one", everything)) == [(1, True, False)]
 
 
@@ -67,7 +67,7 @@ async def test_what_has_become_the_latest_meanwhile_is_kept(store: Store) -> Non
     await driver.create("one", TEXT)
     for name in ("a", "evaluator-", "b", "evaluator2-"):
         await driver.finish_attempt("one", name)
-    found = await store.retention.list_removable("one", Keep(models_from=2, states_from=2))
+    found = await store.retention.list_removable("one", RetainedVersions(models_from=2, states_from=2))
     assert shown(found) == [(1, True, True)]
     (record,) = [one for one in await store.jobs.list_versions("one") if one.version.version == 1]
     await driver.send(RollbackOrdered("one", record.version))
@@ -83,7 +83,9 @@ async def test_a_rollback_to_files_that_were_given_up_is_refused(store: Store) -
     for name in ("a", "evaluator-", "b", "evaluator2-"):
         await driver.finish_attempt("one", name)
     (record,) = [one for one in await store.jobs.list_versions("one") if one.version.version == 1]
-    await store.retention.mark_removed("one", await store.retention.list_removable("one", Keep(states_from=2)))
+    await store.retention.mark_removed(
+        "one", await store.retention.list_removable("one", RetainedVersions(states_from=2))
+    )
     proposal = driver.propose(RollbackOrdered("one", record.version))
     with pytest.raises(StoreError, match="the files of version 1 are not kept any more"):
         await store.jobs.save(proposal.changes, driver.now)
@@ -100,7 +102,7 @@ async def test_shared_bytes_stay_as_long_as_a_version_names_them(store: Store) -
     state = draft("two", JOB_FILE)
     same = structs.replace(state.latest, digest=digest_of("one", 1))
     await store.jobs.create_job(structs.replace(state, latest=same), JOB_FILE, "the second job")
-    found = await store.retention.list_removable("one", Keep(models_from=2))
+    found = await store.retention.list_removable("one", RetainedVersions(models_from=2))
     gone = await store.retention.mark_removed("one", [*found, *found])  # said twice, it is the same
     assert gone == {digest_of("one", "delta", 1)}
     assert await store.jobs.find_populations(digest_of("one", 1)) == {"demo"}

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from fedplat.rounds import Change, sync
-from fedplat.rounds.events import Action, AttemptAggregated, OperatorCommand, UpdateReported
+from fedplat.rounds.events import AttemptAggregated, JobAction, OperatorCommand, UpdateReported
 from fedplat.rounds.states import JobStatus
 from fedplat_server.database.ports import Store
 from fedplat_server.errors import StaleRevisionError, StoreError
@@ -41,10 +41,10 @@ async def test_a_paused_commit_becomes_a_version(store: Store, database: str) ->
     key, cohort = driver.cohort("one")
     for name in cohort[:3]:
         await driver.send(UpdateReported(key, name, digest_of(name), 1.0))
-    await driver.operate("one", Action.PAUSE)
+    await driver.operate("one", JobAction.PAUSE)
     await driver.send(AttemptAggregated(key, driver.next_version("one")))
     assert driver.coordinator.jobs["one"].status is JobStatus.PAUSED
-    await driver.operate("one", Action.RESUME)
+    await driver.operate("one", JobAction.RESUME)
     await run_to_the_end(driver, "one", "x")
     assert driver.coordinator.jobs["one"].status is JobStatus.COMPLETED
     await check_invariants(database)
@@ -116,7 +116,7 @@ async def test_an_empty_save_does_nothing(store: Store) -> None:
 async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
     driver = Driver(store)
     await driver.create("one")
-    proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
+    proposal = driver.propose(OperatorCommand("one", JobAction.PAUSE))
     await store.jobs.save(proposal.changes, NOW)
     with pytest.raises(StaleRevisionError):
         await store.jobs.save(proposal.changes, NOW)
@@ -126,7 +126,7 @@ async def test_a_save_of_another_revision_is_refused(store: Store) -> None:
 async def test_of_two_that_save_the_same_revision_one_wins(store: Store, database: str) -> None:
     driver = Driver(store)
     await driver.create("one")
-    proposals = [driver.propose(OperatorCommand("one", action)) for action in (Action.PAUSE, Action.CANCEL) * 4]
+    proposals = [driver.propose(OperatorCommand("one", action)) for action in (JobAction.PAUSE, JobAction.CANCEL) * 4]
     results = await asyncio.gather(*(store.jobs.save(p.changes, NOW) for p in proposals), return_exceptions=True)
     assert sum(result is None for result in results) == 1
     assert sum(isinstance(result, StaleRevisionError) for result in results) == 7
@@ -139,7 +139,7 @@ async def test_a_save_of_an_unknown_job_is_refused(store: Store) -> None:
     driver = Driver(store)
     driver.coordinator.add(draft("ghost"))
     with pytest.raises(StaleRevisionError):
-        await driver.operate("ghost", Action.START)
+        await driver.operate("ghost", JobAction.START)
 
 
 async def _everything(store: Store, job_ids: tuple[str, ...]) -> list[object]:
@@ -198,6 +198,6 @@ async def test_a_round_has_one_version(store: Store) -> None:
     await driver.create("one")
     await driver.create("two")
     await driver.finish_attempt("one", "a")
-    change = driver.propose(OperatorCommand("one", Action.PAUSE)).changes[0]
+    change = driver.propose(OperatorCommand("one", JobAction.PAUSE)).changes[0]
     again = structs.replace(driver.coordinator.jobs["one"].latest, version=3)
     await _refused(store, dataclasses.replace(change, version=again))

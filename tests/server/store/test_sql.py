@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy import event, text
 
-from fedplat.rounds.events import Action, AssignmentFailed, OperatorCommand
+from fedplat.rounds.events import AssignmentFailed, JobAction, OperatorCommand
 from fedplat.rounds.states import JobStatus, Reason
 from fedplat.texts import shorten
 from fedplat_server.database import drivers as transactions
@@ -84,7 +84,7 @@ async def test_two_that_save_the_same_jobs_in_other_orders(database: str) -> Non
         driver = Driver(one)
         for job_id in "abcdef":
             await driver.create(job_id)
-        for action in (Action.PAUSE, Action.RESUME) * 5:
+        for action in (JobAction.PAUSE, JobAction.RESUME) * 5:
             commands = [OperatorCommand(job_id, action) for job_id in "abcdef"]
             here, there = driver.propose(*commands), driver.propose(*reversed(commands))
             results = await asyncio.gather(
@@ -100,7 +100,7 @@ async def test_a_cancelled_save_happens_or_not(store: SqlStore, database: str) -
     driver = Driver(store)
     await driver.create("one")
     for turns in range(40):
-        action = Action.RESUME if driver.coordinator.jobs["one"].status is JobStatus.PAUSED else Action.PAUSE
+        action = JobAction.RESUME if driver.coordinator.jobs["one"].status is JobStatus.PAUSED else JobAction.PAUSE
         proposal = driver.propose(OperatorCommand("one", action))
         task = asyncio.create_task(store.jobs.save(proposal.changes, NOW))
         for _ in range(turns):
@@ -137,7 +137,7 @@ async def test_history_is_numbered_in_the_order_in_which_it_appears(database: st
                 await store.jobs.set_version_metrics("one", 0, {"n": float(number)})
 
         async def write() -> None:
-            saving = (driver.operate("one", action) for action in (Action.PAUSE, Action.RESUME) * 10)
+            saving = (driver.operate("one", action) for action in (JobAction.PAUSE, JobAction.RESUME) * 10)
             await asyncio.gather(note(one), note(two), _in_order(saving))
             done.set()
 
@@ -279,7 +279,7 @@ async def test_a_connection_that_breaks_in_a_save_is_replaced(postgres: str) -> 
         driver = Driver(store)
         await driver.create("one")
         await execute_sql(postgres, *_fails(1, "PERFORM pg_terminate_backend(pg_backend_pid())"))
-        proposal = driver.propose(OperatorCommand("one", Action.PAUSE))
+        proposal = driver.propose(OperatorCommand("one", JobAction.PAUSE))
         with pytest.raises(StoreUnavailableError):
             await store.jobs.save(proposal.changes, NOW)
         await driver.check()  # nothing was saved

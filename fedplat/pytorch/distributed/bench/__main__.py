@@ -16,7 +16,7 @@ import torch
 
 from fedplat.pytorch.distributed import Backend, join_group, make_file_store
 from fedplat.pytorch.distributed.bench.measure import MakeTrials, make_library_trials, measure
-from fedplat.pytorch.distributed.bench.records import BenchPlan, Failed, Finished, Step
+from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, Step
 
 
 def main(make_trials: MakeTrials = make_library_trials) -> int:
@@ -28,16 +28,16 @@ def main(make_trials: MakeTrials = make_library_trials) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
 
-        def send(message: Step | Finished | Failed) -> None:
+        def send(message: Step | BenchFinished | BenchFailed) -> None:
             connection.sendall(msgspec.json.encode(message) + b"\n")
 
         try:
             with join_group(cast(Backend, backend), store=make_file_store(Path(address).parent)) as ranks:
                 report = measure(ranks, plan, send if ranks.is_first else lambda step: None, make_trials)
                 if ranks.is_first:
-                    send(Finished(report))
+                    send(BenchFinished(report))
         except (RuntimeError, MemoryError, OSError, ValueError) as exc:
-            send(Failed(rank, f"{type(exc).__name__}: {exc}"))
+            send(BenchFailed(rank, f"{type(exc).__name__}: {exc}"))
             return 1
     return 0
 

@@ -88,13 +88,13 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     doing: str
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class BenchFinished(msgspec.Struct, frozen=True, tag="finished"):
     """The report, when everything was measured."""
 
     report: BenchReport
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class BenchFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The reason why a rank failed."""
 
     rank: int

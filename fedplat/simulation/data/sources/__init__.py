@@ -14,7 +14,7 @@ from fedplat.simulation.data.sources.huggingface import HuggingFace
 from fedplat.simulation.data.sources.leaf import Leaf
 from fedplat.simulation.data.sources.mnist import Mnist
 from fedplat.simulation.data.sources.npz import Npz
-from fedplat.simulation.data.sources.paths import Place, data_folder
+from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
 
 Source = Mnist | Shakespeare | Digits | Npz | Function | Leaf | HuggingFace
@@ -39,8 +39,8 @@ __all__ = [
     "Leaf",
     "Mnist",
     "Npz",
-    "Place",
     "Shakespeare",
     "Source",
+    "SourcePaths",
     "data_folder",
 ]

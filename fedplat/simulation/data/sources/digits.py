@@ -7,7 +7,7 @@ import numpy as np
 
 from fedplat.errors import MissingExtraError
 from fedplat.simulation.data.federation import Dataset
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out
 
 
 class Digits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="digits"):
@@ -15,7 +15,7 @@ class Digits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     test_fraction: Fraction = 0.2
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `MissingExtraError` without scikit-learn."""
         try:
             from sklearn.datasets import load_digits

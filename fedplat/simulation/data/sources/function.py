@@ -10,7 +10,7 @@ import numpy as np
 from fedplat import user_code
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Dataset, Federation
-from fedplat.simulation.data.sources.paths import Place
+from fedplat.simulation.data.sources.paths import SourcePaths
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="function"):
@@ -23,7 +23,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     call: user_code.Reference
     arguments: dict[str, bool | int | float | str] = {}
 
-    def load(self, place: Place) -> Dataset | Federation:
+    def load(self, place: SourcePaths) -> Dataset | Federation:
         """The data. Raises `DataError`, and `UserCodeError` where the function is not found or fails."""
         made = user_code.call(self.call, place.folder, self.arguments)
         if isinstance(made, Dataset | Federation):

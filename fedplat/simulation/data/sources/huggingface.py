@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError, MissingExtraError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, number_owners
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out, number_owners
 
 
 class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="huggingface"):
@@ -28,7 +28,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     test_fraction: Fraction = 0.2
     scale: Literal["none", "unit"] = "none"
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `DataError`, and `MissingExtraError` without `datasets`."""
         train, test = self._splits(place)
         inputs, targets = self._arrays(train)
@@ -37,7 +37,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         dataset = Dataset(inputs, targets, *test_arrays, groups, names)
         return hold_out(dataset, self.test_fraction, place.rng)
 
-    def _splits(self, place: Place) -> tuple[Any, Any | None]:
+    def _splits(self, place: SourcePaths) -> tuple[Any, Any | None]:
         try:
             import datasets
         except ModuleNotFoundError as exc:

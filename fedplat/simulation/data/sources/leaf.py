@@ -12,7 +12,7 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out
 
 
 class _User(msgspec.Struct):
@@ -36,7 +36,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
     shape: list[int] = []
     test_fraction: Fraction = 0.2
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `DataError`."""
         folder = place.folder / self.path
         users = _users(folder / "train")

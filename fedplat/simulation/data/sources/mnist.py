@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Place, read_arrays, well_known
+from fedplat.simulation.data.sources.paths import SourcePaths, read_arrays, well_known
 
 _HOW_TO_GET = "It holds x_train, y_train, x_test and y_test as uint8 arrays, as Keras publishes them."
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
@@ -22,7 +22,7 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     scale: Literal["unit", "standard"] = "unit"
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `DataError` where the file is missing."""
         names = ("x_train", "y_train", "x_test", "y_test")
         arrays = read_arrays(well_known(place.data, "mnist.npz", _HOW_TO_GET), names)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import Fraction, Place, hold_out, number_owners, read_arrays
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_out, number_owners, read_arrays
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):
@@ -28,7 +28,7 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
     test_fraction: Fraction = 0.2
     scale: Literal["none", "unit"] = "none"
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `DataError`."""
         test_names = (self.test_inputs, self.test_targets) if self.test_inputs else ()
         names = [self.inputs, self.targets, *test_names, *([self.groups] if self.groups else [])]

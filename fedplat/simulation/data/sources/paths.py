@@ -20,7 +20,7 @@ DEFAULT_FOLDER = Path("../shared/data")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SourcePaths:
     """`folder` is the simulation file's, `data` that of well-known data sets; `rng` chooses what is held out."""
 
     folder: Path

@@ -15,7 +15,7 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset, Part
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.paths import Fraction, Place, well_known
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, well_known
 
 _HOW_TO_GET = "It is the plays as text: a speaker's name and a colon on a line, the speech below, an empty line."
 _SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     min_examples: Annotated[int, msgspec.Meta(ge=2, le=1_000_000)] = 20
     test_fraction: Fraction = 0.2
 
-    def load(self, place: Place) -> Dataset:
+    def load(self, place: SourcePaths) -> Dataset:
         """The data set. Raises `DataError` where the file is missing, or nobody says enough."""
         path = well_known(place.data, "tinyshakespeare.txt", _HOW_TO_GET)
         spoken: dict[str, list[str]] = {}

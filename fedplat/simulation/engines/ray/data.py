@@ -15,7 +15,7 @@ _PIECE = 1 << 24
 """Bytes of a piece, about: few objects, none of which holds much that a machine does not need."""
 
 
-class Pieces:
+class DataShards:
     """Pieces of some clients' `parts` each; `put` places one in the store, and gives the reference."""
 
     def __init__(self, federation: Federation, parts: Sequence[Part], put: Callable[[Piece], Any]) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 from fedplat.errors import EngineError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
-from fedplat.simulation.engines.client_states import Memories
-from fedplat.simulation.engines.client_trainer import NO_UPDATE, Contents, ModuleTrainer, Task, num_examples
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.simulation.engines.client_states import ClientStates
+from fedplat.simulation.engines.client_trainer import NO_UPDATE, ClientTraining, Contents, ModuleTrainer, num_examples
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.engines.ray.cluster import Cluster
-from fedplat.simulation.engines.ray.data import Pieces
+from fedplat.simulation.engines.ray.data import DataShards
 from fedplat.simulation.engines.ray.worker import Answer, RayWorker, piece_of
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import Backlog
+from fedplat.simulation.engines.work_queue import WorkQueue
 
 _AHEAD = 2
 """Works that an actor has at once: it trains one while the other's data is on its way."""
@@ -44,7 +44,7 @@ class RayEngine:
     Raises `MissingExtraError`, and `EngineError` for a cluster or actors that do not answer.
     """
 
-    def __init__(self, task: Task, num_workers: int = 0, address: str | None = None) -> None:
+    def __init__(self, task: ClientTraining, num_workers: int = 0, address: str | None = None) -> None:
         self._federation = task.federation
         self._trainer = ModuleTrainer(task.learner, task.options, task.seed)
         data = (task.federation.inputs, task.federation.test_inputs)
@@ -55,8 +55,8 @@ class RayEngine:
         self._names: list[str] = []
         try:
             self._start(task)
-            self._pieces = Pieces(task.federation, task.federation.parts, self._ray.put)
-            self._held_out = Pieces(task.federation, task.federation.held_out, self._ray.put)
+            self._pieces = DataShards(task.federation, task.federation.parts, self._ray.put)
+            self._held_out = DataShards(task.federation, task.federation.held_out, self._ray.put)
         except BaseException:
             self.close()
             raise
@@ -64,8 +64,8 @@ class RayEngine:
         self._test: list[tuple[int, Any]] = []
         self._models: dict[int, Any] = {}
         self._versions = Versions(self._forget)
-        self._memories = Memories[bytes]()
-        self._backlog = Backlog[Answer](self._versions, self.num_examples)
+        self._memories = ClientStates[bytes]()
+        self._backlog = WorkQueue[Answer](self._versions, self.num_examples)
         self._sent: dict[Any, _Sent] = {}
         self._schema: Schema | None = None
         self._failure = ""
@@ -94,7 +94,7 @@ class RayEngine:
         self._backlog.begin(works)
         self._send()
 
-    def result(self, work: Work) -> Trained:
+    def result(self, work: Work) -> LocalUpdate:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when an actor was lost."""
         while not self._backlog.has_answer(work):
             self._receive()
@@ -106,11 +106,11 @@ class RayEngine:
         if answer.note is not None:
             self._memories.put(work, answer.note)
         if work.scores:
-            return Trained(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
+            return LocalUpdate(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
         assert self._schema is not None
         # A copy, because memory of the store is gone with the cluster, and must not be written to.
         update = Parameters(self._schema, answer.update.copy())
-        return Trained(update, num_examples(self._federation, work), answer.metrics)
+        return LocalUpdate(update, num_examples(self._federation, work), answer.metrics)
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
@@ -155,7 +155,7 @@ class RayEngine:
         self._actors = []
         self._cluster.leave()
 
-    def _start(self, task: Task) -> None:
+    def _start(self, task: ClientTraining) -> None:
         """Starts all actors, one core each; in a cluster of our own they are all that it is for."""
         num_cpus = 0 if self._cluster.is_own else 1
         make = self._ray.remote(RayWorker).options(num_cpus=num_cpus, scheduling_strategy="SPREAD")

@@ -17,13 +17,15 @@ import msgspec
 from typing_extensions import override
 
 from fedplat.pytorch.distributed import Backend
-from fedplat.pytorch.distributed.bench.records import BenchPlan, BenchReport, Failed, Finished, Step
+from fedplat.pytorch.distributed.bench.records import BenchFailed, BenchFinished, BenchPlan, BenchReport, Step
 from fedplat_server.errors import PoolError
 from fedplat_server.workers import torchrun
 
 LIBRARY_PROGRAM = ("-P", "-m", "fedplat.pytorch.distributed.bench")
 """Arguments of Python for ranks that measure the library's collectives."""
-_decoder: msgspec.json.Decoder[Step | Finished | Failed] = msgspec.json.Decoder(Step | Finished | Failed)
+_decoder: msgspec.json.Decoder[Step | BenchFinished | BenchFailed] = msgspec.json.Decoder(
+    Step | BenchFinished | BenchFailed
+)
 
 
 class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -33,7 +35,7 @@ class _ResultServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(str(path), _Connection)
         self.note = note
         self.report: BenchReport | None = None
-        self.failures: list[Failed] = []
+        self.failures: list[BenchFailed] = []
 
 
 class _Connection(socketserver.StreamRequestHandler):
@@ -48,9 +50,9 @@ class _Connection(socketserver.StreamRequestHandler):
                 match _decoder.decode(line):
                     case Step() as step:
                         results.note(step)
-                    case Failed() as failure:
+                    case BenchFailed() as failure:
                         results.failures.append(failure)
-                    case Finished(report):
+                    case BenchFinished(report):
                         results.report = report
 
 
@@ -89,7 +91,7 @@ def measure(
     return results.report
 
 
-def _find_reason(error: torchrun.ChildFailedError, reported: Sequence[Failed]) -> str:
+def _find_reason(error: torchrun.ChildFailedError, reported: Sequence[BenchFailed]) -> str:
     """Return the first cause: a rank that was killed, or a rank's own failure, rather than a lost connection."""
     for rank, failure in sorted(error.failures.items()):
         if (

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from fedplat_server import logs
 from fedplat_server.records.lease import Lease
-from fedplat_server.rpc.routing.gateway import Entrance, Gateway
-from fedplat_server.rpc.routing.router import Nowhere, Switch
+from fedplat_server.rpc.routing.gateway import ForwardingRoute, Gateway
+from fedplat_server.rpc.routing.router import NoLeader, Router
 
 
 class Follower:
@@ -17,9 +17,9 @@ class Follower:
     def __init__(
         self,
         name: str,
-        switch: Switch,
+        switch: Router,
         tell: Callable[[bool], Awaitable[None]],
-        entrance: Entrance,
+        entrance: ForwardingRoute,
     ) -> None:
         self._name = name
         self._entrance = entrance
@@ -35,7 +35,7 @@ class Follower:
             return
         logs.get().info("another daemon leads; this one is a gateway to it", term=lease.term, leader=lease.address)
         gateway = Gateway(lease, self._name, self._entrance)
-        self._switch.turn(gateway)
+        self._switch.set_route(gateway)
         await self._leave()
         self._gateway = gateway
         self._watch = asyncio.create_task(gateway.watch(self._tell), name="leader watch")
@@ -43,7 +43,7 @@ class Follower:
     async def close(self) -> None:
         """Follows nobody."""
         if self._gateway is not None:
-            self._switch.turn(Nowhere())
+            self._switch.set_route(NoLeader())
             await self._leave()
 
     async def _leave(self) -> None:

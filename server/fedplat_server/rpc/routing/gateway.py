@@ -16,14 +16,14 @@ from grpc import aio
 
 from fedplat import auth, wire
 from fedplat_server.auth import forwarding
-from fedplat_server.auth.forwarding import Hop
+from fedplat_server.auth.forwarding import ForwardedCall
 from fedplat_server.config import TlsFiles
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import interceptor, memory
 from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.routing.router import Calls
+from fedplat_server.rpc.routing.router import InFlightCalls
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
@@ -56,7 +56,7 @@ CALLS_OF_CONNECTION = 90
 """Calls of one connection to the leader, which takes `serving.MAX_STREAMS`; beyond them another one is made."""
 
 
-class Entrance(NamedTuple):
+class ForwardingRoute(NamedTuple):
     """What the daemon knows of callers of its own port.
 
     `client_of` tells which client the connection of a call is known to be of ("": none), `tls` how to speak to other
@@ -99,8 +99,8 @@ class Channels:
 class Gateway:
     """The route to a leader."""
 
-    def __init__(self, lease: Lease, name: str, entrance: Entrance) -> None:
-        self.calls = Calls()
+    def __init__(self, lease: Lease, name: str, entrance: ForwardingRoute) -> None:
+        self.calls = InFlightCalls()
         self.lease = lease
         self._name = name
         self._client_of = entrance.client_of
@@ -115,11 +115,11 @@ class Gateway:
             metadata = context.invocation_metadata() or ()
             if forwarding.is_marked(metadata):  # the daemon that sent it here was mistaken
                 raise RefusedError(Code.NO_LEADER)
-            origin = Hop(self._name, self._client_of(context), context.peer())
-            marked = forwarding.marked(metadata, self.lease.secret, origin)
+            origin = ForwardedCall(self._name, self._client_of(context), context.peer())
+            marked = forwarding.add_to_metadata(metadata, self.lease.secret, origin)
             admitted = asyncio.Event()
             async with contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(_translated(context))
+                await stack.enter_async_context(_translate_status(context))
                 start = cast(Any, stack.enter_context(self._channels.one()).stream_stream)(method)
                 started = start(_after(admitted, requests), timeout=context.time_remaining(), metadata=marked)
                 outgoing = await stack.enter_async_context(_cancelled_at_the_end(started))
@@ -160,7 +160,7 @@ class Gateway:
     async def close(self) -> None:
         """Ends the calls under way and the connection."""
         self.calls.end()
-        await self.calls.ended()
+        await self.calls.wait_until_none()
         await self._channels.close()
 
 
@@ -181,7 +181,7 @@ async def _cancelled_at_the_end(outgoing: Any) -> AsyncGenerator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _translated(context: Context) -> AsyncGenerator[None]:
+async def _translate_status(context: Context) -> AsyncGenerator[None]:
     """Gives the caller the leader's status, or says that the leader is gone."""
     try:
         yield

@@ -16,7 +16,7 @@ from fedplat_server.rpc import handlers
 from fedplat_server.rpc.handlers import Behavior, Context, Handler, StartedRequests
 
 
-class Turn(Protocol):
+class Permit(Protocol):
     """The leave of a call to send its first message."""
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
@@ -24,11 +24,11 @@ class Turn(Protocol):
         ...
 
 
-Admit = Callable[[str, Any], AbstractAsyncContextManager[Turn]]
+Admit = Callable[[str, Any], AbstractAsyncContextManager[Permit]]
 """Lets a call in, given its method and its context, or raises `RefusedError`; before any message is received."""
 
 
-class Calls:
+class InFlightCalls:
     """The calls under way on a route. When the route ends, all of them do: UNAVAILABLE, try again."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Calls:
         if not self._tasks:
             self._none_left.set()
 
-    async def ended(self) -> None:
+    async def wait_until_none(self) -> None:
         """Returns when every call has come to its end."""
         await self._none_left.wait()
 
@@ -76,18 +76,18 @@ class Calls:
 class Route(Protocol):
     """Where calls go for a while."""
 
-    calls: Calls
+    calls: InFlightCalls
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """Who takes a call; None for an unknown method."""
         ...
 
 
-class Nowhere:
+class NoLeader:
     """Nobody leads."""
 
     def __init__(self) -> None:
-        self.calls = Calls()
+        self.calls = InFlightCalls()
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
         """Tells the caller to come back later."""
@@ -99,11 +99,11 @@ async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerato
     yield b""  # makes it a generator
 
 
-class Here:
+class LocalRoute:
     """This daemon takes the calls that `admit` lets pass: by its own services."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler], admit: Admit) -> None:
-        self.calls = Calls()
+        self.calls = InFlightCalls()
         self._handlers = handlers
         self._admit = admit
         self._wrapped: dict[str, Handler] = {}
@@ -120,12 +120,12 @@ class Here:
         return None
 
 
-class Switch(grpc.GenericRpcHandler):
+class Router(grpc.GenericRpcHandler):
     """Takes every call of some services, and lets the present route see to it."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._prefixes = tuple(f"/{name}/" for name in services)
-        self.route: Route = Nowhere()
+        self.route: Route = NoLeader()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Who takes a call."""
@@ -133,7 +133,7 @@ class Switch(grpc.GenericRpcHandler):
             return None
         return self.route.handler(handler_call_details)
 
-    def turn(self, route: Route) -> Calls:
+    def set_route(self, route: Route) -> InFlightCalls:
         """Lets calls go another way from now on; those under way are ended and returned."""
         old, self.route = self.route, route
         old.calls.end()
@@ -154,7 +154,9 @@ class Collector:
         """The same handlers once more, for servers that know methods in advance."""
 
 
-def _wrap(handler: Handler, calls: Calls, admit: Callable[[Any], AbstractAsyncContextManager[Turn]]) -> Handler:
+def _wrap(
+    handler: Handler, calls: InFlightCalls, admit: Callable[[Any], AbstractAsyncContextManager[Permit]]
+) -> Handler:
     """Return a handler that admits each call before it receives a message, and counts it while it lasts."""
     return handlers.wrap(
         handler,
@@ -166,8 +168,8 @@ def _wrap(handler: Handler, calls: Calls, admit: Callable[[Any], AbstractAsyncCo
 
 def _wrap_returning(
     inner: Callable[[Any, Any], Awaitable[Any]],
-    calls: Calls,
-    admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
+    calls: InFlightCalls,
+    admit: Callable[[Any], AbstractAsyncContextManager[Permit]],
 ) -> Behavior:
     async def call(requests: AsyncIterator[Any], context: Context) -> Any:
         with calls.one():
@@ -179,8 +181,8 @@ def _wrap_returning(
 
 def _wrap_yielding(
     inner: Callable[[Any, Any], AsyncGenerator[Any]],
-    calls: Calls,
-    admit: Callable[[Any], AbstractAsyncContextManager[Turn]],
+    calls: InFlightCalls,
+    admit: Callable[[Any], AbstractAsyncContextManager[Permit]],
 ) -> Behavior:
     async def call(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
         async with contextlib.AsyncExitStack() as stack:

@@ -7,7 +7,7 @@ import socket
 from fedplat_server.errors import ConfigError
 
 
-class Claim:
+class PortReservation:
     """An address that this process has, without listening there: no connection comes to it yet."""
 
     def __init__(self, address: str, option: str, *, shared: bool) -> None:

@@ -23,23 +23,23 @@ import torch
 from fedplat.aggregate import (
     Accumulator,
     Contribution,
-    Elsewhere,
-    Part,
+    DeviceAccumulator,
+    PartialSummary,
+    ResultPart,
     Shard,
-    Tally,
     column_start,
     scalars_to_bytes,
     state_schema,
 )
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
-from fedplat.model.shards import Across, Terms, alone, shards
+from fedplat.model.shards import ShardReduce, Terms, alone, shards
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors
 from fedplat.pytorch.distributed.device import DeviceSum, device_sum
-from fedplat_server.workers.attempt_inputs import AddUpdate, Aggregated, AttemptInputs, Close
+from fedplat_server.workers.attempt_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt
 
 Note = Callable[[bytes], None]
-_decoder: msgspec.msgpack.Decoder[AddUpdate | Close] = msgspec.msgpack.Decoder(AddUpdate | Close)
+_decoder: msgspec.msgpack.Decoder[AddUpdate | CloseAttempt] = msgspec.msgpack.Decoder(AddUpdate | CloseAttempt)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -54,10 +54,10 @@ def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Not
         return b""
     with contextlib.ExitStack() as held:
         attempt = _Attempt(mine, inputs, held)
-        closing: Close | None = None
+        closing: CloseAttempt | None = None
         for message in messages:
-            received: AddUpdate | Close = _decoder.decode(message)
-            if isinstance(received, Close):
+            received: AddUpdate | CloseAttempt = _decoder.decode(message)
+            if isinstance(received, CloseAttempt):
                 closing = received
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # `close` checks the sum
@@ -101,7 +101,7 @@ class _Attempt:
             merge = functools.partial(Accumulator.merge_partials, base.schema, rule, inputs.read_scalars(rule, base))
             self.sums = _ReportSums(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
 
-    def close(self, files: Close) -> Aggregated:
+    def close(self, files: CloseAttempt) -> AttemptAggregate:
         """Apply the rule and write the new version; all ranks return the same, also if only one of them fails."""
         rule, base = self._rule, self.base
         accumulator = self.sums.close()
@@ -109,13 +109,13 @@ class _Attempt:
         try:
             result = accumulator.reduce_gathered(state)
         except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
-            return Aggregated("refused", str(exc))
+            return AttemptAggregate("refused", str(exc))
         if not rule.blockwise:  # the rule needs the whole step, which only one rank can have
             totals = self._ranks.gather_arrays(result.total)
             columns = range(base.schema.num_floating if totals else 0)
             result = result.merge_shards(totals) if totals else None
             state = self._inputs.read_columns(rule, base, columns)
-        reply = Aggregated(
+        reply = AttemptAggregate(
             num_updates=accumulator.num_updates,
             total_weight=accumulator.total_weight,
             published=accumulator.published,
@@ -125,15 +125,17 @@ class _Attempt:
             if result is not None:
                 self._write(files, result.parts(base, state), accumulator.scalars, columns)
         except OSError as exc:
-            problem = Aggregated("full" if exc.errno in _FULL else "failed", f"writing a version failed: {exc}")
+            problem = AttemptAggregate("full" if exc.errno in _FULL else "failed", f"writing a version failed: {exc}")
         except (FedplatError, ValueError) as exc:
-            problem = Aggregated("refused", str(exc))
+            problem = AttemptAggregate("refused", str(exc))
         for content in self._ranks.all_gather(msgspec.msgpack.encode(problem or reply)):
-            if (each := msgspec.msgpack.decode(content, type=Aggregated)).kind != "done":
+            if (each := msgspec.msgpack.decode(content, type=AttemptAggregate)).kind != "done":
                 return each
         return reply
 
-    def _write(self, files: Close, parts: Iterable[Part], scalars: Mapping[str, float], columns: range) -> None:
+    def _write(
+        self, files: CloseAttempt, parts: Iterable[ResultPart], scalars: Mapping[str, float], columns: range
+    ) -> None:
         schema, names = self.base.schema, self._rule.init(0)
         with contextlib.ExitStack() as stack:
             model = stack.enter_context(_SharedFile(files.model, len(schema.header)))
@@ -178,7 +180,7 @@ class _ReportSums:
         ranks: Ranks,
         terms: Vectors,
         own: Mapping[int, Accumulator],
-        merge: Callable[[Sequence[Tally], Vector], Accumulator],
+        merge: Callable[[Sequence[PartialSummary], Vector], Accumulator],
     ) -> None:
         self._ranks, self._terms, self._own, self._merge = ranks, terms, own, merge
         self._turn = 0
@@ -190,9 +192,9 @@ class _ReportSums:
 
     def close(self) -> Accumulator:
         mine = {logical: accumulator.tally for logical, accumulator in self._own.items()}
-        tallies: dict[int, Tally] = {}
+        tallies: dict[int, PartialSummary] = {}
         for content in self._ranks.all_gather(msgspec.msgpack.encode(mine)):
-            tallies |= msgspec.msgpack.decode(content, type=dict[int, Tally])
+            tallies |= msgspec.msgpack.decode(content, type=dict[int, PartialSummary])
         total = self._terms.reduce_scatter().cpu().numpy()
         return self._merge([tallies[logical] for logical in sorted(tallies)], total)
 
@@ -223,7 +225,7 @@ class _SharedFile:
         return start
 
 
-def _sum_over_ranks(ranks: Ranks) -> Across:
+def _sum_over_ranks(ranks: Ranks) -> ShardReduce:
     """Return the function that adds up terms of all ranks."""
 
     def add(zero: Terms, terms: Iterable[Terms]) -> Terms:
@@ -234,7 +236,7 @@ def _sum_over_ranks(ranks: Ranks) -> Across:
     return add if ranks.size > 1 else alone
 
 
-def _memory(vector: torch.Tensor) -> Vector | Elsewhere:
+def _memory(vector: torch.Tensor) -> Vector | DeviceAccumulator:
     return DeviceSum(vector) if vector.device.type == "cuda" else vector.numpy()
 
 

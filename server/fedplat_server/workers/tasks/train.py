@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fedplat import durable, user_code
-from fedplat.aggregate import Counterpart
+from fedplat.aggregate import ClientRequirements
 from fedplat.codecs import container
 from fedplat.errors import FedplatError, TrainingError
 from fedplat.model import Parameters, Vector
@@ -95,7 +95,7 @@ def _train(ranks: Ranks, wanted: TrainRequest, note: Note) -> TrainReply:
     trainer = make_on_all_ranks(ranks, lambda: _load(wanted.trainer))
     options = wanted.warm_start or wanted.server_step
     assert options is not None
-    work = server.ServerTraining(
+    work = server.TrainingRun(
         options=options,
         num_ranks=wanted.num_ranks,
         round_number=wanted.round_number,
@@ -134,7 +134,7 @@ def _load(trainer: TrainerReference) -> server.ServerTrainer:
     return found
 
 
-def _load_teachers(teachers: TeacherModels, counterpart: Counterpart) -> Iterator[Parameters]:
+def _load_teachers(teachers: TeacherModels, counterpart: ClientRequirements) -> Iterator[Parameters]:
     """Yield the clients' models, one after the other."""
     base = Parameters.open(teachers.base)
     step: Vector = np.empty(base.schema.num_floating, np.float32)

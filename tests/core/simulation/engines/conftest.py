@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from fedplat.simulation.engines.client_trainer import Task, one_thread
+from fedplat.simulation.engines.client_trainer import ClientTraining, one_thread
 from fedplat.simulation.engines.interface import Engine
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.processes import ProcessEngine
@@ -15,7 +15,7 @@ from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 
-MakeEngine = Callable[[Task], Engine]
+MakeEngine = Callable[[ClientTraining], Engine]
 ENGINES: dict[str, MakeEngine] = {
     "loop": LoopEngine,
     "processes": lambda task: ProcessEngine(task, 2),
@@ -50,7 +50,7 @@ def make_engine(request: pytest.FixtureRequest) -> Generator[MakeEngine]:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
 
-    def make(task: Task) -> Engine:
+    def make(task: ClientTraining) -> Engine:
         engines.append(ENGINES[request.param](task))
         return engines[-1]
 

@@ -11,8 +11,8 @@ from torch import nn
 from fedplat.model import Parameters
 from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.simulation.data.federation import Federation
-from fedplat.simulation.engines.client_trainer import Task
-from fedplat.simulation.engines.interface import Engine, Trained, Work
+from fedplat.simulation.engines.client_trainer import ClientTraining
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 
 SIDE = 12
 SIZES = (23, 5, 10, 31, 1, 12)
@@ -53,14 +53,14 @@ def federation(sizes: Sequence[int] = SIZES, seed: int = 0) -> Federation:
     return Federation(inputs, targets, parts, inputs[total:], targets[total:], held_out=held_out)
 
 
-def task(make: Callable[[], nn.Module] = two_layers, sizes: Sequence[int] = SIZES, **config: Any) -> Task:
+def task(make: Callable[[], nn.Module] = two_layers, sizes: Sequence[int] = SIZES, **config: Any) -> ClientTraining:
     options = LocalOptions.from_config({"epochs": 2, "batch_size": 10, "learning_rate": 0.1, **config})
-    return Task(federation(sizes), Learner(model=make), options)
+    return ClientTraining(federation(sizes), Learner(model=make), options)
 
 
-def rounds(engine: Engine, model: Parameters, works: Sequence[Sequence[Work]]) -> list[list[Trained]]:
+def rounds(engine: Engine, model: Parameters, works: Sequence[Sequence[Work]]) -> list[list[LocalUpdate]]:
     """Rounds of federated averaging, each with the works given; results are asked for in the order of the works."""
-    found: list[list[Trained]] = []
+    found: list[list[LocalUpdate]] = []
     for version, cohort in enumerate(works):
         engine.publish(version, model)
         engine.begin(cohort)

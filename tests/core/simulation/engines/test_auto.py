@@ -10,7 +10,7 @@ from core.simulation.engines.tasks import rounds, task
 from core.simulation.engines.test_contract import personal
 from core.simulation.engines.test_vmap import dropping, normed
 from fedplat.simulation.engines.auto import ROUNDS, AutoEngine
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 
@@ -57,7 +57,7 @@ def test_an_engine_that_cannot_do_it_is_left(make: type[nn.Module]) -> None:
 
 
 def test_clients_that_remember_stay_where_they_are() -> None:
-    given: Task = personal()
+    given: ClientTraining = personal()
     engine = AutoEngine(given, 2)
     rounds(engine, given.learner.initial(), WORKS)
     assert engine.choice == "processes, to begin with"

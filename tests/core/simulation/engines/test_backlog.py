@@ -6,7 +6,7 @@ import pytest
 
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.version_refs import Versions
-from fedplat.simulation.engines.work_queue import Backlog
+from fedplat.simulation.engines.work_queue import WorkQueue
 
 LENGTHS = {0: 10.0, 1: 30.0, 2: 20.0, 3: 30.0}
 WORKS = [Work(client, 7, 0) for client in LENGTHS]
@@ -18,24 +18,24 @@ def forgotten() -> list[int]:
 
 
 @pytest.fixture
-def backlog(forgotten: list[int]) -> Backlog[str]:
+def backlog(forgotten: list[int]) -> WorkQueue[str]:
     """Four works of a version that is retired already: it is forgotten when the last of them is over."""
     versions = Versions(forgotten.append)
-    backlog = Backlog[str](versions, LENGTHS.__getitem__)
+    backlog = WorkQueue[str](versions, LENGTHS.__getitem__)
     backlog.begin(WORKS)
     versions.retire(7)
     return backlog
 
 
-def drawn(backlog: Backlog[str]) -> list[int]:
+def drawn(backlog: WorkQueue[str]) -> list[int]:
     return [work.client for _, work in iter(backlog.draw, None)]
 
 
-def test_the_longest_is_drawn_first_and_of_equals_the_first(backlog: Backlog[str]) -> None:
+def test_the_longest_is_drawn_first_and_of_equals_the_first(backlog: WorkQueue[str]) -> None:
     assert drawn(backlog) == [1, 3, 2, 0]
 
 
-def test_an_answer_is_fetched_once_and_ends_the_work(backlog: Backlog[str], forgotten: list[int]) -> None:
+def test_an_answer_is_fetched_once_and_ends_the_work(backlog: WorkQueue[str], forgotten: list[int]) -> None:
     numbers = {work: number for number, work in iter(backlog.draw, None)}
     for work in WORKS:
         assert not backlog.has_answer(work)
@@ -50,7 +50,7 @@ def test_an_answer_is_fetched_once_and_ends_the_work(backlog: Backlog[str], forg
 
 
 def test_a_work_that_is_dropped_before_it_is_drawn_is_never_trained(
-    backlog: Backlog[str], forgotten: list[int]
+    backlog: WorkQueue[str], forgotten: list[int]
 ) -> None:
     for work in WORKS:
         assert backlog.drop(work) is None
@@ -58,7 +58,7 @@ def test_a_work_that_is_dropped_before_it_is_drawn_is_never_trained(
     assert forgotten == [7]
 
 
-def test_the_answer_to_a_dropped_work_is_not_kept(backlog: Backlog[str], forgotten: list[int]) -> None:
+def test_the_answer_to_a_dropped_work_is_not_kept(backlog: WorkQueue[str], forgotten: list[int]) -> None:
     numbers = {work: number for number, work in iter(backlog.draw, None)}
     for work in WORKS[1:]:
         backlog.drop(work)
@@ -69,7 +69,7 @@ def test_the_answer_to_a_dropped_work_is_not_kept(backlog: Backlog[str], forgott
     assert forgotten == [7]
 
 
-def test_numbers_are_given_once(backlog: Backlog[str]) -> None:
+def test_numbers_are_given_once(backlog: WorkQueue[str]) -> None:
     numbers = {backlog.new_number(), *(number for number, _ in iter(backlog.draw, None))}
     backlog.begin([Work(0, 7, 1)])
     found = backlog.draw()

@@ -14,13 +14,13 @@ from core.simulation.engines.conftest import ENGINES, MakeEngine
 from core.simulation.engines.tasks import SIZES, lenet, logistic_regression, rounds, task, two_layers
 from fedplat import aggregate
 from fedplat.aggregate.local import CONTROL
-from fedplat.client_state import Memory
+from fedplat.client_state import ClientState
 from fedplat.errors import ModelError
 from fedplat.model import Parameters
 from fedplat.pytorch import convert as backend
-from fedplat.pytorch.training import Learner, TensorExamples, Trainee, Training, evaluate, train
-from fedplat.simulation.engines.client_trainer import Task
-from fedplat.simulation.engines.interface import Trained, Work
+from fedplat.pytorch.training import Learner, LocalTraining, TensorExamples, Trainee, evaluate, train
+from fedplat.simulation.engines.client_trainer import ClientTraining
+from fedplat.simulation.engines.interface import LocalUpdate, Work
 from fedplat.simulation.engines.loop import LoopEngine
 
 ALL = range(len(SIZES))
@@ -47,24 +47,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class Reference:
     """Trains as a client in the field does."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ClientTraining) -> None:
         self._task = task
         self._trainee = Trainee(task.learner, seed=task.seed)
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, ClientState] = {}
 
-    def rounds(self, model: Parameters) -> list[list[Trained]]:
-        found: list[list[Trained]] = []
+    def rounds(self, model: Parameters) -> list[list[LocalUpdate]]:
+        found: list[list[LocalUpdate]] = []
         for cohort in WORKS:
             found.append([self.train(model, work) for work in cohort])
             for each in found[-1]:
                 model = model.plus(each.update.to_vector() / np.float32(len(cohort)))
         return found
 
-    def train(self, model: Parameters, work: Work) -> Trained:
-        memory = self._memories.get(work.client, Memory())
+    def train(self, model: Parameters, work: Work) -> LocalUpdate:
+        memory = self._memories.get(work.client, ClientState())
         inputs, targets = map(torch.from_numpy, self._task.federation.examples(work.client))
         parameters = model.copy()
-        training = Training(
+        training = LocalTraining(
             examples=TensorExamples(inputs, targets),
             options=self._task.options,
             seed=work.seed,
@@ -74,18 +74,18 @@ class Reference:
             noise_seed=work.seed,
         )
         metrics = train(self._trainee, parameters, training)
-        self._memories[work.client] = Memory(memory.contents)
-        return Trained(parameters.minus(model), len(targets), metrics)
+        self._memories[work.client] = ClientState(memory.contents)
+        return LocalUpdate(parameters.minus(model), len(targets), metrics)
 
     def score(self, model: Parameters, work: Work) -> tuple[int, dict[str, float]]:
         data = self._task.federation
         part = data.held_out[work.client]
         inputs, targets = torch.from_numpy(data.inputs[part]), torch.from_numpy(data.targets[part])
-        memory = self._memories.get(work.client, Memory())
+        memory = self._memories.get(work.client, ClientState())
         return len(part), evaluate(self._trainee, model, TensorExamples(inputs, targets), memory=memory)
 
 
-def differences(left: list[list[Trained]], right: list[list[Trained]]) -> tuple[float, float]:
+def differences(left: list[list[LocalUpdate]], right: list[list[LocalUpdate]]) -> tuple[float, float]:
     """The largest of the updates, and of the metrics."""
     pairs = [pair for round_ in zip(left, right, strict=True) for pair in zip(*round_, strict=True)]
     assert all(one.num_examples == other.num_examples for one, other in pairs)
@@ -135,7 +135,7 @@ def test_private_training_draws_and_adds_what_the_seed_says(kind: str, name: str
     assert "loss" not in found[0][0].metrics
 
 
-def personal() -> Task:
+def personal() -> ClientTraining:
     given = task(momentum=0.5)
     return given._replace(learner=Learner(model=two_layers, personal=("5.*",)))
 

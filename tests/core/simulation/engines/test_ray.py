@@ -22,14 +22,14 @@ from core.simulation.engines.test_contract import personal
 from core.simulation.engines.test_processes import Failing, Stuck
 from fedplat.errors import EngineError, MissingExtraError
 from fedplat.pytorch.training import Learner
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.engine import RayEngine
 from fedplat.simulation.scenario.model import OwnLoss, OwnModule
 
-MakeRay = Callable[[Task, int], RayEngine]
+MakeRay = Callable[[ClientTraining, int], RayEngine]
 WORKS = [[Work(client, version, client) for client in range(6)] for version in range(4)]
 
 
@@ -37,7 +37,7 @@ WORKS = [[Work(client, version, client) for client in range(6)] for version in r
 def make_ray(ray_cluster: Cluster) -> Generator[MakeRay]:
     engines: list[RayEngine] = []
 
-    def make(task: Task, num_workers: int) -> RayEngine:
+    def make(task: ClientTraining, num_workers: int) -> RayEngine:
         engines.append(RayEngine(task, num_workers))
         return engines[-1]
 
@@ -97,7 +97,7 @@ def test_functions_of_the_user_travel_by_name_and_folder(make_ray: MakeRay, tmp_
         "def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets)\n"
     )
     learner = Learner(model=OwnModule("mine:module", tmp_path), loss=OwnLoss("mine:loss", tmp_path))
-    given = Task(federation(), learner, task().options)
+    given = ClientTraining(federation(), learner, task().options)
     model = learner.initial()
     found, expected = rounds(make_ray(given, 1), model, WORKS[:1]), rounds(LoopEngine(given), model, WORKS[:1])
     assert [each.update for each in found[0]] == [each.update for each in expected[0]]

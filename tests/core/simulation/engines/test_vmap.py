@@ -13,7 +13,7 @@ from torch import nn
 from core.simulation.engines.tasks import SIDE, lenet, rounds, task
 from fedplat.errors import EngineError
 from fedplat.pytorch.vectorized import vmap_gradients
-from fedplat.simulation.engines.client_trainer import Task
+from fedplat.simulation.engines.client_trainer import ClientTraining
 from fedplat.simulation.engines.interface import Work
 from fedplat.simulation.engines.loop import LoopEngine
 from fedplat.simulation.engines.vmap import VmapEngine
@@ -43,7 +43,7 @@ def first_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (task()._replace(learner=task().learner.__class__(model=lenet, loss=first_only)), "no mean over examples"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_words(given: Task, words: str) -> None:
+def test_what_cannot_be_done_is_refused_with_words(given: ClientTraining, words: str) -> None:
     with pytest.raises(EngineError, match=f'engine = "vmap": .*{words}.*; use "loop" or "processes"'):
         rounds(VmapEngine(given, "cpu"), given.learner.initial(), WORKS)
 
