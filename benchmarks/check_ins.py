@@ -153,11 +153,11 @@ async def measure(folder: Path, count: int, num_connections: int, tls: bool) -> 
     found: Measured = {}
     with server(folder, tls=tls) as process, operator(folder, tls=tls) as admin:
         await asyncio.to_thread(admin.wait_until_ready, 60.0)
-        made = admin.create_enrolment("bench", count + ASKERS, 3600.0, process.address)
+        made = admin.create_enrollment("bench", count + ASKERS, 3600.0, process.address)
         ticket = Ticket.from_text(made.ticket)
         async with crowd.connections(process.address, ticket.ca, num_connections) as channels:
             everybody = crowd.members(channels, count + ASKERS)
-            found["enrolments/s"] = await timed(everybody, lambda member: member.enrol(ticket))
+            found["enrollments/s"] = await timed(everybody, lambda member: member.enroll(ticket))
             found["sessions/s"] = await timed(everybody, Member.open_session)
             who, askers = everybody[:count], everybody[count:]
             await rate(askers, lambda member: member.check_in(0.0), 1.0)

@@ -73,7 +73,7 @@ class Member:
             await self.open_session()
         raise RuntimeError("the server forgets each session at once")
 
-    async def enrol(self, ticket: Ticket) -> None:
+    async def enroll(self, ticket: Ticket) -> None:
         """Becomes a client of the server."""
         public_key = self.key.public_key().public_bytes_raw()
         request = fleet_pb2.EnrollRequest(

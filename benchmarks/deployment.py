@@ -94,7 +94,7 @@ def deploy(folder: Path, num_clients: int, insecure: bool = False) -> Generator[
     """Starts a server and `num_clients` no-op clients, each a process; ends them all. Raises `FailedError`."""
     with serve(folder, insecure) as deployment, deployment.admin() as admin:
         ticket = folder / "ticket"
-        ticket.write_text(admin.create_enrolment("bench", num_clients, 600.0, deployment.address).ticket)
+        ticket.write_text(admin.create_enrollment("bench", num_clients, 600.0, deployment.address).ticket)
         for index in range(num_clients):
             client = [BIN / "fedplat-client", "run", "--ticket-file", ticket, "--trainer", "noop=noop:train"]
             client += ["--data-dir", folder / f"client-{index}", "--log-level", "warning"]
@@ -116,7 +116,7 @@ def deploy_light(folder: Path, num_clients: int) -> Generator[Deployment]:
         for number in range(count):
             share = len(range(number, num_clients, count))
             ticket = folder / f"ticket-{number}"
-            ticket.write_text(admin.create_enrolment("bench", share, 600.0, deployment.address).ticket)
+            ticket.write_text(admin.create_enrollment("bench", share, 600.0, deployment.address).ticket)
             command = [sys.executable, HERE / "light_clients.py", ticket, str(share)]
             deployment.processes.start(f"clients-{number}", command)
         wait_for_clients(deployment, admin, num_clients)

@@ -97,10 +97,10 @@ def _digest(header: bytes, size: int) -> str:
 
 
 async def main(ticket: Ticket, count: int) -> None:
-    """Enrols so many clients and lets them work."""
+    """Enrolls so many clients and lets them work."""
     async with crowd.connections(ticket.server, ticket.ca, min(count, MAX_CONNECTIONS)) as channels:
         members = crowd.members(channels, count)
-        await crowd.each(members, lambda member: member.enrol(ticket))
+        await crowd.each(members, lambda member: member.enroll(ticket))
         await crowd.each(members, lambda member: member.open_session())
         await asyncio.gather(*map(take_part, members))
 

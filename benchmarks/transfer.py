@@ -135,8 +135,8 @@ def working(deployment: Deployment, clients: int, size: int) -> Generator[list[E
     text = JOB.format(rounds=1, clients=clients)
     ticket = deployment.folder / "ticket"
     with deployment.admin() as admin:
-        enrolment = admin.create_enrolment(deployment.population, clients, 600.0, deployment.address)
-        ticket.write_text(enrolment.ticket)
+        enrollment = admin.create_enrollment(deployment.population, clients, 600.0, deployment.address)
+        ticket.write_text(enrollment.ticket)
         submission.submit(admin, submission.Submission(text, parse_job(text), model))
         folders = [deployment.folder / f"client-{index}" for index in range(clients)]
         with ready("fedplat-client", [[ticket, folder] for folder in folders]) as started:

@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an operator hands to a client; `secret` is its enrolment token.
+    """What an operator hands to a client; `secret` is its enrollment token.
 
     `ca` is the certificate (PEM) of the authority that the client shall trust. If it is empty, the client trusts the
     authorities that its platform trusts, or, when `tls` is false, talks without encryption.
@@ -61,7 +61,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if not line.startswith(_PREFIX):
             raise TicketError(
                 f"this is no ticket of this version: expected one line that begins with {_PREFIX}; "
-                "an operator makes one with: fedplat enrolment create"
+                "an operator makes one with: fedplat enrollment create"
             )
         ticket = _decode_body(line.removeprefix(_PREFIX))
         if ticket is None:  # without a cause: that would show what it stumbled over

@@ -134,7 +134,7 @@ class Client:
 
         In a process that another one leads (`TorchTrainer(parallel="data")` under torchrun) it joins that one's
         trainings until it ends. Unreachable servers are waited for, however long. Raises `IncompatibleServerError`,
-        `EnrolmentError`, `IdentityError` (the client was revoked, or its identity runs elsewhere too) and
+        `EnrollmentError`, `IdentityError` (the client was revoked, or its identity runs elsewhere too) and
         `DataDirectoryError`, which waiting does not mend.
         """
         if not (self._trainers or self._evaluators):

@@ -5,7 +5,7 @@ FedplatError
 └── ClientError
     ├── Cancelled                  the task shall stop; `Task.progress` raises it inside the trainer
     ├── DataDirectoryError         the data directory is in use, unreadable or damaged
-    ├── EnrolmentError             the server does not accept this client
+    ├── EnrollmentError             the server does not accept this client
     ├── TransferError              a model or an update could not be moved, or its digest is wrong
     └── ServerError                a call failed; carries `code`, the name of the gRPC status
         ├── ServerUnavailableError     no usable answer; the same call may work later

@@ -1,6 +1,6 @@
 """One client of the digits job: it holds its share of the digits and trains where they are.
 
-    fedplat enrolment create --population demo --uses 10 > ticket
+    fedplat enrollment create --population demo --uses 10 > ticket
     python examples/digits/client.py --ticket-file ticket --index 0
 
 `--slow` makes a straggler: in some rounds it is far slower than the deadline allows, and notices late that it

@@ -147,7 +147,7 @@ class Demo:
                 admin.wait_until_ready(30.0)
             except FedplatError as exc:
                 raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            made = admin.create_enrolment("demo", NUM_CLIENTS, 3600.0, self.address)
+            made = admin.create_enrollment("demo", NUM_CLIENTS, 3600.0, self.address)
         (self.folder / "ticket").write_text(made.ticket)
         self.console.print(f"server: {shlex.join(self.server_command)}")
         self.console.print(f"operator: fedplat --profile {self.folder}/admin.toml")

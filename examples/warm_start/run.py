@@ -72,7 +72,7 @@ class Run:
                 admin.wait_until_ready(30.0)
             except FedplatError as exc:
                 raise DemoError(f"the server did not start; see {self.folder / 'server.log'}") from exc
-            (self.folder / "ticket").write_text(admin.create_enrolment("demo", 4, 3600.0, self.address).ticket)
+            (self.folder / "ticket").write_text(admin.create_enrollment("demo", 4, 3600.0, self.address).ticket)
         clients = ["--ticket-file", str(self.folder / "ticket"), "--folder", str(self.folder / "clients")]
         self.processes.start("clients", [sys.executable, str(HERE / "clients.py"), *clients])
         deadline = time.monotonic() + 60.0

@@ -173,30 +173,30 @@ class AdminClient:
         """End a client's membership for good."""
         return self._connection.call(self._clients.RevokeClient, admin_pb2.RevokeClientRequest(client_id=client_id))
 
-    def create_enrolment(
+    def create_enrollment(
         self, population: str, num_uses: int, expires_s: float, address: str
-    ) -> admin_pb2.CreateEnrolmentResponse:
-        """Create a token with which clients enrol, and the ticket that carries it; clients connect to `address`."""
-        request = admin_pb2.CreateEnrolmentRequest(
+    ) -> admin_pb2.CreateEnrollmentResponse:
+        """Create a token with which clients enroll, and the ticket that carries it; clients connect to `address`."""
+        request = admin_pb2.CreateEnrollmentRequest(
             population=population, num_uses=num_uses, expires_s=expires_s, address=address
         )
-        return self._connection.call(self._clients.CreateEnrolment, request)
+        return self._connection.call(self._clients.CreateEnrollment, request)
 
-    def list_enrolments(self) -> Sequence[admin_pb2.Enrolment]:
-        """Return the enrolment tokens, valid or not, without their secrets."""
-        return list(self.iter_enrolments())
+    def list_enrollments(self) -> Sequence[admin_pb2.Enrollment]:
+        """Return the enrollment tokens, valid or not, without their secrets."""
+        return list(self.iter_enrollments())
 
-    def iter_enrolments(self, limit: int | None = None) -> Iterator[admin_pb2.Enrolment]:
-        """Yield the tokens of `list_enrolments`, at most `limit`, with one page in memory at a time."""
-        request = admin_pb2.ListEnrolmentsRequest()
-        return self._connection.rows(self._clients.ListEnrolments, request, lambda page: page.enrolments, limit)
+    def iter_enrollments(self, limit: int | None = None) -> Iterator[admin_pb2.Enrollment]:
+        """Yield the tokens of `list_enrollments`, at most `limit`, with one page in memory at a time."""
+        request = admin_pb2.ListEnrollmentsRequest()
+        return self._connection.rows(self._clients.ListEnrollments, request, lambda page: page.enrollments, limit)
 
-    def revoke_enrolment(self, enrolment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrolment:
-        """Revoke an enrolment token; `with_clients` also revokes the clients that have enrolled with it."""
-        request = admin_pb2.RevokeEnrolmentRequest(enrolment_id=enrolment_id, with_clients=with_clients)
+    def revoke_enrollment(self, enrollment_id: str, *, with_clients: bool = False) -> admin_pb2.Enrollment:
+        """Revoke an enrollment token; `with_clients` also revokes the clients that have enrolled with it."""
+        request = admin_pb2.RevokeEnrollmentRequest(enrollment_id=enrollment_id, with_clients=with_clients)
         num_revoked = 0
         while True:
-            response = self._connection.call(self._clients.RevokeEnrolment, request)
+            response = self._connection.call(self._clients.RevokeEnrollment, request)
             num_revoked += response.num_revoked_clients
             request.page_token = response.next_page_token
             if not request.page_token:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fedplat
-from fedplat.cli import clients, enrolments, formats, jobs, models, operators, privacy, simulate
+from fedplat.cli import clients, enrollments, formats, jobs, models, operators, privacy, simulate
 from fedplat.cli.output import to_record
 from fedplat.cli.session import (
     AnyTimeoutOption,
@@ -31,7 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(jobs.app, name="job")
 app.add_typer(clients.app, name="client")
-app.add_typer(enrolments.app, name="enrolment")
+app.add_typer(enrollments.app, name="enrollment")
 app.add_typer(models.app, name="model")
 app.add_typer(operators.app, name="operator")
 app.add_typer(privacy.app, name="privacy")

@@ -39,13 +39,13 @@ def list_clients(
                 client.state + (f" {client.progress:.0%}" if client.HasField("progress") else ""),
                 client.job_id or formats.NOTHING,
                 formats.moment(client.last_seen_unix_s),
-                client.enrolment_id or formats.NOTHING,
+                client.enrollment_id or formats.NOTHING,
                 client.software_version,
                 " ".join(f"{name}={value}" for name, value in sorted(client.labels.items())),
             )
             for client in found
         )
-        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "ENROLMENT", "VERSION", "LABELS")
+        columns = ("CLIENT", "POPULATION", "STATE", "JOB", "LAST SEEN", "ENROLLMENT", "VERSION", "LABELS")
         here.output.table(columns, rows, "no clients are enrolled" + (f" in {population}" if population else ""))
 
 
@@ -63,7 +63,7 @@ def revoke(
             here.output.json(to_record(revoked))
             return
         here.output.line(f"{revoked.client_id} is {revoked.state}")
-        if revoked.enrolment_id:
+        if revoked.enrollment_id:
             here.output.note(
-                f"its ticket may have uses left; revoke it as well: fedplat enrolment revoke {revoked.enrolment_id}"
+                f"its ticket may have uses left; revoke it as well: fedplat enrollment revoke {revoked.enrollment_id}"
             )

@@ -285,7 +285,7 @@ class _Parts:
             jobs=jobs,
             clients=clients,
             callers=Authenticator(bounded_audit, clients),
-            enrolments=Enrollments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
+            enrollments=Enrollments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,

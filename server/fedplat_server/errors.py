@@ -6,8 +6,8 @@ ServerError
 ├── StoreError
 │   ├── StoreUnavailableError   the database does not answer; worth trying again
 │   │   └── StoreFullError          it has no room; worth trying again when there is
-│   ├── EnrolmentError          a client that is enrolled already, in another way
-│   ├── TokenRefusedError       an enrolment token that is unknown, foreign or of no use any more
+│   ├── EnrollmentError          a client that is enrolled already, in another way
+│   ├── TokenRefusedError       an enrollment token that is unknown, foreign or of no use any more
 │   ├── LeadershipLostError     another daemon leads the jobs by now, or may do so
 │   ├── ParticipationError      an assignment with which a client of a private job would take part too often
 │   ├── PopulationChangedError  jobs or the budget of a population are others than those that were looked at
@@ -56,11 +56,11 @@ class StoreFullError(StoreUnavailableError):
 
 
 class EnrollmentConflictError(StoreError):
-    """A client that is enrolled already enrols in another population or with another key."""
+    """A client that is enrolled already enrolls in another population or with another key."""
 
 
 class TokenRefusedError(StoreError):
-    """An enrolment token that is unknown, of another population, or no longer valid; the message names the reason."""
+    """An enrollment token that is unknown, of another population, or no longer valid; the message names the reason."""
 
     def __init__(self, text: str, *, is_known: bool = True) -> None:
         super().__init__(text)
@@ -158,7 +158,7 @@ class Code(StrEnum):
     INVALID_JOB_FILE = "INVALID_JOB_FILE"
     INVALID_MODEL = "INVALID_MODEL"
     NO_SUCH_CLIENT = "NO_SUCH_CLIENT"
-    NO_SUCH_ENROLMENT = "NO_SUCH_ENROLMENT"
+    NO_SUCH_ENROLLMENT = "NO_SUCH_ENROLLMENT"
     NO_SUCH_JOB = "NO_SUCH_JOB"
     AMBIGUOUS_JOB = "AMBIGUOUS_JOB"
     NO_SUCH_VERSION = "NO_SUCH_VERSION"
@@ -195,12 +195,12 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NAME_TAKEN: "the name is taken",
     Code.NO_SUCH_OPERATOR: "there is no such operator",
     Code.LAST_ADMIN: ("this is the last operator with the role admin; add another one before you remove it"),
-    Code.UNAUTHENTICATED: "the call names no client; enrol first, then open a session",
+    Code.UNAUTHENTICATED: "the call names no client; enroll first, then open a session",
     Code.BAD_SIGNATURE: "the signature is not that of the client's key over this call",
     Code.REPLAYED: "the call was made before",
     Code.SESSION_UNKNOWN: "the session is not known here; open another one",
     Code.CHALLENGE_EXPIRED: "the nonce has expired or was used before; get another one",
-    Code.CLIENT_UNKNOWN: "this server knows no such client; enrol with a ticket",
+    Code.CLIENT_UNKNOWN: "this server knows no such client; enroll with a ticket",
     Code.FENCED: "another process has opened a newer session as this client",
     Code.REVOKED: "an operator has revoked this client",
     Code.CERTIFICATE_UNKNOWN: "the certificate names no client of this server",
@@ -208,14 +208,14 @@ PUBLIC_MESSAGES: Mapping[Code, str] = {
     Code.NO_CERTIFICATES: (
         "this server gives no certificates to clients, having no authority or no --mtls-listen; sign the calls"
     ),
-    Code.TOKEN_UNKNOWN: "the enrolment token is not known; ask the operator for a ticket",
-    Code.TOKEN_REFUSED: "the enrolment token is not valid any more; ask for another ticket",
+    Code.TOKEN_UNKNOWN: "the enrollment token is not known; ask the operator for a ticket",
+    Code.TOKEN_REFUSED: "the enrollment token is not valid any more; ask for another ticket",
     Code.UNSUPPORTED_VERSION: "this server speaks other protocol versions",
     Code.INVALID_REQUEST: "the request cannot be used",
     Code.INVALID_JOB_FILE: "the job file cannot be used",
     Code.INVALID_MODEL: "the model cannot be used",
     Code.NO_SUCH_CLIENT: "there is no such client",
-    Code.NO_SUCH_ENROLMENT: "there is no such enrolment token",
+    Code.NO_SUCH_ENROLLMENT: "there is no such enrollment token",
     Code.NO_SUCH_JOB: "there is no such job",
     Code.AMBIGUOUS_JOB: "several jobs have this name; use the job id",
     Code.NO_SUCH_VERSION: "there is no such model version",

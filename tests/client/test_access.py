@@ -166,7 +166,7 @@ def test_a_ticket_that_the_server_refuses_is_one_line(fleet: FakeFleet, run: Cal
 def test_a_client_that_is_not_enrolled_needs_a_ticket(fleet: FakeFleet, run: Callable[..., Result]) -> None:
     line = only_line(run("--server", fleet.address, "--population", "demo"), 1)
     assert "has no ticket" in line
-    assert "fedplat enrolment create" in line
+    assert "fedplat enrollment create" in line
 
 
 def test_a_server_that_is_not_the_tickets_is_named(

@@ -223,7 +223,7 @@ def test_a_client_that_stays_unknown_leads_to_back_off(
     client.add_trainer("digits", add_one)
     client.run(max_tasks=1)
     assert fleet.calls.count("Enroll") == 5
-    assert len(delays) == 3  # the first time, to enrol again may be all it takes
+    assert len(delays) == 3  # the first time, to enroll again may be all it takes
 
 
 def test_a_client_that_is_known_for_check_ins_only_leads_to_back_off(
@@ -251,7 +251,7 @@ def test_another_protocol_version_ends_the_client_with_the_servers_text(
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED])
-def test_a_refused_enrolment_ends_the_client(fleet: FakeFleet, make_client: MakeClient, code: grpc.StatusCode) -> None:
+def test_a_refused_enrollment_ends_the_client(fleet: FakeFleet, make_client: MakeClient, code: grpc.StatusCode) -> None:
     fleet.failures["Enroll"] = [code]
     client = make_client()
     client.add_trainer("digits", add_one)

@@ -74,7 +74,7 @@ def test_a_damaged_identity_is_named_with_its_remedy(tmp_path: Path, content: by
     with directory.lock():
         path = directory.path / "identity.json"
         path.write_bytes(content)
-        with pytest.raises(DataDirectoryError, match=r"identity\.json is damaged .*delete it to enrol as a new"):
+        with pytest.raises(DataDirectoryError, match=r"identity\.json is damaged .*delete it to enroll as a new"):
             directory.identity()
 
 

@@ -76,7 +76,7 @@ def test_the_exported_names_are_pinned() -> None:
         "ClientError",
         "ClientOptions",
         "DataDirectoryError",
-        "EnrolmentError",
+        "EnrollmentError",
         "EvaluateResult",
         "FencedError",
         "IdentityError",

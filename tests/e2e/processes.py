@@ -81,7 +81,7 @@ class Server:
 
     def ticket(self, population: str, num_uses: int = 1) -> str:
         with self.admin() as admin:
-            return admin.create_enrolment(population, num_uses, 3600.0, self.address).ticket
+            return admin.create_enrollment(population, num_uses, 3600.0, self.address).ticket
 
     def kill(self) -> None:
         """SIGKILL: no chance to tidy up."""

@@ -77,9 +77,9 @@ def test_tickets_and_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def _tickets_of_no_use(admin: AdminClient, server: processes.Server, used: Ticket, folder: Path) -> None:
-    revoked = admin.create_enrolment("demo", 1, 3600.0, server.address)
-    admin.revoke_enrolment(revoked.enrolment.enrolment_id)
-    expired = admin.create_enrolment("demo", 1, 1e-6, server.address).ticket
+    revoked = admin.create_enrollment("demo", 1, 3600.0, server.address)
+    admin.revoke_enrollment(revoked.enrollment.enrollment_id)
+    expired = admin.create_enrollment("demo", 1, 1e-6, server.address).ticket
     foreign = msgspec.structs.replace(Ticket.from_text(server.ticket("demo")), population="other")
     unknown = msgspec.structs.replace(used, secret="x" * 43)
     cases = {

@@ -155,7 +155,7 @@ def test_only_the_server_sees_its_data_and_keys() -> None:
 
 
 def test_what_acts_for_the_operator_waits_for_the_server() -> None:
-    assert "fedplat --timeout 300 enrolment create" in COMPOSE
+    assert "fedplat --timeout 300 enrollment create" in COMPOSE
     assert re.search(r"exec fedplat job submit \S+ --watch --timeout 300 ", COMPOSE)
     assert "until fedplat status" not in COMPOSE, "it says nothing of what comes a second later"
 
@@ -168,7 +168,7 @@ def test_port_is_published_to_this_machine_only() -> None:
 def test_job_file_asks_for_what_the_images_hold() -> None:
     client = (ROOT / "examples" / "digits" / "client.py").read_text()
     assert JOB.selection.target <= NUM_CLIENTS
-    assert f"enrolment create --population {JOB.population} --uses {NUM_CLIENTS}" in COMPOSE
+    assert f"enrollment create --population {JOB.population} --uses {NUM_CLIENTS}" in COMPOSE
     assert f'@client.trainer("{JOB.trainer}")' in client
     server = stages(DOCKERFILES[0])["digits-server"]
     assert f'"{JOB.evaluation.server}=/app/digits/evaluate.py:evaluate"]' in next(
@@ -202,7 +202,7 @@ def test_trainer_of_the_docs_trains_the_job_of_the_docs() -> None:
     exec(blocks["python"][1], model)
     job = parse_job(blocks["toml"][0])
     assert f'"{job.trainer}=trainer:train"' in blocks["dockerfile"][0]
-    assert f"enrolment create --population {job.population} --uses 3" in text
+    assert f"enrollment create --population {job.population} --uses 3" in text
     parameters = Parameters.from_arrays(model["initial"]())
     for number in range(job.rounds):
         task = Task(name=job.trainer, parameters=parameters, config=job.config, round=number + 1)

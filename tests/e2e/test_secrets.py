@@ -192,7 +192,7 @@ def test_no_secret_reaches_a_log(site: Site) -> None:
 
 def _tickets(site: Site, mine: dict[str, str], where: Sequence[str]) -> Ticket:
     """Makes what is secret: of what these commands print, only the one line that is meant to be secret is."""
-    create = ("fedplat", "enrolment", "create", "--population", "demo")
+    create = ("fedplat", "enrollment", "create", "--population", "demo")
     out, err = site.run(*create, environment=mine)
     ticket = Ticket.from_text(out)
     assert out.count("\n") == 1
@@ -200,7 +200,7 @@ def _tickets(site: Site, mine: dict[str, str], where: Sequence[str]) -> Ticket:
     site.secrets.add("a ticket", out.strip(), ticket.secret)
     token = profile.load(_operator(site, where)).token
     site.secrets.add("an operator's token", token)
-    site.told("fedplat", "enrolment", "list", environment=mine)
+    site.told("fedplat", "enrollment", "list", environment=mine)
     site.told("fedplat", "operator", "list", environment=mine)
     return ticket
 

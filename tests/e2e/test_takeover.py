@@ -168,7 +168,7 @@ def test_another_daemon_leads_and_nothing_is_lost(tmp_path: Path, database: str,
 
     with two(tmp_path / "data", database) as (leader, other), other.admin() as admin:
         options = ClientOptions(max_backoff_s=1.0, call_timeout_s=5.0)
-        secret = admin.create_enrolment("few", 2, 3600.0, other.address).ticket
+        secret = admin.create_enrollment("few", 2, 3600.0, other.address).ticket
         tickets = [msgspec.structs.replace(Ticket.from_text(secret), server=one.address) for one in (leader, other)]
         clients = [
             Client.from_ticket(ticket.to_text(), data_dir=tmp_path / str(n), options=options)

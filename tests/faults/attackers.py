@@ -2,7 +2,7 @@
 
     python tests/faults/attackers.py --target FILE --folder FOLDER --kind KIND [--kind KIND ...] [--few]
 
-The program enrols what clients it needs, prints `ready`, and begins at a line on its standard input. It ends at
+The program enrolls what clients it needs, prints `ready`, and begins at a line on its standard input. It ends at
 SIGTERM, or with `--few` after so many calls of each kind as a test can afford, and leaves FOLDER/KIND.json: how many
 calls were made and how they were answered.
 """
@@ -118,7 +118,7 @@ class Attack:
             try:
                 if not client.client_id:
                     key = os.urandom(8).hex()
-                    await client.enrol(population=read.population, idempotency_key=key, token=read.secret)
+                    await client.enroll(population=read.population, idempotency_key=key, token=read.secret)
                 await client.open_session()
                 return client
             except aio.AioRpcError:

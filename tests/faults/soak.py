@@ -159,7 +159,7 @@ def soak(
         faulty_network(server.address, fault_rate, seed=3) as network,
         server.admin() as admin,
         contextlib.closing(
-            Fleet(folder, enrolment(admin, network, folder, num_clients), num_clients, fault_rate)
+            Fleet(folder, enrollment(admin, network, folder, num_clients), num_clients, fault_rate)
         ) as fleet,
         ticking(seconds) as ticks,
     ):
@@ -181,10 +181,10 @@ def soak(
     return samples, report
 
 
-def enrolment(admin: AdminClient, network: FaultyNetwork, folder: Path, num_clients: int) -> Path:
+def enrollment(admin: AdminClient, network: FaultyNetwork, folder: Path, num_clients: int) -> Path:
     """A file with a ticket for so many clients, which leads them into the faulty network."""
     path = folder / "ticket"
-    path.write_text(admin.create_enrolment(POPULATION, num_clients, 3600.0, network.address).ticket)
+    path.write_text(admin.create_enrollment(POPULATION, num_clients, 3600.0, network.address).ticket)
     return path
 
 

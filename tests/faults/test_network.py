@@ -94,7 +94,7 @@ async def test_an_upload_that_is_cut_again_and_again_arrives(site: Site, tmp_pat
 async def test_a_report_that_arrives_after_the_deadline_is_late(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1, more=HURRY.format(training_s=0.3)))
     update = update_of(initial_model(), 0).to_bytes()
-    async with proxy.running(site.address) as network, behind_a_proxy(site, await site.enrol(), network) as client:
+    async with proxy.running(site.address) as network, behind_a_proxy(site, await site.enroll(), network) as client:
         token = (await client.assignment()).token
         network.set(proxy.ONLY_TO_CLIENT)
         report = asyncio.ensure_future(client.report_inline(token, update))
@@ -177,11 +177,11 @@ async def test_a_thousand_clients_come_back_at_once(site: Site) -> None:
     count, num_channels = 1000, 20
     turns = asyncio.Semaphore(50)  # the operator's connection takes so many tickets at a time
 
-    async def enrol() -> RawClient:
+    async def enroll() -> RawClient:
         async with turns:
-            return await site.enrol()
+            return await site.enroll()
 
-    enrolled = await asyncio.gather(*(enrol() for _ in range(count)))
+    enrolled = await asyncio.gather(*(enroll() for _ in range(count)))
     async with proxy.running(site.address) as network, contextlib.AsyncExitStack() as stack:
         groups = [enrolled[start::num_channels] for start in range(num_channels)]
         clients: list[RawClient] = []

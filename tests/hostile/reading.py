@@ -13,7 +13,7 @@ def unreadable(admin: AdminClient, *jobs: str) -> list[str]:
     calls: dict[str, Callable[[], object]] = {
         "clients": admin.list_clients,
         "jobs": admin.list_jobs,
-        "enrolments": admin.list_enrolments,
+        "enrollments": admin.list_enrollments,
         "operators": admin.list_operators,
         "rounds": lambda: [admin.list_rounds(job, all_attempts=True) for job in jobs],
         "versions": lambda: [admin.list_versions(job) for job in jobs],

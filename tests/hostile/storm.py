@@ -51,7 +51,7 @@ NUM_ATTACKERS = 20
 NUM_BAITS = 8
 """Jobs that only attackers work for, each with one client at a time."""
 NUM_CROWD = 130
-"""Clients with the largest labels that are accepted; they enrol at once, as a script with one ticket could."""
+"""Clients with the largest labels that are accepted; they enroll at once, as a script with one ticket could."""
 AT_ONCE = 4
 ANSWER_S = 2.0
 WARM_UP = 0.1
@@ -144,9 +144,9 @@ class Attacker:
         self._fleet = fleet_pb2_grpc.FleetStub(self._channel)
         self._client = RawClient(self._channel, Ed25519PrivateKey.generate())
 
-    async def enrol(self, token: str) -> None:
+    async def enroll(self, token: str) -> None:
         """Becomes a client."""
-        await self._client.enrol(population="hostile", idempotency_key=os.urandom(8).hex(), token=token)
+        await self._client.enroll(population="hostile", idempotency_key=os.urandom(8).hex(), token=token)
         await self._client.open_session()
 
     async def attack(self) -> None:
@@ -267,14 +267,14 @@ class Honest:
 
 
 async def crowd(server: processes.Server) -> None:
-    """Enrols many clients with the largest labels that are accepted, all with one ticket."""
+    """Enrolls many clients with the largest labels that are accepted, all with one ticket."""
     rng, token = random.Random(1), Ticket.from_text(server.ticket("crowd", NUM_CROWD)).secret
     async with aio.insecure_channel(server.address) as channel:
         for number in range(NUM_CROWD):
             client = RawClient(channel, Ed25519PrivateKey.generate())
             key = f"one of a crowd: {number}"
             with contextlib.suppress(aio.AioRpcError):  # such labels may well be refused
-                await client.enrol(
+                await client.enroll(
                     population="crowd", idempotency_key=key, token=token, labels=attacks.wide_labels(rng)
                 )
 
@@ -300,7 +300,7 @@ async def _storm(
             await attacker.attack()
 
     await crowd(server)
-    await asyncio.gather(*(attacker.enrol(token) for attacker in attackers))
+    await asyncio.gather(*(attacker.enroll(token) for attacker in attackers))
     await asyncio.gather(*(work(attacker) for attacker in attackers for _ in range(AT_ONCE)))
     for attacker in attackers:
         await attacker.close()

@@ -81,7 +81,7 @@ async def attack(server: processes.Server, admin: AdminClient) -> None:
     async with aio.insecure_channel(server.address) as channel:
         client = RawClient(channel, private_key("hostile"))
         ticket = Ticket.from_text(server.ticket("hostile"))
-        await client.enrol(population="hostile", idempotency_key="a hostile client", token=ticket.secret)
+        await client.enroll(population="hostile", idempotency_key="a hostile client", token=ticket.secret)
         await client.open_session()
         for name, payload in bombs():
             work = await client.assignment(codecs=tuple(codecs.CODECS))

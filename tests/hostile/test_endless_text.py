@@ -76,7 +76,7 @@ class Place:
     async def client(self, channel: aio.Channel) -> RawClient:
         client = RawClient(channel, private_key("hostile"))
         ticket = Ticket.from_text(self.server.ticket("hostile"))
-        await client.enrol(population="hostile", idempotency_key="a hostile client", token=ticket.secret)
+        await client.enroll(population="hostile", idempotency_key="a hostile client", token=ticket.secret)
         await client.open_session()
         return client
 

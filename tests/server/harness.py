@@ -140,11 +140,11 @@ class Operator:
         self._tickets = asyncio.Semaphore(16)  # an operator may have 32 calls open
 
     async def ticket(self, population: str = "demo", num_uses: int = 1, expires_s: float = 3600.0) -> Ticket:
-        request = admin_pb2.CreateEnrolmentRequest(
+        request = admin_pb2.CreateEnrollmentRequest(
             population=population, num_uses=num_uses, expires_s=expires_s, address="127.0.0.1:7443"
         )
         async with self._tickets:
-            return Ticket.from_text((await self.clients.CreateEnrolment(request)).ticket)
+            return Ticket.from_text((await self.clients.CreateEnrollment(request)).ticket)
 
     async def upload(self, model: Parameters | bytes) -> str:
         content = model if isinstance(model, bytes) else model.to_bytes()
@@ -261,12 +261,12 @@ class Site:
     async def status(self) -> admin_pb2.GetStatusResponse:
         return await self.operator.operators.GetStatus(admin_pb2.GetStatusRequest())
 
-    async def enrol(self, population: str = "demo", key: str | None = None) -> RawClient:
+    async def enroll(self, population: str = "demo", key: str | None = None) -> RawClient:
         """A client with a session; the same `key` is the same client, with the same private key."""
         key = key or f"idempotency-{next(_keys)}"
         client = RawClient(self._roomy_channel(), private_key(key))
         token = (await self.operator.ticket(population, num_uses=1)).secret
-        await client.enrol(population=population, idempotency_key=key, token=token)
+        await client.enroll(population=population, idempotency_key=key, token=token)
         await client.open_session()
         return client
 
@@ -281,7 +281,7 @@ class Site:
         return self._roomy
 
     async def fleet(self, count: int) -> list[RawClient]:
-        return [await self.enrol() for _ in range(count)]
+        return [await self.enroll() for _ in range(count)]
 
     async def assign(self, clients: list[RawClient]) -> list[fleet_pb2.Assignment]:
         return list(await asyncio.gather(*(client.assignment() for client in clients)))

@@ -109,7 +109,7 @@ class RawClient(Signing):
         again.stub = fleet_pb2_grpc.FleetStub(channel)
         return again
 
-    async def enrol(self, **fields: Any) -> None:
+    async def enroll(self, **fields: Any) -> None:
         given: dict[str, Any] = {"protocol_version": wire.PROTOCOL_VERSION, "public_key": self.public_key, **fields}
         request = fleet_pb2.EnrollRequest(**given)
 

@@ -65,7 +65,7 @@ async def test_uploads_and_reports_do_not_wait_for_accounting(site: Site, monkey
     try:
         assert await asyncio.to_thread(blocked.begun.wait, PATIENCE_S)
         job = await site.operator.start(job_file("plain").replace('"demo"', '"others"'))
-        clients = [await site.enrol("others") for _ in range(2)]
+        clients = [await site.enroll("others") for _ in range(2)]
         for number, (client, work) in enumerate(zip(clients, await site.assign(clients), strict=True)):
             response = await client.deliver(work.token, update_of(initial_model(), number))
             assert response.HasField("receipt")

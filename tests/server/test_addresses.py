@@ -120,14 +120,14 @@ async def failing(thief: RawClient) -> str:
 @pytest.mark.fault("F41")
 async def test_a_neighbour_that_fails_does_not_keep_clients_from_opening_sessions(folder: Path) -> None:
     async with harness.running(folder, limits=Limits(anonymous_per_minute=20.0)) as site:
-        honest = [await site.enrol() for _ in range(60)]
+        honest = [await site.enroll() for _ in range(60)]
         thief = RawClient(site.channel, private_key("a thief"))
         thief.client_id = honest[0].client_id
         answers = [await failing(thief) for _ in range(60)]
         assert answers[0] == "BAD_SIGNATURE"
         assert answers[-1] == "TOO_MANY_REQUESTS"
         assert [await code_of(client.open_session()) for client in honest] == ["ok"] * 60
-        assert await code_of(site.enrol()) == "TOO_MANY_REQUESTS"  # each costs a transaction before it fails
+        assert await code_of(site.enroll()) == "TOO_MANY_REQUESTS"  # each costs a transaction before it fails
 
 
 @pytest.mark.calm("counts requests, and what failed counts too")

@@ -72,7 +72,7 @@ async def refusal_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
 @pytest.mark.fault("F38")
 async def test_without_a_credential_no_message_is_received(site: Site) -> None:
     """None of these calls ever sends one, and each is answered."""
-    client = await site.enrol()
+    client = await site.enroll()
     unknown = [(key, "x" if key == "fedplat-session" else value) for key, value in client.signed("CheckIn", None)]
     bearer = (("authorization", "Bearer fedplat_op_" + "y" * 43),)
     async with silent(site) as calls:
@@ -110,7 +110,7 @@ async def another_connection(site: Site) -> AsyncGenerator[Any]:
 async def test_strangers_have_few_reads_at_a_time_and_clients_go_on(folder: Path, made: list[Reads]) -> None:
     limits = Limits(newcomer_reads=2, newcomer_reads_per_network=3, newcomer_read_s=3600.0)
     async with harness.running(folder, limits=limits) as site, another_connection(site) as other:
-        client = await site.enrol()
+        client = await site.enroll()
         (reads,) = made
         async with silent(site) as calls:
             for method in ("Enroll", "OpenSession"):
@@ -202,7 +202,7 @@ async def test_a_call_whose_turn_does_not_come_is_refused(folder: Path) -> None:
 async def test_a_message_that_does_not_come_in_time_is_given_up(folder: Path) -> None:
     limits = Limits(newcomer_read_s=0.2, idle_s=0.2, min_bytes_per_s=2.0**30)
     async with harness.running(folder, limits=limits) as site:
-        client = await site.enrol()
+        client = await site.enroll()
         async with silent(site) as calls:
             for method, metadata in (
                 (FLEET + "GetChallenge", ()),

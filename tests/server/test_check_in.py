@@ -23,7 +23,7 @@ from server.harness import Gate, RawClient, Site, initial_model, job_file, reaso
 
 
 async def test_returns_at_once_when_there_is_an_assignment(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     waiting = client.check_in(wait_s=harness.PATIENCE_S * 10)
     await site.waiting(1)
     job = await site.operator.start(
@@ -42,7 +42,7 @@ async def test_returns_at_once_when_there_is_an_assignment(site: Site) -> None:
 
 
 async def test_refused_with_reason_and_window_after_the_wait(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     refusal = await client.refusal(wait_s=0.05)
     assert (reason_name(refusal.reason), bool(refusal.text)) == ("NO_WORK", True)
     assert 0.0 <= refusal.retry.min_s < refusal.retry.max_s
@@ -72,7 +72,7 @@ async def test_only_the_clients_that_the_expression_wants_are_assigned(site: Sit
 
 
 async def test_a_second_check_in_supersedes_the_first(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     first = client.check_in()
     await site.waiting(1)
     second = client.check_in()
@@ -83,7 +83,7 @@ async def test_a_second_check_in_supersedes_the_first(site: Site) -> None:
 
 
 async def test_a_client_that_vanishes_leaves_the_waiting_room(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     call = client.check_in()
     await site.waiting(1)
     call.cancel()
@@ -93,7 +93,7 @@ async def test_a_client_that_vanishes_leaves_the_waiting_room(site: Site) -> Non
 @pytest.mark.fault("F15", "F21")
 async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     first = await client.assignment()
     old_heartbeat = client.heartbeat(first.token, wait_s=0.2)
     second = await client.assignment()
@@ -110,7 +110,7 @@ async def test_an_open_assignment_is_handed_out_again_with_a_new_token(site: Sit
 
 async def test_another_population_gets_nothing(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
-    stranger = await site.enrol("other")
+    stranger = await site.enroll("other")
     assert reason_name((await stranger.refusal()).reason) == "NO_WORK"
 
 
@@ -144,7 +144,7 @@ async def test_whoever_waits_while_the_server_stops_hears_so(folder: Path) -> No
 
 @pytest.mark.fault("F28")
 async def test_another_protocol_version(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for version in (0, 2, 2**32 - 1):
         calls = (
             client.check_in(version=version),
@@ -172,7 +172,7 @@ TOO_MUCH: tuple[dict[str, Any], ...] = (
 
 
 async def test_what_a_client_says_of_itself_is_bounded(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for options in TOO_MUCH:
         with pytest.raises(aio.AioRpcError) as caught:
             await client.check_in(0.0, **options)
@@ -196,7 +196,7 @@ async def saved_while_waiting(
 
 
 async def test_a_check_in_while_its_assignment_is_stored_gets_the_living_token(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     gate, first = await saved_while_waiting(site, client)
     second = client.check_in()
     assert (await first).HasField("refusal")  # superseded: the second has arrived

@@ -67,7 +67,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 async def working(site: Site, model: Parameters) -> tuple[str, RawClient, str]:
     job = await site.operator.start(job_file(goal=1), model)
-    client = await site.enrol()
+    client = await site.enroll()
     return job, client, (await client.assignment()).token
 
 
@@ -154,7 +154,7 @@ async def test_a_real_disk(tmp_path: Path, empty_database: Path) -> None:
             await is_full(_enrol_many(site))
             assert await num_full(site) >= before + 3
             filler.unlink()
-            await site.enrol()
+            await site.enroll()
             have = await client.query(token, digest_of(UPDATE.to_bytes()))
             await client.upload(token, UPDATE.to_bytes(), offset=have)
             assert (await client.report(token, digest_of(UPDATE.to_bytes()))).HasField("receipt")
@@ -165,4 +165,4 @@ async def test_a_real_disk(tmp_path: Path, empty_database: Path) -> None:
 async def _enrol_many(site: Site) -> None:
     """The database may have some room in files that it has already."""
     for _ in range(1000):
-        await site.enrol()
+        await site.enroll()

@@ -51,7 +51,7 @@ async def test_the_next_version_is_the_last_one_and_the_delta(site: Site) -> Non
 
 async def test_deltas_are_for_the_population_alone(site: Site) -> None:
     _, assignments = await second_round(site, base_model(), job_file(rounds=2, more=MORE))
-    stranger = await site.enrol("others")
+    stranger = await site.enroll("others")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stranger.download(assignments[0].delta.digest)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND

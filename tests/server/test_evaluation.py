@@ -97,7 +97,7 @@ def gone(process_id: int) -> None:
 
 
 async def train(site: Site, rounds: int) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for seed in range(rounds):
         await client.deliver((await client.assignment()).token, update_of(initial_model(), seed))
 

@@ -45,7 +45,7 @@ async def test_honest_sessions_beside_ids_that_postgresql_refuses(tmp_path: Path
     """After a restart all of them are looked up in the database, in the same queries as what the strangers send."""
     (tmp_path / "data").mkdir()
     async with harness.running(tmp_path / "data", database=postgres) as site:
-        known = [await site.enrol(key=f"the-client-{number}") for number in range(NUM_HONEST)]
+        known = [await site.enroll(key=f"the-client-{number}") for number in range(NUM_HONEST)]
     async with harness.running(tmp_path / "data", database=postgres) as site:
         honest = [RawClient(site.channel, client.key) for client in known]
         for client, before in zip(honest, known, strict=True):
@@ -73,7 +73,9 @@ async def test_ids_that_no_server_has_made_are_refused(tmp_path: Path, any_datab
         assert await opened(stranger) == "CLIENT_UNKNOWN"
         calls = {
             "NO_SUCH_CLIENT": operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id=text)),
-            "NO_SUCH_ENROLMENT": operator.clients.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=text)),
+            "NO_SUCH_ENROLLMENT": operator.clients.RevokeEnrollment(
+                admin_pb2.RevokeEnrollmentRequest(enrollment_id=text)
+            ),
             "NO_SUCH_OPERATOR": operator.operators.RemoveOperator(admin_pb2.RemoveOperatorRequest(name=text)),
         }
         for code, call in calls.items():

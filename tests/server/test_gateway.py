@@ -72,7 +72,7 @@ async def code_of(call: Any) -> tuple[grpc.StatusCode, str, str]:
 @pytest.mark.fault("F20")
 async def test_a_job_completes_with_clients_of_both_daemons(leader: Site, gateway: Site) -> None:
     job = await gateway.operator.start(job_file(goal=2))
-    one, two = await leader.enrol(), await gateway.enrol()
+    one, two = await leader.enroll(), await gateway.enroll()
     tokens = [assignment.token for assignment in await gateway.assign([one, two])]
     base = await gateway.operator.export(job)
     assert base == await leader.operator.export(job)
@@ -123,7 +123,7 @@ async def test_cancellation_and_deadlines_reach_the_leader(leader: Site, gateway
 
 async def test_a_stop_wakes_a_heartbeat_behind_the_gateway(leader: Site, gateway: Site) -> None:
     job = await leader.operator.start(job_file(goal=1))
-    client = await gateway.enrol()
+    client = await gateway.enroll()
     token = (await client.assignment()).token
     heartbeat = client.heartbeat(token)
     await leader.operator.jobs.PauseJob(admin_pb2.JobRequest(job=job))
@@ -159,7 +159,7 @@ async def test_a_leader_that_is_stopped_lets_the_other_lead_at_once(tmp_path: Pa
         first = await stack.enter_async_context(daemon(tmp_path, postgres))
         async with daemon(tmp_path, postgres) as second:
             job = await second.operator.start(job_file(goal=1))
-            client = await second.enrol()
+            client = await second.enroll()
             watching = second.operator.watch(job)
             await watching.read()
             before = await client.assignment()
@@ -197,7 +197,7 @@ async def leading(site: Site, term: int) -> None:
 async def test_a_leader_whose_term_is_over_becomes_a_gateway(leader: Site, gateway: Site, postgres: str) -> None:
     """Somebody takes its lease: what it writes is rejected, its callers are told, and it follows the other one."""
     job = await leader.operator.start(job_file(goal=1))
-    client = await leader.enrol()
+    client = await leader.enroll()
     token = (await client.assignment()).token
     heartbeat, watching = client.heartbeat(token), leader.operator.watch(job)
     await watching.read()

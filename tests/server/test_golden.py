@@ -93,7 +93,7 @@ def metadata_for(client: RawClient, method: MethodDescriptor, request: bytes) ->
 @pytest.mark.fault("F28")
 async def test_a_server_answers_golden_requests(site: Site) -> None:
     """Fields that this version does not know change no answer: a newer client may send them."""
-    client = await site.enrol()
+    client = await site.enroll()
     answered: set[str] = set()
     for method in METHODS:
         assert requests_of(method), method.name

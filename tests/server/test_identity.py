@@ -16,7 +16,7 @@ from fedplat.auth import Ticket
 from fedplat.wire.v1 import admin_pb2, fleet_pb2, model_pb2
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.coordination import revocation
-from fedplat_server.database.clients import Enrollment, EnrolmentToken
+from fedplat_server.database.clients import Enrollment, EnrollmentToken
 from fedplat_server.database.store import open_store
 from fedplat_server.errors import RefusedError
 from server import databases, harness
@@ -60,7 +60,7 @@ async def test_every_call_must_be_signed_with_the_clients_key(site: Site) -> Non
 
 
 async def test_sessions_that_nobody_has_opened_are_unknown(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for session_id in ("no-session", "x" * 2000, client.client_id):
         client.session_id = session_id
         for call in every_call(client):
@@ -71,7 +71,7 @@ BAD_COUNTERS = ("", "0", "-1", "+1", "1.0", "1e3", "²", "9" * 19, "9" * 20, " 1
 
 
 async def test_calls_that_do_not_say_who_makes_them(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
     good = dict(client.signed("CheckIn", request))
     cases: list[dict[str, str | bytes]] = [{}, {"authorization": "Bearer abc"}]
@@ -86,7 +86,7 @@ async def test_calls_that_do_not_say_who_makes_them(site: Site) -> None:
 
 @pytest.mark.fault("F21")
 async def test_a_replayed_call_is_refused(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
     metadata = client.signed("CheckIn", request)
     await client.stub.CheckIn(request, metadata=metadata)
@@ -97,7 +97,7 @@ async def test_a_replayed_call_is_refused(site: Site) -> None:
 
 @pytest.mark.fault("F21")
 async def test_calls_in_another_order_are_accepted_once_each(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     request = fleet_pb2.CheckInRequest(protocol_version=wire.PROTOCOL_VERSION)
     signed = [client.signed("CheckIn", request) for _ in range(6)]
     for number in (4, 1, 5, 0, 3, 2):
@@ -125,7 +125,7 @@ async def test_a_signature_fits_one_message_of_one_method_of_one_session(site: S
 @pytest.mark.fault("F21")
 async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     content = update_of(initial_model(), 0).to_bytes()
     header = fleet_pb2.UploadHeader(token=token, digest=harness.digest_of(content), size_bytes=len(content))
@@ -138,7 +138,7 @@ async def test_the_header_of_an_upload_is_signed(site: Site) -> None:
 
 async def test_after_a_restart_a_session_is_unknown_and_another_goes_on(folder: Any) -> None:
     async with harness.running(folder) as site:
-        client = await site.enrol(key="the-one-client")
+        client = await site.enroll(key="the-one-client")
     async with harness.running(folder) as site:
         again = RawClient(site.channel, client.key)
         again.client_id, again.session_id = client.client_id, client.session_id
@@ -152,8 +152,8 @@ async def test_after_a_restart_a_session_is_unknown_and_another_goes_on(folder: 
 
 @pytest.mark.fault("F30")
 async def test_a_new_session_fences_the_older_one(site: Site) -> None:
-    first = await site.enrol(key="the-one-client")
-    second = await site.enrol(key="the-one-client")
+    first = await site.enroll(key="the-one-client")
+    second = await site.enroll(key="the-one-client")
     assert first.client_id == second.client_id
     await second.refusal()
     for call in every_call(first):
@@ -170,7 +170,7 @@ async def opening(client: RawClient, metadata: Metadata) -> tuple[grpc.StatusCod
 
 @pytest.mark.fault("F21")
 async def test_a_nonce_is_good_once(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
     metadata = client.proven("OpenSession", client.opening(), nonce)
     await client.stub.OpenSession(client.opening(), metadata=metadata)
@@ -178,7 +178,7 @@ async def test_a_nonce_is_good_once(site: Site) -> None:
 
 
 async def test_nonces_that_are_not_the_servers_prove_nothing(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     nonce = (await client.stub.GetChallenge(CHALLENGE)).nonce
     for bad in (b"", b"x", bytes(56), nonce[:-1], nonce[:-1] + bytes([nonce[-1] ^ 1]), nonce + b"x"):
         metadata = client.proven("OpenSession", client.opening(), bad)
@@ -194,7 +194,7 @@ async def test_nonces_that_are_not_the_servers_prove_nothing(site: Site) -> None
     )
 
 
-# --- enrolment -------------------------------------------------------------------------------------------------------
+# --- enrollment -------------------------------------------------------------------------------------------------------
 
 
 def newcomer(site: Site, seed: str = "a newcomer") -> RawClient:
@@ -203,11 +203,11 @@ def newcomer(site: Site, seed: str = "a newcomer") -> RawClient:
 
 async def enrolling(client: RawClient, ticket: Ticket, **fields: Any) -> None:
     good = {"population": ticket.population, "idempotency_key": "a-good-key", "token": ticket.secret}
-    await client.enrol(**{**good, **fields})
+    await client.enroll(**{**good, **fields})
 
 
-async def enrolments(site: Site) -> list[admin_pb2.Enrolment]:
-    return list((await site.operator.clients.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments)
+async def enrollments(site: Site) -> list[admin_pb2.Enrollment]:
+    return list((await site.operator.clients.ListEnrollments(admin_pb2.ListEnrollmentsRequest())).enrollments)
 
 
 async def test_a_ticket_carries_what_a_client_needs(site: Site) -> None:
@@ -220,7 +220,7 @@ async def test_a_ticket_carries_what_a_client_needs(site: Site) -> None:
     await client.refusal()
 
 
-async def test_enrolments_that_are_refused(site: Site) -> None:
+async def test_enrollments_that_are_refused(site: Site) -> None:
     ticket = await site.operator.ticket()
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"population": ""}, "population"),
@@ -238,7 +238,7 @@ async def test_enrolments_that_are_refused(site: Site) -> None:
     await enrolling(newcomer(site), ticket)  # none of these has used it up
 
 
-async def test_a_key_must_be_proven_to_enrol(site: Site) -> None:
+async def test_a_key_must_be_proven_to_enroll(site: Site) -> None:
     ticket = await site.operator.ticket()
     thief, owner = newcomer(site), Ed25519PrivateKey.generate()
     public = owner.public_key().public_bytes_raw()
@@ -251,8 +251,10 @@ async def test_a_key_must_be_proven_to_enrol(site: Site) -> None:
 async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
     used, foreign, revoked = [await site.operator.ticket() for _ in range(3)]
     await enrolling(newcomer(site, "the first"), used, idempotency_key="the-first-key")
-    listed = await enrolments(site)
-    await site.operator.clients.RevokeEnrolment(admin_pb2.RevokeEnrolmentRequest(enrolment_id=listed[2].enrolment_id))
+    listed = await enrollments(site)
+    await site.operator.clients.RevokeEnrollment(
+        admin_pb2.RevokeEnrollmentRequest(enrollment_id=listed[2].enrollment_id)
+    )
     unknown = Ticket(used.server, "demo", "x" * 43)
     expired = await site.operator.ticket(expires_s=1e-6)
     cases = (
@@ -269,12 +271,13 @@ async def test_tokens_of_no_use_let_nobody_in_and_say_why(site: Site) -> None:
         assert caught.value.code() is status
         assert ticket.secret not in (caught.value.details() or "") or not ticket.secret
     states = [
-        one.state for one in (await site.operator.clients.ListEnrolments(admin_pb2.ListEnrolmentsRequest())).enrolments
+        one.state
+        for one in (await site.operator.clients.ListEnrollments(admin_pb2.ListEnrollmentsRequest())).enrollments
     ]
     assert states == ["used up", "open", "revoked", "expired"]
 
 
-async def test_a_repeated_enrolment_gives_the_same_client_and_uses_no_token_up(site: Site) -> None:
+async def test_a_repeated_enrollment_gives_the_same_client_and_uses_no_token_up(site: Site) -> None:
     ticket = await site.operator.ticket(num_uses=1)
     first, second = newcomer(site), newcomer(site)
     await enrolling(first, ticket)
@@ -304,13 +307,13 @@ async def revoke(site: Site, client: RawClient) -> admin_pb2.Client:
 
 @pytest.mark.fault("F30")
 async def test_revocation_works_at_the_next_request_whatever_it_is(site: Site) -> None:
-    client = await site.enrol(key="the-one-client")
+    client = await site.enroll(key="the-one-client")
     await client.refusal()
     assert (await revoke(site, client)).state == "revoked"
     for call in every_call(client):
         assert await refused(call) == (S.PERMISSION_DENIED, "REVOKED")
     assert await refused(client.open_session()) == (S.PERMISSION_DENIED, "REVOKED")
-    again = client.enrol(population="demo", idempotency_key="the-one-client", token="x")
+    again = client.enroll(population="demo", idempotency_key="the-one-client", token="x")
     assert await refused(again) == (S.PERMISSION_DENIED, "REVOKED")
     assert (await revoke(site, client)).state == "revoked"  # safe to repeat
     unknown = site.operator.clients.RevokeClient(admin_pb2.RevokeClientRequest(client_id="c-nobody"))
@@ -321,7 +324,7 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
     """More clients than a transaction, and more than a call, revokes; those of another ticket stay."""
     monkeypatch.setattr(revocation, "BATCH", 2)
     monkeypatch.setattr(revocation, "MAX_REVOKED", 4)
-    honest = await site.enrol()
+    honest = await site.enroll()
     ticket = await site.operator.ticket(num_uses=20)
     thieves = [newcomer(site, f"thief {number}") for number in range(5)]
     for number, thief in enumerate(thieves):
@@ -329,14 +332,14 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
         await thief.open_session()
     polls = [thief.check_in() for thief in thieves]
     await site.waiting(len(thieves))
-    (leaked,) = [one.enrolment_id for one in await enrolments(site) if one.num_uses == 20]
+    (leaked,) = [one.enrollment_id for one in await enrollments(site) if one.num_uses == 20]
     listed = (await site.operator.clients.ListClients(admin_pb2.ListClientsRequest())).clients
-    assert {one.client_id for one in listed if one.enrolment_id == leaked} == {one.client_id for one in thieves}
+    assert {one.client_id for one in listed if one.enrollment_id == leaked} == {one.client_id for one in thieves}
     enrolled = [row for row in await site.store.inner.audit.list_rows() if row.action == "client enrolled"]
-    assert sum(f'"enrolment":"{leaked}"' in row.details for row in enrolled) == len(thieves)
-    request, counts = admin_pb2.RevokeEnrolmentRequest(enrolment_id=leaked, with_clients=True), list[int]()
+    assert sum(f'"enrollment":"{leaked}"' in row.details for row in enrolled) == len(thieves)
+    request, counts = admin_pb2.RevokeEnrollmentRequest(enrollment_id=leaked, with_clients=True), list[int]()
     while not counts or request.page_token:
-        answer = await site.operator.clients.RevokeEnrolment(request)
+        answer = await site.operator.clients.RevokeEnrollment(request)
         assert answer.state == "revoked"
         counts.append(answer.num_revoked_clients)
         request.page_token = answer.next_page_token
@@ -351,7 +354,7 @@ async def test_a_leaked_ticket_is_revoked_with_its_clients(site: Site, monkeypat
 
 
 async def test_revocation_ends_the_long_poll_of_a_free_client(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     waiting = client.check_in()
     await site.waiting(1)
     await revoke(site, client)
@@ -376,7 +379,7 @@ async def test_revocation_ends_the_work_of_a_client_and_the_round_goes_on(site: 
 
 async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(tmp_path: Path) -> None:
     store = FaultyStore(await open_store(databases.create_sqlite(tmp_path / "fedplat.sqlite")))
-    await store.inner.clients.add_enrolment_token(EnrolmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
+    await store.inner.clients.add_enrollment_token(EnrollmentToken("t", "demo", 1, 1, 0.0, 9e9), b"hash")
     await store.inner.clients.enroll(Enrollment("c", "demo", {}, "1", b"key", b"hash", "the-key"))
     book = ClientDirectory(store.clients)
     gate = Gate()
@@ -400,11 +403,11 @@ async def test_a_client_that_is_revoked_while_it_is_looked_up_is_not_remembered(
 @pytest.mark.fault("F21")
 async def test_an_assignment_token_is_bound_to_client_job_round_and_attempt_and_single_use(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1, rounds=2))
-    client = await site.enrol()
+    client = await site.enroll()
     first = await client.assignment()
     assert len(first.token) == 43  # 256 bits
     update = update_of(initial_model(), 0)
-    stranger = await site.enrol()
+    stranger = await site.enroll()
     assert (
         reason_name((await stranger.report(first.token, harness.digest_of(update.to_bytes()))).refusal.reason)
         == "STALE"

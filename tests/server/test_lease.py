@@ -153,7 +153,7 @@ async def test_a_leader_that_is_cut_off_from_the_database_stops_leading(
         harness.running(tmp_path, database=postgres, lease=times) as new,
     ):
         job = await new.operator.start(job_file(goal=1))
-        client = await new.enrol()
+        client = await new.enroll()
         token = (await client.assignment()).token
         update = update_of(initial_model(), 1).to_bytes()
         network.set(weather)

@@ -34,7 +34,7 @@ async def test_create_is_idempotent(site: Site) -> None:
 
 async def test_pause_stops_clients_at_once_and_resume_starts_afresh(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     assignment = await client.assignment()
     heartbeat = client.heartbeat(assignment.token)
     paused = await act(site, "Pause", job)
@@ -55,7 +55,7 @@ async def test_pause_stops_clients_at_once_and_resume_starts_afresh(site: Site) 
 @pytest.mark.fault("F34")
 async def test_cancel_stops_clients_and_ends_the_job_for_good(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     assignment = await client.assignment()
     heartbeat = client.heartbeat(assignment.token)
     assert (await act(site, "Cancel", job)).status == admin_pb2.JOB_STATUS_CANCELLED

@@ -48,7 +48,7 @@ async def place(folder: Path, clock: Clock) -> AsyncGenerator[Place]:
 
 async def test_the_certificate_says_who_calls(place: Place) -> None:
     job = await place.site.operator.start(job_file(goal=1))
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client))
     token = (await certified.assignment()).token
     update = harness.update_of(harness.initial_model(), 1)
@@ -75,7 +75,7 @@ async def test_a_client_cannot_act_as_another_one(place: Place) -> None:
 
 
 async def test_strangers_certificates_are_refused(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     stranger = Authority.new(utc_now())
     server: Shown = place.pki.files.key.read_bytes(), place.pki.files.certificate.read_bytes()
     for shown in (None, signed_by(stranger, client.client_id), server):
@@ -85,20 +85,20 @@ async def test_strangers_certificates_are_refused(place: Place) -> None:
 
 
 async def test_on_the_other_port_a_certificate_proves_nothing(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client), place.site.daemon.port)
     assert await refused(certified.check_in(0.0)) == (S.UNAUTHENTICATED, "UNAUTHENTICATED")
     await client.refusal()
 
 
 async def test_no_certificate_leads_to_the_next_one(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client))
     assert await refused(place.certificate(certified)) == (S.UNAUTHENTICATED, "UNAUTHENTICATED")
 
 
 async def test_operators_need_their_token_on_this_port_too(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     stub = admin_pb2_grpc.OperatorsStub(place.channel(await place.certificate(client)))
     assert await refused(stub.GetStatus(admin_pb2.GetStatusRequest())) == (S.UNAUTHENTICATED, "NO_OPERATOR")
     await authorized(stub).GetStatus(admin_pb2.GetStatusRequest())
@@ -106,7 +106,7 @@ async def test_operators_need_their_token_on_this_port_too(place: Place) -> None
 
 @pytest.mark.fault("F30")
 async def test_revocation_works_at_the_next_request(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     shown = await place.certificate(client)
     certified = place.certified(client, shown)
     await certified.refusal()
@@ -127,10 +127,10 @@ async def test_certificates_are_noted_once_an_hour_for_each_client(place: Place)
 
 @pytest.mark.fault("F30")
 async def test_a_new_session_fences_the_certificates_of_older_ones(place: Place) -> None:
-    client = await place.site.enrol(key="the-one-client")
+    client = await place.site.enroll(key="the-one-client")
     certified = place.certified(client, await place.certificate(client))
     await certified.refusal()
-    again = await place.site.enrol(key="the-one-client")
+    again = await place.site.enroll(key="the-one-client")
     for _ in range(2):
         assert await refused(certified.check_in(0.0)) == (S.PERMISSION_DENIED, "FENCED")
     await place.certified(again, await place.certificate(again)).refusal()
@@ -162,7 +162,7 @@ async def test_an_sdk_whose_identity_runs_elsewhere_ends(place: Place, tmp_path:
 
 @pytest.mark.fault("F31")
 async def test_an_expired_certificate_is_refused_with_the_reason(place: Place, clock: Clock) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     certified = place.certified(client, await place.certificate(client))
     clock.ahead_s = 86_000
     await certified.refusal()
@@ -175,14 +175,14 @@ async def test_an_expired_certificate_is_refused_with_the_reason(place: Place, c
 
 @pytest.mark.fault("F31")
 async def test_tls_itself_refuses_an_expired_certificate(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     expired = place.certified(client, signed_by(place.pki.authority(), client.client_id, since=2 * DAY))
     assert await refused(expired.check_in(0.0)) == (S.UNAVAILABLE, "")
 
 
 @pytest.mark.fault("F31")
 async def test_certificates_of_both_authorities_are_good_while_one_replaces_the_other(place: Place) -> None:
-    client = await place.site.enrol()
+    client = await place.site.enroll()
     old = await place.certificate(client)
     place.pki.rotate(utc_now())
     new = await place.certificate(client)

@@ -71,7 +71,7 @@ def test_every_method_has_a_least_role() -> None:
         ],
         Role.OPERATOR: [
             *("UploadModel", "CreateJob", "StartJob", "PauseJob", "ResumeJob", "CancelJob", "RollbackJob"),
-            *("RevokeClient", "CreateEnrolment", "ListEnrolments", "RevokeEnrolment", "ListAudit"),
+            *("RevokeClient", "CreateEnrollment", "ListEnrollments", "RevokeEnrollment", "ListAudit"),
         ],
         Role.ADMIN: ["AddOperator", "ListOperators", "RemoveOperator", "SetPrivacyBudget", "RemovePrivacyBudget"],
     }
@@ -143,7 +143,7 @@ async def test_what_is_no_known_token_is_refused(site: Site, metadata: list[tupl
 
 
 async def test_a_client_is_no_operator(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     code, _ = await refusal(site.channel.unary_unary(LIST_JOBS)(b"", metadata=client.signed_bytes("ListJobs", b"")))
     assert code is grpc.StatusCode.UNAUTHENTICATED
 
@@ -316,9 +316,9 @@ async def test_refused_calls_from_many_addresses_make_few_rows(folder: Path) -> 
 
 @pytest.mark.fault("F42")
 async def test_a_client_that_fences_itself_makes_one_row_an_hour(site: Site) -> None:
-    fenced = await site.enrol(key="the-one-client")
+    fenced = await site.enroll(key="the-one-client")
     for _ in range(20):
-        latest = await site.enrol(key="the-one-client")
+        latest = await site.enroll(key="the-one-client")
         assert (await refusal(fenced.check_in(0.0)))[0] is grpc.StatusCode.PERMISSION_DENIED
         fenced = latest
     assert len([entry for entry in await noted(site) if entry[1] == audit.AuditAction.CLIENT_FENCED]) == 1

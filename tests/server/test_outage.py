@@ -51,7 +51,7 @@ async def test_callers_hear_unavailable_and_the_round_goes_on_afterwards(site: S
         site.operator.jobs.PauseJob(request),
         site.operator.jobs.ListJobs(admin_pb2.ListJobsRequest()),
         site.operator.create(job_file()),
-        site.enrol(),
+        site.enroll(),
     ):
         await unavailable(call)
     assert (await two.heartbeat(tokens[1], 0.0)).HasField("proceed")  # needs no database
@@ -72,7 +72,7 @@ async def _history(site: Site, job: str) -> list[object]:
 async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) -> None:
     more = "[deadlines]\ntraining_s = 0.3\nselection_s = 3600\nheartbeat_s = 0.1\n[retry]\nbase_s = 0.01\nmax_s = 0.01"
     job = await site.operator.start(job_file(goal=1, more=more))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     failed = asyncio.Event()
 
@@ -93,7 +93,7 @@ async def test_a_deadline_that_strikes_meanwhile_is_not_forgotten(site: Site) ->
 @pytest.mark.fault("F9")
 async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     failed = asyncio.Event()
 
@@ -114,7 +114,7 @@ async def test_a_version_is_committed_once_the_database_is_back(site: Site) -> N
 @pytest.mark.fault("F9")
 async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site) -> None:
     await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     await client.refusal(labels={"region": "eu"}, trainers=("other",))
     site.store.outage = True
     await unavailable(client.check_in(labels={"region": "eu"}))
@@ -128,14 +128,14 @@ async def test_check_ins_during_an_outage_leave_no_ghost_in_the_room(site: Site)
 async def test_a_daemon_that_stops_during_an_outage_stops(folder: Path) -> None:
     async with harness.running(folder, grace_s=0.2) as site:
         job = await site.operator.start(job_file(goal=1))
-        client = await site.enrol(key="the-one-client")
+        client = await site.enroll(key="the-one-client")
         token = (await client.assignment()).token
         await client.deliver(token, update_of(initial_model(), 0))
         site.store.outage = True
     async with harness.running(folder) as site:
         shown = await site.operator.show(job)
         assert shown.model.version in (0, 1)
-        again = await site.enrol(key="the-one-client")
+        again = await site.enroll(key="the-one-client")
         answer = await again.report(token, digest_of(update_of(initial_model(), 0).to_bytes()))
         assert answer.HasField("receipt")
         await site.operator.until(job, "job", "COMPLETED")
@@ -162,7 +162,7 @@ async def test_readiness_follows_the_database_and_liveness_does_not(site: Site) 
 @pytest.mark.fault("F10")
 async def test_a_report_whose_reply_was_lost_gets_its_receipt(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     update = update_of(initial_model(), 0)
     await client.upload(token, update.to_bytes())

@@ -108,7 +108,7 @@ async def test_metrics_of_earlier_versions_cut_the_pages_of_rounds(site: Site) -
 
 @pytest.mark.fault("F47")
 async def test_labels_of_earlier_versions_cut_the_pages_of_clients(site: Site) -> None:
-    """130 clients with 64 labels of 4-byte characters each, as they could enrol."""
+    """130 clients with 64 labels of 4-byte characters each, as they could enroll."""
     labels = json.dumps({chr(0x20000 + n) * 63: WIDE * 200 for n in range(64)})
     ids = [f"c-{n:016x}" for n in range(130)]
     execute(site.folder, CLIENTS, ((name, labels, name, name.encode()) for name in ids))
@@ -119,7 +119,7 @@ async def test_labels_of_earlier_versions_cut_the_pages_of_clients(site: Site) -
 
 @pytest.mark.fault("F46")
 async def test_labels_are_bounded_in_bytes(site: Site) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     bad = {
         "a long name": {chr(0x20000) * 16: ""},
         "a long value": {"a": WIDE * 51},
@@ -149,7 +149,7 @@ async def test_jobs_are_listed_without_their_files(site: Site) -> None:
 async def test_every_list_has_pages(site: Site) -> None:
     jobs, clients, operators = site.operator.jobs, site.operator.clients, site.operator.operators
     for n in range(3):
-        await site.enrol()
+        await site.enroll()
         await operators.AddOperator(admin_pb2.AddOperatorRequest(name=f"anna-{n}", role="viewer"))
         await site.operator.create(job_file(f"job-{n}", close="deadline", more=PRIVATE))
     job = (await site.operator.show("job-0")).job_id
@@ -159,7 +159,7 @@ async def test_every_list_has_pages(site: Site) -> None:
         "ListJobs": (jobs.ListJobs, admin_pb2.ListJobsRequest(), lambda page: page.jobs),
         "ListRounds": (jobs.ListRounds, admin_pb2.ListRoundsRequest(job=job), lambda page: page.rounds),
         "ListClients": (clients.ListClients, admin_pb2.ListClientsRequest(), lambda page: page.clients),
-        "ListEnrolments": (clients.ListEnrolments, admin_pb2.ListEnrolmentsRequest(), lambda page: page.enrolments),
+        "ListEnrollments": (clients.ListEnrollments, admin_pb2.ListEnrollmentsRequest(), lambda page: page.enrollments),
         "ListModelVersions": (
             jobs.ListModelVersions,
             admin_pb2.ListModelVersionsRequest(job=job),
@@ -204,7 +204,7 @@ async def test_a_watch_passes_what_was_stored_too_large(folder: Path) -> None:
     text, metrics = "\x1b" * 9 * 2**20, json.dumps({"x" * 9 * 2**20: 1.0})
     async with harness.running(folder) as site:
         job = await site.operator.start(job_file(goal=1))
-        client = await site.enrol()
+        client = await site.enroll()
         work = await client.assignment()
         execute(folder, "UPDATE history SET reason = ?, metrics = ? WHERE job_id = ?", [(text, metrics, job)] * 3)
         execute(folder, "UPDATE assignments SET text = ?, metrics = ?", [(text, metrics)])

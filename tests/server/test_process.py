@@ -106,17 +106,17 @@ class Caller(Signing):
         self.jobs = authorized(admin_pb2_grpc.JobsStub(made))
         self.clients = authorized(admin_pb2_grpc.ClientsStub(made))
         self.operators = authorized(admin_pb2_grpc.OperatorsStub(made))
-        self.client_id = before.client_id if before is not None else self.enrol()
+        self.client_id = before.client_id if before is not None else self.enroll()
         request = self.opening()
         self.opened(self.fleet.OpenSession(request, metadata=self.proof("OpenSession", request)))
 
-    def enrol(self) -> str:
-        wanted = admin_pb2.CreateEnrolmentRequest(population="demo", expires_s=60, address="127.0.0.1:7443")
+    def enroll(self) -> str:
+        wanted = admin_pb2.CreateEnrollmentRequest(population="demo", expires_s=60, address="127.0.0.1:7443")
         request = fleet_pb2.EnrollRequest(
             population="demo",
             idempotency_key=os.urandom(8).hex(),
             protocol_version=wire.PROTOCOL_VERSION,
-            token=Ticket.from_text(self.clients.CreateEnrolment(wanted).ticket).secret,
+            token=Ticket.from_text(self.clients.CreateEnrollment(wanted).ticket).secret,
             public_key=self.public_key,
         )
         return self.fleet.Enroll(request, metadata=self.proof("Enroll", request)).client_id

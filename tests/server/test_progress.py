@@ -59,7 +59,7 @@ async def test_operators_see_the_progress_of_the_open_attempt(site: Site) -> Non
 
 async def test_a_client_that_was_restarted_begins_anew(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     first = await client.assignment()
     await client.heartbeat(first.token, 0.0, progress=0.75)
     second = await client.assignment()
@@ -71,7 +71,7 @@ async def test_a_client_that_was_restarted_begins_anew(site: Site) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.01, 1.01])
 async def test_only_fractions_are_taken(site: Site, bad: float) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     with pytest.raises(aio.AioRpcError) as caught:
         await client.heartbeat(token, 0.0, progress=bad)
@@ -85,7 +85,7 @@ async def test_only_fractions_are_taken(site: Site, bad: float) -> None:
 async def test_after_a_restart_progress_is_unknown_until_the_next_heartbeat(folder: Path) -> None:
     async with harness.running(folder) as site:
         job = await site.operator.start(job_file(goal=1))
-        client = await site.enrol()
+        client = await site.enroll()
         token = (await client.assignment()).token
         await client.heartbeat(token, 0.0, progress=0.75)
     async with harness.running(folder) as site:
@@ -99,7 +99,7 @@ async def test_after_a_restart_progress_is_unknown_until_the_next_heartbeat(fold
 @pytest.mark.calm("a watch may be cut")
 async def test_a_watch_that_asks_for_it_has_events_about_progress(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     request = admin_pb2.WatchJobRequest(job=job, progress_every_s=0.01)
     seen: list[admin_pb2.JobEvent] = []

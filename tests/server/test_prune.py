@@ -140,14 +140,14 @@ async def test_an_operator_prunes_what_has_ended(folder: Path) -> None:
 
 async def test_a_client_that_was_pruned_needs_a_new_ticket(folder: Path) -> None:
     async with harness.running(folder) as site:
-        client = await site.enrol(key="the only one")
+        client = await site.enroll(key="the only one")
     with rows(folder) as database:
         database.execute("UPDATE clients SET seen_unix_s = 1.0")
     assert counted(folder, "--clients-unseen-for", "1d", "--yes")["clients"] == 1
     async with harness.running(folder) as site:
-        with pytest.raises(aio.AioRpcError, match="this server knows no such client; enrol with a ticket"):
+        with pytest.raises(aio.AioRpcError, match="this server knows no such client; enroll with a ticket"):
             await client.over(site.channel).open_session()
-        again = await site.enrol(key="the only one")
+        again = await site.enroll(key="the only one")
         assert again.client_id != client.client_id
 
 

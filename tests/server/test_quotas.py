@@ -102,7 +102,7 @@ def test_bytes_are_counted_for_each_attempt() -> None:
 
 async def working(site: Site) -> tuple[str, RawClient, str]:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     return job, client, (await client.assignment()).token
 
 
@@ -126,7 +126,7 @@ async def test_strangers_are_limited_by_their_address(folder: Path) -> None:
         for _ in range(6):
             status, _, _ = await refusal_of(thief.check_in(0.0))
             assert status is grpc.StatusCode.UNAUTHENTICATED
-        for call in (thief.check_in(0.0), site.enrol()):
+        for call in (thief.check_in(0.0), site.enroll()):
             status, code, window = await refusal_of(call)
             assert (status, code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
             assert window[1] > window[0] > 0.0
@@ -268,7 +268,7 @@ async def test_inline_updates_count_too(folder: Path) -> None:
 async def test_an_honest_client_meets_no_limit(site: Site) -> None:
     """A round a few milliseconds long, a hundred times, by one client."""
     job = await site.operator.start(job_file(rounds=100, goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     for _ in range(100):
         token = (await client.assignment()).token
         assert (await client.report_inline(token, UPDATE)).HasField("receipt")

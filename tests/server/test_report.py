@@ -160,7 +160,7 @@ async def test_updates_whose_sum_overflows_never_become_a_version(site: Site) ->
         "[retry]\nbase_s = 0.01\nmax_s = 0.01\nmax_attempts = 1\n[aggregation]\nrule = 'fedavg'\nlearning_rate = 1e30"
     )
     job = await site.operator.start(job_file(goal=1, more=more))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     assert (await client.deliver(token, with_value(1e20))).HasField("receipt")
     event = await site.operator.until(job, "job", "FAILED")
@@ -271,7 +271,7 @@ async def test_an_update_whose_assignment_ends_while_it_is_validated_is_deleted(
     """The answer to its report is the reason of the end."""
     checking, go_on = validate_slowly(monkeypatch)
     job = await site.operator.start(f'durability = "{durability}"\n' + job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     report = asyncio.ensure_future(client.report_inline(token, UPDATE.to_bytes()))
     assert await asyncio.to_thread(checking.wait, harness.PATIENCE_S)
@@ -287,7 +287,7 @@ async def test_bytes_after_the_report_change_nothing(site: Site, monkeypatch: py
     """A client that appends to its update while its report is checked could stop every round."""
     checking, go_on = validate_slowly(monkeypatch)
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
     content = UPDATE.to_bytes()
     await client.upload(token, content)
@@ -347,7 +347,7 @@ async def test_small_updates_that_do_not_fit(site: Site) -> None:
 @pytest.mark.fault("F12")
 async def test_the_same_small_update_at_the_same_time_counts_once(site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     token = (await client.assignment()).token
 
     async def report() -> fleet_pb2.ReportResponse:

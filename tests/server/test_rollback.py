@@ -133,7 +133,7 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
         assert (latest.state_digest, latest.round) == (before.state_digest, 0)
         assert len(await site.store.inner.ledger.list_releases(job)) == 2
         await site.operator.jobs.ResumeJob(admin_pb2.JobRequest(job=job))
-        client = await site.enrol(key="client 1")
+        client = await site.enroll(key="client 1")
         work = await client.assignment()
         await client.deliver(work.token, update(3))
         await site.operator.until(job, "version", "4")

@@ -60,14 +60,14 @@ async def test_state_of_the_server_optimizer_survives_a_restart(folder: Path) ->
     text = job_file(rounds=3, goal=1, more='[aggregation]\nrule = "fedadam"\nlearning_rate = 0.1\ntau = 0.01')
     updates = [update_of(initial_model(), seed) for seed in range(3)]
     async with harness.running(folder) as site:
-        client = await site.enrol(key="the-one-client")
+        client = await site.enroll(key="the-one-client")
         job = await site.operator.start(text)
         for update in updates[:2]:
             assignment = await client.assignment()
             await client.deliver(assignment.token, update)
         await site.operator.until(job, "version", "2")
     async with harness.running(folder) as site:
-        client = await site.enrol(key="the-one-client")
+        client = await site.enroll(key="the-one-client")
         assignment = await client.assignment()
         assert (assignment.round, assignment.model.version) == (3, 2)
         await client.deliver(assignment.token, updates[2])
@@ -130,7 +130,7 @@ async def test_deadline_drops_who_is_late_and_goes_on_with_the_others(site: Site
 async def test_federated_evaluation(site: Site) -> None:
     more = '[evaluation.clients]\nevaluator = "scorer"\ngoal = 2'
     job = await site.operator.start(job_file(goal=1, more=more))
-    trainer = await site.enrol()
+    trainer = await site.enroll()
     await trainer.deliver((await trainer.assignment()).token, update_of(initial_model(), 0))
     scorers = await site.fleet(2)
     tasks = await asyncio.gather(*(client.assignment(trainers=(), evaluators=("scorer",)) for client in scorers))
@@ -147,7 +147,7 @@ async def test_federated_evaluation(site: Site) -> None:
 async def test_bytes_for_an_evaluation_are_refused(site: Site) -> None:
     more = '[evaluation.clients]\nevaluator = "scorer"\ngoal = 1'
     await site.operator.start(job_file(goal=1, more=more))
-    client = await site.enrol()
+    client = await site.enroll()
     await client.deliver((await client.assignment()).token, update_of(initial_model(), 0))
     task = await client.assignment(trainers=(), evaluators=("scorer",))
     refused = await client.report(task.token, "0" * 64)
@@ -168,7 +168,7 @@ async def test_two_jobs_share_one_fleet(site: Site) -> None:
 async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
     more = "[deadlines]\nselection_s = 0.05\n[retry]\nbase_s = 0.05\nmax_s = 3600"
     job = await site.operator.start(job_file(goal=2, more=more))
-    one = await site.enrol()
+    one = await site.enroll()
     waiting = one.check_in()  # one is not enough
     await site.operator.until(job, "attempt", "ABANDONED")
 
@@ -177,13 +177,13 @@ async def test_without_clients_a_job_waits_and_says_why(site: Site) -> None:
 
     await harness.until(explained, "the reason")
     assert not waiting.done()
-    two = await site.enrol()
+    two = await site.enroll()
     assert (await two.assignment()).job_id == job  # the next attempts found both
     assert (await waiting).HasField("assignment")
 
 
 async def test_many_clients_at_once(site: Site) -> None:
-    clients = await asyncio.gather(*(site.enrol() for _ in range(100)))
+    clients = await asyncio.gather(*(site.enroll() for _ in range(100)))
     calls = [client.check_in() for client in clients]
     await site.waiting(100)
     job = await site.operator.start(job_file(goal=100))
@@ -198,7 +198,7 @@ async def test_many_clients_at_once(site: Site) -> None:
 
 
 async def test_nothing_is_left_over_from_many_rounds(site: Site) -> None:
-    client, update = await site.enrol(), update_of(initial_model(), 0).to_bytes()
+    client, update = await site.enroll(), update_of(initial_model(), 0).to_bytes()
 
     async def rounds(count: int) -> None:
         job = await site.operator.start(job_file(goal=1, rounds=count))

@@ -28,7 +28,7 @@ async def refused(call: aio.Call | object) -> tuple[grpc.StatusCode, str]:
 async def working(site: Site) -> tuple[RawClient, str]:
     """A client with an open assignment."""
     await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     return client, (await client.assignment()).token
 
 
@@ -129,7 +129,7 @@ async def test_digests_that_are_none(site: Site) -> None:
 @pytest.mark.fault("F21")
 async def test_another_clients_token_opens_nothing(site: Site) -> None:
     client, token = await working(site)
-    thief = await site.enrol()
+    thief = await site.enroll()
     assert (await refused(thief.upload(token, UPDATE)))[0] is grpc.StatusCode.NOT_FOUND
     assert (await refused(thief.query(token, DIGEST)))[0] is grpc.StatusCode.NOT_FOUND
     assert harness.reason_name((await thief.report(token, DIGEST)).refusal.reason) == "STALE"
@@ -152,7 +152,7 @@ async def test_downloads_from_any_offset(site: Site) -> None:
 async def test_models_of_another_population_cannot_be_downloaded(site: Site) -> None:
     await working(site)
     digest = digest_of(initial_model().to_bytes())
-    stranger = await site.enrol("other")
+    stranger = await site.enroll("other")
     assert (await refused(stranger.download(digest)))[0] is grpc.StatusCode.NOT_FOUND
     assert (await refused(stranger.download("0" * 64)))[0] is grpc.StatusCode.NOT_FOUND
 
@@ -193,7 +193,7 @@ async def test_idle_streams_and_too_many_of_them_are_ended(folder: Path) -> None
             return False
 
         await harness.until(more_until_full, "the limit of calls")
-        other = await site.enrol()
+        other = await site.enroll()
         await other.refusal()
         for beat in beats:
             beat.cancel()

@@ -85,7 +85,7 @@ def unmasked(folder: Path, models: list[Parameters]) -> list[float]:
 async def train(site: Site, rounds: range, job: str = "") -> str:
     """Two clients take turns; the job's id."""
     job = job or await site.operator.start(TEXT, model_of(np.zeros(SIZE)))
-    clients = [await site.enrol(key=f"client {number}") for number in range(2)]
+    clients = [await site.enroll(key=f"client {number}") for number in range(2)]
     for round_ in rounds:
         client = clients[round_ % 2]
         work = await client.assignment()

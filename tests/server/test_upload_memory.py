@@ -96,7 +96,7 @@ async def test_reports_of_one_upload_are_checked_one_at_a_time(site: Site, monke
 
     monkeypatch.setattr(report_validation, "validate_file", counted)
     await site.operator.start(job_file(goal=1), MODEL)
-    client = await site.enrol()
+    client = await site.enroll()
     token, update = (await client.assignment()).token, MODEL.to_bytes()
     await client.upload(token, update)
     answers = await asyncio.gather(*(client.report(token, digest_of(update)) for _ in range(10)))

@@ -49,7 +49,7 @@ async def rounds_after(site: Site) -> None:
     """A whole job: a warm start, two rounds, and scores by the trainer."""
     more = RANKS + learning("warm_start", epochs=20) + '[evaluation]\nserver = "public"\n'
     job = await site.operator.start(job_file("whole", rounds=2, goal=1, more=more))
-    client = await site.enrol()
+    client = await site.enroll()
     for number in range(2):
         assignment = await client.assignment()
         assert assignment.model.version == number + 1

@@ -16,7 +16,7 @@ from server.harness import Site, initial_model, job_file, update_of
 
 
 async def train(site: Site, rounds: int) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for _ in range(rounds):
         await client.deliver((await client.assignment()).token, update_of(initial_model(), 0))
 

@@ -55,7 +55,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
 
 @pytest.mark.fault("F23")
 async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     for method in METHODS:
         for content in (b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"):
             metadata = client.signed(method.rpartition("/")[2], None) if "Fleet" in method else ADMIN_METADATA
@@ -71,7 +71,7 @@ async def test_bytes_that_are_no_message_are_refused(site: Site, caplog: pytest.
 @pytest.mark.fault("F27")
 async def test_messages_that_are_too_large_are_refused(site: Site, method: str) -> None:
     """By gRPC while they come, if they are larger than any; else by us, before they are decoded."""
-    client = await site.enrol()
+    client = await site.enroll()
     for size, status in (
         (wire.MAX_REQUEST_BYTES + 1, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (interceptor.max_bytes(method) + 1, grpc.StatusCode.INVALID_ARGUMENT),
@@ -86,7 +86,7 @@ async def test_a_compressed_bomb_is_not_inflated(site: Site) -> None:
     async with aio.insecure_channel(site.address, compression=grpc.Compression.Gzip) as channel:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         content = bytes(16 * wire.MAX_MESSAGE_BYTES)
-        metadata = (await site.enrol()).signed("Report", None)
+        metadata = (await site.enroll()).signed("Report", None)
         call = raw(channel, "/fedplat.wire.v1.Fleet/Report")(content, metadata=metadata)
         assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
@@ -159,7 +159,7 @@ async def log(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[io.StringIO]:
 async def test_an_unexpected_error_is_a_number_for_the_caller_and_a_traceback_in_the_log(
     log: io.StringIO, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await site.enrol()
+    client = await site.enroll()
     secret = client.session_id
 
     async def bug(*_: object) -> None:
@@ -189,7 +189,7 @@ async def test_an_unexpected_error_is_a_number_for_the_caller_and_a_traceback_in
 
 async def test_no_secret_is_logged_in_the_course_of_a_round(log: io.StringIO, site: Site) -> None:
     job = await site.operator.start(job_file(goal=1))
-    client = await site.enrol()
+    client = await site.enroll()
     first = await client.assignment()
     second = await client.assignment()
     await client.deliver(second.token, update_of(initial_model(), 0))

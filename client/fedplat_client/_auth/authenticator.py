@@ -41,7 +41,7 @@ class Access(Protocol):
 
 
 class SignedAccess:
-    """Signs every call: works also where a proxy ends TLS. `client_id` is known from the enrolment on."""
+    """Signs every call: works also where a proxy ends TLS. `client_id` is known from the enrollment on."""
 
     def __init__(self, channel: grpc.Channel, key: SigningKey, timeout_s: float) -> None:
         self.client_id = ""

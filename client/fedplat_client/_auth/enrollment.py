@@ -1,4 +1,4 @@
-"""A client's standing with its server: enrolment, and the check-in."""
+"""A client's standing with its server: enrollment, and the check-in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClientDescription:
-    """What a client tells the server about itself; the ticket is needed to enrol, and not afterwards."""
+    """What a client tells the server about itself; the ticket is needed to enroll, and not afterwards."""
 
     population: str
     labels: Mapping[str, str]
@@ -70,14 +70,14 @@ class ClientSession:
         door.access.client_id = identity.client_id
 
     def enroll(self) -> None:
-        """Enrols unless that was done before. Raises `EnrolmentError` or `ServerError`."""
+        """Enrolls unless that was done before. Raises `EnrollmentError` or `ServerError`."""
         if self._identity.client_id:
             return
         population, ticket = self._profile.population, self._profile.ticket
         if ticket is None:
             raise EnrollmentError(
                 f"this client is not enrolled in the population {population!r}, and has no ticket; "
-                "ask the server's operator for one (fedplat enrolment create) and give it as FEDPLAT_TICKET"
+                "ask the server's operator for one (fedplat enrollment create) and give it as FEDPLAT_TICKET"
             )
         request = fleet_pb2.EnrollRequest(
             population=population,
@@ -123,14 +123,14 @@ class ClientSession:
         return ServerUnavailableError(exc.code, f"{known.server}: {problem}", exc.retry) if problem else exc
 
     def forget_enrollment(self) -> None:
-        """Makes the next `enrol` ask anew, of a server that does not know this client. Raises `EnrolmentError`.
+        """Makes the next `enroll` ask anew, of a server that does not know this client. Raises `EnrollmentError`.
 
-        The keys stay: a server whose database was restored knows them again. So does the enrolment, without a ticket.
+        The keys stay: a server whose database was restored knows them again. So does the enrollment, without a ticket.
         """
         if self._profile.ticket is None:
             raise EnrollmentError(
                 f"the server does not know the client {self._identity.client_id} any more; "
-                "ask its operator for a ticket and give it as FEDPLAT_TICKET to enrol again"
+                "ask its operator for a ticket and give it as FEDPLAT_TICKET to enroll again"
             )
         self._remember("")
 

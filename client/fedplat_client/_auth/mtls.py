@@ -56,7 +56,7 @@ class CertificateAccess:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `EnrolmentError` if the server has no TLS."""
+        """Raises `EnrollmentError` if the server has no TLS."""
         if not identity.tls:
             raise EnrollmentError(
                 "this client was enrolled with a server without TLS, where certificates prove nothing; "

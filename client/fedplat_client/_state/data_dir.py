@@ -33,7 +33,7 @@ from fedplat_client.errors import DataDirectoryError
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a client is: `client_id` is empty before the enrolment. `tls` and `ca` are those of the ticket."""
+    """Who a client is: `client_id` is empty before the enrollment. `tls` and `ca` are those of the ticket."""
 
     idempotency_key: str
     server: str
@@ -102,7 +102,7 @@ class DataDirectory:
     def identity(self, ticket: Ticket | None = None, new_key: Callable[[], str] = lambda: uuid.uuid4().hex) -> Identity:
         """The stored identity; when there is none, a new one that is stored before it is returned.
 
-        So a crash between the first Enroll call and its reply does not enrol twice. A ticket says how the server is
+        So a crash between the first Enroll call and its reply does not enroll twice. A ticket says how the server is
         known from now on, except that it cannot take TLS away: raises `DataDirectoryError` for such a ticket.
         """
         try:
@@ -116,7 +116,7 @@ class DataDirectory:
             raise DataDirectoryError(
                 f"the ticket names {self._server} without TLS, and this client knows it with TLS; expected a ticket "
                 "with TLS, so that no other host can stand for the server. If its operator has switched TLS off, "
-                f"delete {self._identity} to enrol as a new client"
+                f"delete {self._identity} to enroll as a new client"
             )
         if ticket is not None and (identity.tls, identity.ca) != (ticket.tls, ticket.ca):
             self._save_with(identity, ticket)
@@ -124,7 +124,7 @@ class DataDirectory:
         return identity
 
     def signing_key(self, identity: Identity) -> SigningKey:
-        """The private key; before the enrolment a new one, if there is none, which is stored before it is returned."""
+        """The private key; before the enrollment a new one, if there is none, which is stored before it is returned."""
         try:
             if not identity.client_id and not self._key.exists():
                 self._write(self._key, new_signing_key())
@@ -132,12 +132,12 @@ class DataDirectory:
         except OSError as exc:
             raise DataDirectoryError(
                 f"{self._key} cannot be read: {exc}. Restore it from a backup, "
-                f"or delete {self._identity} to enrol as a new client"
+                f"or delete {self._identity} to enroll as a new client"
             ) from exc
         except ValueError as exc:
             raise DataDirectoryError(
                 f"{self._key} is damaged ({exc}). Restore it from a backup, "
-                f"or delete {self._identity} to enrol as a new client"
+                f"or delete {self._identity} to enroll as a new client"
             ) from exc
 
     def tls_key(self) -> bytes:
@@ -183,11 +183,11 @@ def _read(path: Path) -> Identity:
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise DataDirectoryError(
             f"{path} is damaged ({exc}); expected the JSON that fedplat-client writes. "
-            "Restore it from a backup, or delete it to enrol as a new client"
+            "Restore it from a backup, or delete it to enroll as a new client"
         ) from exc
     if not identity.idempotency_key:
         raise DataDirectoryError(
-            f"{path} is damaged (its idempotency_key is empty); delete it to enrol as a new client"
+            f"{path} is damaged (its idempotency_key is empty); delete it to enroll as a new client"
         )
     return identity
 

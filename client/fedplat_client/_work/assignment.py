@@ -23,6 +23,7 @@ from fedplat_client._state.residuals import Residuals
 from fedplat_client._state.two_phase import SentReport, WasMerged
 from fedplat_client._work import encoding, transfer
 from fedplat_client._work.heartbeat import Heartbeat
+from fedplat_client._work.model_download import Downloader
 from fedplat_client._work.transfer import Content
 from fedplat_client.backoff import retry
 from fedplat_client.cancellation import Stop, StopSignal, reason_name

@@ -887,7 +887,7 @@ class Client(_message.Message):
     LAST_SEEN_UNIX_S_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
-    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    ENROLLMENT_ID_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
     population: _builtins.str
@@ -899,7 +899,7 @@ class Client(_message.Message):
     software_version: _builtins.str
     job_id: _builtins.str
     """Job that the client works for; empty when it is not busy."""
-    enrolment_id: _builtins.str
+    enrollment_id: _builtins.str
     """The token that it has enrolled by; empty if it did before servers noted that."""
     progress: _builtins.float
     """The fraction of its open assignment that is done, 0 to 1; unset if it has none, or sent no heartbeat yet."""
@@ -916,12 +916,12 @@ class Client(_message.Message):
         last_seen_unix_s: _builtins.float = ...,
         software_version: _builtins.str = ...,
         job_id: _builtins.str = ...,
-        enrolment_id: _builtins.str = ...,
+        enrollment_id: _builtins.str = ...,
         progress: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrolment_id", b"enrolment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "progress", b"progress", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "client_id", b"client_id", "enrolled_unix_s", b"enrolled_unix_s", "enrollment_id", b"enrollment_id", "job_id", b"job_id", "labels", b"labels", "last_seen_unix_s", b"last_seen_unix_s", "population", b"population", "progress", b"progress", "software_version", b"software_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
     _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
@@ -939,7 +939,7 @@ class ListClientsResponse(_message.Message):
     """Empty with the last page."""
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___Client]:
-        """In the order of their enrolment."""
+        """In the order of their enrollment."""
 
     def __init__(
         self,
@@ -975,7 +975,7 @@ class RevokeClientRequest(_message.Message):
 Global___RevokeClientRequest: _TypeAlias = RevokeClientRequest  # noqa: Y015
 
 @_typing.final
-class CreateEnrolmentRequest(_message.Message):
+class CreateEnrollmentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POPULATION_FIELD_NUMBER: _builtins.int
@@ -984,7 +984,7 @@ class CreateEnrolmentRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     num_uses: _builtins.int
-    """How many clients may enrol; 0 means 1."""
+    """How many clients may enroll; 0 means 1."""
     expires_s: _builtins.float
     """From now."""
     address: _builtins.str
@@ -1003,37 +1003,37 @@ class CreateEnrolmentRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CreateEnrolmentRequest: _TypeAlias = CreateEnrolmentRequest  # noqa: Y015
+Global___CreateEnrollmentRequest: _TypeAlias = CreateEnrollmentRequest  # noqa: Y015
 
 @_typing.final
-class CreateEnrolmentResponse(_message.Message):
+class CreateEnrollmentResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENROLMENT_FIELD_NUMBER: _builtins.int
+    ENROLLMENT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """Secret: what a client needs, one line. The server keeps a hash of it only."""
     @_builtins.property
-    def enrolment(self) -> Global___Enrolment: ...
+    def enrollment(self) -> Global___Enrollment: ...
     def __init__(
         self,
         *,
-        enrolment: Global___Enrolment | None = ...,
+        enrollment: Global___Enrollment | None = ...,
         ticket: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enrolment", b"enrolment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enrollment", b"enrollment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment", b"enrolment", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrollment", b"enrollment", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CreateEnrolmentResponse: _TypeAlias = CreateEnrolmentResponse  # noqa: Y015
+Global___CreateEnrollmentResponse: _TypeAlias = CreateEnrollmentResponse  # noqa: Y015
 
 @_typing.final
-class Enrolment(_message.Message):
+class Enrollment(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    ENROLLMENT_ID_FIELD_NUMBER: _builtins.int
     POPULATION_FIELD_NUMBER: _builtins.int
     NUM_USES_FIELD_NUMBER: _builtins.int
     NUM_LEFT_FIELD_NUMBER: _builtins.int
@@ -1042,7 +1042,7 @@ class Enrolment(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     NUM_REVOKED_CLIENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    enrolment_id: _builtins.str
+    enrollment_id: _builtins.str
     population: _builtins.str
     num_uses: _builtins.int
     num_left: _builtins.int
@@ -1051,13 +1051,13 @@ class Enrolment(_message.Message):
     state: _builtins.str
     """"open", "used up", "expired" or "revoked"."""
     num_revoked_clients: _builtins.int
-    """In the answer to RevokeEnrolment with_clients: how many clients of it this call found, which are all revoked now."""
+    """In the answer to RevokeEnrollment with_clients: how many clients of it this call found, which are all revoked now."""
     next_page_token: _builtins.str
     """There too: what the next call says for the clients after these; empty with the last."""
     def __init__(
         self,
         *,
-        enrolment_id: _builtins.str = ...,
+        enrollment_id: _builtins.str = ...,
         population: _builtins.str = ...,
         num_uses: _builtins.int = ...,
         num_left: _builtins.int = ...,
@@ -1069,14 +1069,14 @@ class Enrolment(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrolment_id", b"enrolment_id", "expires_unix_s", b"expires_unix_s", "next_page_token", b"next_page_token", "num_left", b"num_left", "num_revoked_clients", b"num_revoked_clients", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "enrollment_id", b"enrollment_id", "expires_unix_s", b"expires_unix_s", "next_page_token", b"next_page_token", "num_left", b"num_left", "num_revoked_clients", b"num_revoked_clients", "num_uses", b"num_uses", "population", b"population", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Enrolment: _TypeAlias = Enrolment  # noqa: Y015
+Global___Enrollment: _TypeAlias = Enrollment  # noqa: Y015
 
 @_typing.final
-class ListEnrolmentsRequest(_message.Message):
+class ListEnrollmentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
@@ -1097,42 +1097,42 @@ class ListEnrolmentsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListEnrolmentsRequest: _TypeAlias = ListEnrolmentsRequest  # noqa: Y015
+Global___ListEnrollmentsRequest: _TypeAlias = ListEnrollmentsRequest  # noqa: Y015
 
 @_typing.final
-class ListEnrolmentsResponse(_message.Message):
+class ListEnrollmentsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENROLMENTS_FIELD_NUMBER: _builtins.int
+    ENROLLMENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty with the last page."""
     @_builtins.property
-    def enrolments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrolment]:
+    def enrollments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Enrollment]:
         """In the order of their making."""
 
     def __init__(
         self,
         *,
-        enrolments: _abc.Iterable[Global___Enrolment] | None = ...,
+        enrollments: _abc.Iterable[Global___Enrollment] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolments", b"enrolments", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrollments", b"enrollments", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListEnrolmentsResponse: _TypeAlias = ListEnrolmentsResponse  # noqa: Y015
+Global___ListEnrollmentsResponse: _TypeAlias = ListEnrollmentsResponse  # noqa: Y015
 
 @_typing.final
-class RevokeEnrolmentRequest(_message.Message):
+class RevokeEnrollmentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENROLMENT_ID_FIELD_NUMBER: _builtins.int
+    ENROLLMENT_ID_FIELD_NUMBER: _builtins.int
     WITH_CLIENTS_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    enrolment_id: _builtins.str
+    enrollment_id: _builtins.str
     with_clients: _builtins.bool
     """Also revokes the clients that have enrolled by the token, a page of them with each call."""
     page_token: _builtins.str
@@ -1140,17 +1140,17 @@ class RevokeEnrolmentRequest(_message.Message):
     def __init__(
         self,
         *,
-        enrolment_id: _builtins.str = ...,
+        enrollment_id: _builtins.str = ...,
         with_clients: _builtins.bool = ...,
         page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_id", b"enrolment_id", "page_token", b"page_token", "with_clients", b"with_clients"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrollment_id", b"enrollment_id", "page_token", b"page_token", "with_clients", b"with_clients"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RevokeEnrolmentRequest: _TypeAlias = RevokeEnrolmentRequest  # noqa: Y015
+Global___RevokeEnrollmentRequest: _TypeAlias = RevokeEnrollmentRequest  # noqa: Y015
 
 @_typing.final
 class ListModelVersionsRequest(_message.Message):

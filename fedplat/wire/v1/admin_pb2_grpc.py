@@ -622,7 +622,7 @@ class Jobs:
 
 
 class ClientsStub:
-    """Clients, and the tokens with which they enrol.
+    """Clients, and the tokens with which they enroll.
     """
 
     def __init__(self, channel):
@@ -641,25 +641,25 @@ class ClientsStub:
                 request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.SerializeToString,
                 response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.FromString,
                 _registered_method=True)
-        self.CreateEnrolment = channel.unary_unary(
-                '/fedplat.wire.v1.Clients/CreateEnrolment',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+        self.CreateEnrollment = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/CreateEnrollment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentResponse.FromString,
                 _registered_method=True)
-        self.ListEnrolments = channel.unary_unary(
-                '/fedplat.wire.v1.Clients/ListEnrolments',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+        self.ListEnrollments = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/ListEnrollments',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsResponse.FromString,
                 _registered_method=True)
-        self.RevokeEnrolment = channel.unary_unary(
-                '/fedplat.wire.v1.Clients/RevokeEnrolment',
-                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
-                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
+        self.RevokeEnrollment = channel.unary_unary(
+                '/fedplat.wire.v1.Clients/RevokeEnrollment',
+                request_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrollmentRequest.SerializeToString,
+                response_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrollment.FromString,
                 _registered_method=True)
 
 
 class ClientsServicer:
-    """Clients, and the tokens with which they enrol.
+    """Clients, and the tokens with which they enroll.
     """
 
     def ListClients(self, request, context):
@@ -676,21 +676,21 @@ class ClientsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CreateEnrolment(self, request, context):
-        """Creates a token with which clients enrol.
+    def CreateEnrollment(self, request, context):
+        """Creates a token with which clients enroll.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListEnrolments(self, request, context):
+    def ListEnrollments(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RevokeEnrolment(self, request, context):
-        """Lets no more clients enrol with the token. Clients that have enrolled stay, unless the request revokes them too.
+    def RevokeEnrollment(self, request, context):
+        """Lets no more clients enroll with the token. Clients that have enrolled stay, unless the request revokes them too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -709,20 +709,20 @@ def add_ClientsServicer_to_server(servicer, server):
                     request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeClientRequest.FromString,
                     response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Client.SerializeToString,
             ),
-            'CreateEnrolment': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateEnrolment,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.SerializeToString,
+            'CreateEnrollment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateEnrollment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentResponse.SerializeToString,
             ),
-            'ListEnrolments': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListEnrolments,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.SerializeToString,
+            'ListEnrollments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEnrollments,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsResponse.SerializeToString,
             ),
-            'RevokeEnrolment': grpc.unary_unary_rpc_method_handler(
-                    servicer.RevokeEnrolment,
-                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.FromString,
-                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.SerializeToString,
+            'RevokeEnrollment': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeEnrollment,
+                    request_deserializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrollmentRequest.FromString,
+                    response_serializer=fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrollment.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -733,7 +733,7 @@ def add_ClientsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Clients:
-    """Clients, and the tokens with which they enrol.
+    """Clients, and the tokens with which they enroll.
     """
 
     @staticmethod
@@ -791,7 +791,7 @@ class Clients:
             _registered_method=True)
 
     @staticmethod
-    def CreateEnrolment(request,
+    def CreateEnrollment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -804,9 +804,9 @@ class Clients:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Clients/CreateEnrolment',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrolmentResponse.FromString,
+            '/fedplat.wire.v1.Clients/CreateEnrollment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.CreateEnrollmentResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -818,7 +818,7 @@ class Clients:
             _registered_method=True)
 
     @staticmethod
-    def ListEnrolments(request,
+    def ListEnrollments(request,
             target,
             options=(),
             channel_credentials=None,
@@ -831,9 +831,9 @@ class Clients:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Clients/ListEnrolments',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrolmentsResponse.FromString,
+            '/fedplat.wire.v1.Clients/ListEnrollments',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.ListEnrollmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -845,7 +845,7 @@ class Clients:
             _registered_method=True)
 
     @staticmethod
-    def RevokeEnrolment(request,
+    def RevokeEnrollment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -858,9 +858,9 @@ class Clients:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fedplat.wire.v1.Clients/RevokeEnrolment',
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrolmentRequest.SerializeToString,
-            fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrolment.FromString,
+            '/fedplat.wire.v1.Clients/RevokeEnrollment',
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.RevokeEnrollmentRequest.SerializeToString,
+            fedplat_dot_wire_dot_v1_dot_admin__pb2.Enrollment.FromString,
             options,
             channel_credentials,
             insecure,

@@ -178,7 +178,7 @@ class JobsServicer(metaclass=_abc_1.ABCMeta):
 def add_JobsServicer_to_server(servicer: JobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ClientsStub:
-    """Clients, and the tokens with which they enrol."""
+    """Clients, and the tokens with which they enroll."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -189,15 +189,15 @@ class ClientsStub:
     """Ends a client's membership for good, from its next request on. Its open assignment fails, and its report to an
     attempt that still collects is dropped.
     """
-    CreateEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]
-    """Creates a token with which clients enrol."""
-    ListEnrolments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]
-    RevokeEnrolment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]
-    """Lets no more clients enrol with the token. Clients that have enrolled stay, unless the request revokes them too."""
+    CreateEnrollment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrollmentRequest, _admin_pb2.CreateEnrollmentResponse]
+    """Creates a token with which clients enroll."""
+    ListEnrollments: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEnrollmentsRequest, _admin_pb2.ListEnrollmentsResponse]
+    RevokeEnrollment: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrollmentRequest, _admin_pb2.Enrollment]
+    """Lets no more clients enroll with the token. Clients that have enrolled stay, unless the request revokes them too."""
 
 @_typing.type_check_only
 class ClientsAsyncStub(ClientsStub):
-    """Clients, and the tokens with which they enrol."""
+    """Clients, and the tokens with which they enroll."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
@@ -205,14 +205,14 @@ class ClientsAsyncStub(ClientsStub):
     """Ends a client's membership for good, from its next request on. Its open assignment fails, and its report to an
     attempt that still collects is dropped.
     """
-    CreateEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrolmentRequest, _admin_pb2.CreateEnrolmentResponse]  # type: ignore[assignment]
-    """Creates a token with which clients enrol."""
-    ListEnrolments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrolmentsRequest, _admin_pb2.ListEnrolmentsResponse]  # type: ignore[assignment]
-    RevokeEnrolment: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrolmentRequest, _admin_pb2.Enrolment]  # type: ignore[assignment]
-    """Lets no more clients enrol with the token. Clients that have enrolled stay, unless the request revokes them too."""
+    CreateEnrollment: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateEnrollmentRequest, _admin_pb2.CreateEnrollmentResponse]  # type: ignore[assignment]
+    """Creates a token with which clients enroll."""
+    ListEnrollments: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEnrollmentsRequest, _admin_pb2.ListEnrollmentsResponse]  # type: ignore[assignment]
+    RevokeEnrollment: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeEnrollmentRequest, _admin_pb2.Enrollment]  # type: ignore[assignment]
+    """Lets no more clients enroll with the token. Clients that have enrolled stay, unless the request revokes them too."""
 
 class ClientsServicer(metaclass=_abc_1.ABCMeta):
-    """Clients, and the tokens with which they enrol."""
+    """Clients, and the tokens with which they enroll."""
 
     @_abc_1.abstractmethod
     def ListClients(
@@ -232,27 +232,27 @@ class ClientsServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def CreateEnrolment(
+    def CreateEnrollment(
         self,
-        request: _admin_pb2.CreateEnrolmentRequest,
+        request: _admin_pb2.CreateEnrollmentRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.CreateEnrolmentResponse, _abc.Awaitable[_admin_pb2.CreateEnrolmentResponse]]:
-        """Creates a token with which clients enrol."""
+    ) -> _typing.Union[_admin_pb2.CreateEnrollmentResponse, _abc.Awaitable[_admin_pb2.CreateEnrollmentResponse]]:
+        """Creates a token with which clients enroll."""
 
     @_abc_1.abstractmethod
-    def ListEnrolments(
+    def ListEnrollments(
         self,
-        request: _admin_pb2.ListEnrolmentsRequest,
+        request: _admin_pb2.ListEnrollmentsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ListEnrolmentsResponse, _abc.Awaitable[_admin_pb2.ListEnrolmentsResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.ListEnrollmentsResponse, _abc.Awaitable[_admin_pb2.ListEnrollmentsResponse]]: ...
 
     @_abc_1.abstractmethod
-    def RevokeEnrolment(
+    def RevokeEnrollment(
         self,
-        request: _admin_pb2.RevokeEnrolmentRequest,
+        request: _admin_pb2.RevokeEnrollmentRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.Enrolment, _abc.Awaitable[_admin_pb2.Enrolment]]:
-        """Lets no more clients enrol with the token. Clients that have enrolled stay, unless the request revokes them too."""
+    ) -> _typing.Union[_admin_pb2.Enrollment, _abc.Awaitable[_admin_pb2.Enrollment]]:
+        """Lets no more clients enroll with the token. Clients that have enrolled stay, unless the request revokes them too."""
 
 def add_ClientsServicer_to_server(servicer: ClientsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -295,7 +295,7 @@ class CheckInRequest(_message.Message):
     """How long the client is willing to wait, in seconds."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Replace the labels of the enrolment."""
+        """Replace the labels of the enrollment."""
 
     @_builtins.property
     def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

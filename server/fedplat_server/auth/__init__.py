@@ -1,4 +1,4 @@
-"""Who calls: enrolment, sessions, signatures and certificates. `fedplat.auth` has what clients share of it.
+"""Who calls: enrollment, sessions, signatures and certificates. `fedplat.auth` has what clients share of it.
 
 `replay_window`, `challenges` and `sessions` are pure: time and randomness are arguments. `client_directory` caches the
 clients, `enrollment` admits new ones, `authentication` finds the client that makes a call, `certificates` signs and

@@ -1,4 +1,4 @@
-"""Enrolment: operators create tokens, by which devices become clients."""
+"""Enrollment: operators create tokens, by which devices become clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedplat.auth import Ticket
 from fedplat_server.auth.client_directory import ClientDirectory
 from fedplat_server.auth.tls import Certificates
 from fedplat_server.auth.tokens import hash_secret, new_token
-from fedplat_server.database.clients import ClientRecord, Enrollment, EnrolmentToken
+from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken
 from fedplat_server.database.ports import ClientStore
 from fedplat_server.errors import Code, EnrollmentConflictError, RefusedError, TokenRefusedError
 from fedplat_server.records.audit import AuditAction, AuditEntry
@@ -49,7 +49,7 @@ class Trust:
 
 
 class Enrollments:
-    """Creates tokens and enrols clients by them. Raises `RefusedError`."""
+    """Creates tokens and enrolls clients by them. Raises `RefusedError`."""
 
     def __init__(self, clients: ClientStore, book: ClientDirectory, trust: Callable[[], Trust]) -> None:
         self._clients = clients
@@ -58,7 +58,7 @@ class Enrollments:
 
     async def create(
         self, population: str, num_uses: int, expires_s: float, address: str, actor: str
-    ) -> tuple[EnrolmentToken, Ticket]:
+    ) -> tuple[EnrollmentToken, Ticket]:
         """Return a new token, and the ticket with it; `actor` is the operator who asked for it."""
         if not 1 <= num_uses <= MAX_USES:
             raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
@@ -66,25 +66,25 @@ class Enrollments:
             raise RefusedError(Code.INVALID_REQUEST, f"expires in {expires_s:g} s; expected up to {MAX_EXPIRES_S:g}")
         secret, token_hash = new_token()
         now, trust = time.time(), self._trust()
-        token = EnrolmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
+        token = EnrollmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
         made = AuditEntry(
-            actor, AuditAction.ENROLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses}
+            actor, AuditAction.ENROLLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses}
         )
-        await self._clients.add_enrolment_token(token, token_hash, [made])
+        await self._clients.add_enrollment_token(token, token_hash, [made])
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
-    async def revoke(self, token_id: str, actor: str) -> EnrolmentToken:
+    async def revoke(self, token_id: str, actor: str) -> EnrollmentToken:
         """Revoke a token."""
-        token = await self._clients.revoke_enrolment_token(
-            token_id, [AuditEntry(actor, AuditAction.ENROLMENT_REVOKED, token_id)]
+        token = await self._clients.revoke_enrollment_token(
+            token_id, [AuditEntry(actor, AuditAction.ENROLLMENT_REVOKED, token_id)]
         )
         if token is None:
-            raise RefusedError(Code.NO_SUCH_ENROLMENT, token_id)
+            raise RefusedError(Code.NO_SUCH_ENROLLMENT, token_id)
         return token
 
     async def enroll(self, newcomer: Newcomer) -> ClientRecord:
-        """Enrol a client whose key is proven; a client that enrols again keeps its id."""
-        enrolment = Enrollment(
+        """Enroll a client whose key is proven; a client that enrolls again keeps its id."""
+        enrollment = Enrollment(
             client_id=f"c-{uuid4().hex[:16]}",
             population=newcomer.population,
             labels=newcomer.labels,
@@ -94,7 +94,7 @@ class Enrollments:
             idempotency_key=newcomer.idempotency_key,
         )
         try:
-            record = await self._clients.enroll(enrolment, _audit_enrollment)
+            record = await self._clients.enroll(enrollment, _audit_enrollment)
         except TokenRefusedError as exc:
             if not exc.is_known:
                 raise RefusedError(Code.TOKEN_UNKNOWN) from exc
@@ -108,5 +108,5 @@ class Enrollments:
 
 
 def _audit_enrollment(client: ClientRecord) -> list[AuditEntry]:
-    details = {"population": client.population, "enrolment": client.token_id}
+    details = {"population": client.population, "enrollment": client.token_id}
     return [AuditEntry(client.client_id, AuditAction.CLIENT_ENROLLED, client.client_id, details)]

@@ -62,7 +62,7 @@ class Revocation:
         """
 
         def audit(client: ClientRecord) -> list[AuditEntry]:
-            return [AuditEntry(actor, AuditAction.CLIENT_REVOKED, client.client_id, {"enrolment": enrolled.token_id})]
+            return [AuditEntry(actor, AuditAction.CLIENT_REVOKED, client.client_id, {"enrollment": enrolled.token_id})]
 
         after, num_revoked = enrolled.after, 0
         while num_revoked < MAX_REVOKED:

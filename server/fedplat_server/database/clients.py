@@ -1,4 +1,4 @@
-"""Records of who may take part: enrolment tokens and clients."""
+"""Records of who may take part: enrollment tokens and clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedplat_server.records.audit import AuditEntry
 class ClientRecord:
     """An enrolled client.
 
-    `session_number` counts the sessions that it has opened; only the last one is valid. `token_id` is the enrolment
+    `session_number` counts the sessions that it has opened; only the last one is valid. `token_id` is the enrollment
     token that it used; empty if it enrolled before that was stored.
     """
 
@@ -39,8 +39,8 @@ def no_entries(client: ClientRecord) -> Sequence[AuditEntry]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EnrolmentToken:
-    """A token by which clients enrol. The database keeps its hash beside this record, never the token."""
+class EnrollmentToken:
+    """A token by which clients enroll. The database keeps its hash beside this record, never the token."""
 
     token_id: str
     population: str
@@ -61,7 +61,7 @@ class EnrolmentToken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Enrollment:
-    """A request to enrol. `client_id` is used if the idempotency key is new."""
+    """A request to enroll. `client_id` is used if the idempotency key is new."""
 
     client_id: str
     population: str
@@ -72,8 +72,8 @@ class Enrollment:
     idempotency_key: str
 
 
-def token_refused(token: EnrolmentToken | None, population: str, unix_s: float) -> TokenRefusedError:
-    """Return the error for an enrolment by this token; None: the token is unknown."""
+def token_refused(token: EnrollmentToken | None, population: str, unix_s: float) -> TokenRefusedError:
+    """Return the error for an enrollment by this token; None: the token is unknown."""
     if token is None:
         return TokenRefusedError("", is_known=False)
     if token.population != population:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from fedplat.rounds import Assignment, AttemptKey, Change, JobState, ModelVersion, Participation, rounds_to_recall
-from fedplat_server.database.clients import ClientRecord, Enrollment, EnrolmentToken, NewEntries, no_entries
+from fedplat_server.database.clients import ClientRecord, Enrollment, EnrollmentToken, NewEntries, no_entries
 from fedplat_server.database.jobs import (
     AttemptRecord,
     HistoryRecord,
@@ -45,7 +45,7 @@ class Store(Protocol):
 
     @property
     def clients(self) -> ClientStore:
-        """Enrolment tokens and clients."""
+        """Enrollment tokens and clients."""
         ...
 
     @property
@@ -191,28 +191,28 @@ class JobStore(Protocol):
 
 
 class ClientStore(Protocol):
-    """Enrolment tokens and clients. The expiry of a token is on the wall clock: it outlives the server."""
+    """Enrollment tokens and clients. The expiry of a token is on the wall clock: it outlives the server."""
 
-    async def add_enrolment_token(
-        self, token: EnrolmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
+    async def add_enrollment_token(
+        self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
     ) -> None:
         """Add a token."""
         ...
 
-    async def revoke_enrolment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrolmentToken | None:
+    async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
         """Revoke a token for good, and return it; None if it is unknown. Keeps the time of the first revocation."""
         ...
 
-    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+    async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
         """Return the first `limit` tokens created after the token with the id `after`; none if that is unknown."""
         ...
 
-    async def enroll(self, enrolment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
+    async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once.
 
         A known idempotency key with the same public key returns the client that has them, with new labels and
         version, whatever the state of the token, and appends no entries. Raises `TokenRefusedError` if the token is
-        unknown, of another population or no longer usable, and `EnrolmentError` if the public key or the idempotency
+        unknown, of another population or no longer usable, and `EnrollmentError` if the public key or the idempotency
         key is another client's.
         """
         ...

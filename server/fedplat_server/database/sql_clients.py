@@ -1,4 +1,4 @@
-"""Enrolment tokens and clients in a SQL database."""
+"""Enrollment tokens and clients in a SQL database."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedplat_server.database import rows
 from fedplat_server.database.clients import (
     ClientRecord,
     Enrollment,
-    EnrolmentToken,
+    EnrollmentToken,
     NewEntries,
     no_entries,
     token_refused,
 )
 from fedplat_server.database.sql_audit import append_entries
-from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrolment_tokens
+from fedplat_server.database.tables import STILL_OPEN, assignments, clients, enrollment_tokens
 from fedplat_server.database.transactions import Clock, Database
 from fedplat_server.errors import EnrollmentConflictError, StoreError
 from fedplat_server.records.audit import AuditEntry
@@ -35,13 +35,13 @@ class SqlClients:
         self._database = database
         self._clock = clock
 
-    # --- enrolment tokens ------------------------------------------------------------------------------------
+    # --- enrollment tokens ------------------------------------------------------------------------------------
 
-    async def add_enrolment_token(
-        self, token: EnrolmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
+    async def add_enrollment_token(
+        self, token: EnrollmentToken, token_hash: bytes, audit: Sequence[AuditEntry] = ()
     ) -> None:
         """Add a token."""
-        insert = enrolment_tokens.insert().values({**dataclasses.asdict(token), "token_hash": token_hash})
+        insert = enrollment_tokens.insert().values({**dataclasses.asdict(token), "token_hash": token_hash})
 
         def work(connection: Connection) -> None:
             connection.execute(insert)
@@ -49,62 +49,62 @@ class SqlClients:
 
         await self._database.write(work)
 
-    async def revoke_enrolment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrolmentToken | None:
+    async def revoke_enrollment_token(self, token_id: str, audit: Sequence[AuditEntry] = ()) -> EnrollmentToken | None:
         """Revoke a token; see the port."""
-        mine = enrolment_tokens.c.token_id == token_id
-        row = await self._change(enrolment_tokens, mine, _revocation(enrolment_tokens, self._clock()), audit)
-        return rows.to_record(row, EnrolmentToken) if row is not None else None
+        mine = enrollment_tokens.c.token_id == token_id
+        row = await self._change(enrollment_tokens, mine, _revocation(enrollment_tokens, self._clock()), audit)
+        return rows.to_record(row, EnrollmentToken) if row is not None else None
 
-    async def list_enrolment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrolmentToken]:
+    async def list_enrollment_tokens(self, *, after: str = "", limit: int | None = None) -> list[EnrollmentToken]:
         """Return tokens in the order of their creation; see the port."""
-        query = select(enrolment_tokens).order_by(enrolment_tokens.c.sequence).limit(limit)
+        query = select(enrollment_tokens).order_by(enrollment_tokens.c.sequence).limit(limit)
         if after:
-            tokens = enrolment_tokens.alias()
+            tokens = enrollment_tokens.alias()
             last = select(tokens.c.sequence).where(tokens.c.token_id == after).scalar_subquery()
-            query = query.where(enrolment_tokens.c.sequence > last)
-        return [rows.to_record(row, EnrolmentToken) for row in await self._database.fetch(query)]
+            query = query.where(enrollment_tokens.c.sequence > last)
+        return [rows.to_record(row, EnrollmentToken) for row in await self._database.fetch(query)]
 
     # --- clients ---------------------------------------------------------------------------------------------
 
-    async def enroll(self, enrolment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
+    async def enroll(self, enrollment: Enrollment, audit: NewEntries = no_entries) -> ClientRecord:
         """Add a client and use its token once; see the port."""
         now = self._clock()
-        said = {"labels": dict(enrolment.labels), "software_version": enrolment.software_version}
+        said = {"labels": dict(enrollment.labels), "software_version": enrollment.software_version}
         values = {
             **said,
-            "client_id": enrolment.client_id,
-            "population": enrolment.population,
-            "public_key": enrolment.public_key,
-            "idempotency_key": enrolment.idempotency_key,
+            "client_id": enrollment.client_id,
+            "population": enrollment.population,
+            "public_key": enrollment.public_key,
+            "idempotency_key": enrollment.idempotency_key,
             "enrolled_unix_s": now,
             "seen_unix_s": now,
             "session_number": 0,
             # If there is no such token, the transaction ends without the client.
             "token_id": func.coalesce(
-                select(enrolment_tokens.c.token_id)
-                .where(enrolment_tokens.c.token_hash == enrolment.token_hash)
+                select(enrollment_tokens.c.token_id)
+                .where(enrollment_tokens.c.token_hash == enrollment.token_hash)
                 .scalar_subquery(),
                 "",
             ),
         }
         # Of two calls with one key, the second waits here for the first, and then finds its client.
         insert = rows.insert(self._database.dialect, clients).values(values).on_conflict_do_nothing()
-        mine = clients.c.idempotency_key == enrolment.idempotency_key
+        mine = clients.c.idempotency_key == enrollment.idempotency_key
 
         def work(connection: Connection) -> ClientRecord:
             is_new = connection.execute(insert).rowcount == 1
             if is_new:
-                _use_token(connection, enrolment, now)
+                _use_token(connection, enrollment, now)
             else:
                 connection.execute(clients.update().where(mine).values(said))
             row = connection.execute(select(clients).where(mine)).one_or_none()
             if row is None:
                 raise EnrollmentConflictError("another client has this public key")
-            if row.population != enrolment.population:
+            if row.population != enrollment.population:
                 raise EnrollmentConflictError(
-                    f"this client is enrolled in population {row.population}, not {enrolment.population}"
+                    f"this client is enrolled in population {row.population}, not {enrollment.population}"
                 )
-            if row.public_key != enrolment.public_key:
+            if row.public_key != enrollment.public_key:
                 raise EnrollmentConflictError("this client is enrolled with another public key")
             record = rows.to_record(row, ClientRecord)
             if is_new:
@@ -163,7 +163,7 @@ class SqlClients:
     async def list_clients(
         self, population: str | None = None, *, after: str = "", limit: int | None = None
     ) -> list[ClientRecord]:
-        """Return clients in the order of their enrolment; see the port."""
+        """Return clients in the order of their enrollment; see the port."""
         query = _later(select(clients), after).limit(limit)
         if population is not None:
             query = query.where(clients.c.population == population)
@@ -218,7 +218,7 @@ def _select_by_id(client_ids: Sequence[str]) -> sqlalchemy.Select[Any]:
 
 
 def _later(query: sqlalchemy.Select[Any], client_id: str) -> sqlalchemy.Select[Any]:
-    """Order a query by enrolment, and cut it to clients that enrolled after this one ("": all)."""
+    """Order a query by enrollment, and cut it to clients that enrolled after this one ("": all)."""
     if client_id:
         last = select(clients.c.sequence).where(clients.c.client_id == client_id).scalar_subquery()
         query = query.where(clients.c.sequence > last)
@@ -233,12 +233,12 @@ def _revocation(table: sqlalchemy.Table, now: float) -> Mapping[str, Any]:
     return {"revoked_unix_s": func.coalesce(table.c.revoked_unix_s, now)}
 
 
-def _use_token(connection: Connection, enrolment: Enrollment, now: float) -> None:
+def _use_token(connection: Connection, enrollment: Enrollment, now: float) -> None:
     """Use the token once. Raises `TokenRefusedError` if it is not valid."""
-    tokens = enrolment_tokens
-    mine = tokens.c.token_hash == enrolment.token_hash
+    tokens = enrollment_tokens
+    mine = tokens.c.token_hash == enrollment.token_hash
     valid = (
-        (tokens.c.population == enrolment.population)
+        (tokens.c.population == enrollment.population)
         & (tokens.c.num_left > 0)
         & (tokens.c.expires_unix_s > now)
         & tokens.c.revoked_unix_s.is_(None)
@@ -247,5 +247,5 @@ def _use_token(connection: Connection, enrolment: Enrollment, now: float) -> Non
     if connection.execute(used).rowcount == 1:
         return
     row = connection.execute(select(tokens).where(mine)).one_or_none()
-    token = rows.to_record(row, EnrolmentToken) if row is not None else None
-    raise token_refused(token, enrolment.population, now)
+    token = rows.to_record(row, EnrollmentToken) if row is not None else None
+    raise token_refused(token, enrollment.population, now)

@@ -1,7 +1,7 @@
 """The tables, portable between SQLite and PostgreSQL; `migrations/` creates them.
 
 Ids that people and programs see are strings; `sequence` columns keep the order in which rows were added, which wall
-clocks do not. A client's assignments outlive its enrolment, so they do not refer to `clients`.
+clocks do not. A client's assignments outlive its enrollment, so they do not refer to `clients`.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ clients = Table(
     Column("public_key", LargeBinary, nullable=False, unique=True),
     Column("session_number", BigInteger, nullable=False),
     Column("revoked_unix_s", Float),
-    # The enrolment token that it used; "" for those that enrolled before this was stored.
+    # The enrollment token that it used; "" for those that enrolled before this was stored.
     Column("token_id", String, nullable=False, index=True, server_default=""),
     # When it last opened a session, if that is known.
     Column("seen_unix_s", Float),
 )
 
-enrolment_tokens = Table(
-    "enrolment_tokens",
+enrollment_tokens = Table(
+    "enrolment_tokens",  # as the first release spelled it
     metadata,
     Column("sequence", _Sequence, primary_key=True, autoincrement=True),
     Column("token_id", String, nullable=False, unique=True),

@@ -1,4 +1,4 @@
-"""The service `Clients`: clients, and the tokens with which they enrol."""
+"""The service `Clients`: clients, and the tokens with which they enroll."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import override
 from fedplat.auth import is_address
 from fedplat.wire.v1 import admin_pb2, admin_pb2_grpc
 from fedplat_server.coordination.revocation import EnrolledClients
-from fedplat_server.database.clients import ClientRecord, EnrolmentToken
+from fedplat_server.database.clients import ClientRecord, EnrollmentToken
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import pages, validation
 from fedplat_server.rpc.handlers import Context
@@ -40,37 +40,39 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         return self._client(record)
 
     @override
-    async def CreateEnrolment(
-        self, request: admin_pb2.CreateEnrolmentRequest, context: Context
-    ) -> admin_pb2.CreateEnrolmentResponse:
+    async def CreateEnrollment(
+        self, request: admin_pb2.CreateEnrollmentRequest, context: Context
+    ) -> admin_pb2.CreateEnrollmentResponse:
         if len(request.address) > 255 or not is_address(request.address):
             raise RefusedError(Code.INVALID_REQUEST, "the address must be host:port, where clients reach the server")
-        token, ticket = await self._services.enrolments.create(
+        token, ticket = await self._services.enrollments.create(
             validation.name(request.population, "population"),
             request.num_uses or 1,
             request.expires_s,
             request.address,
             current_operator(),
         )
-        return admin_pb2.CreateEnrolmentResponse(enrolment=_enrolment(token), ticket=ticket.to_text())
+        return admin_pb2.CreateEnrollmentResponse(enrollment=_enrollment(token), ticket=ticket.to_text())
 
     @override
-    async def ListEnrolments(
-        self, request: admin_pb2.ListEnrolmentsRequest, context: Context
-    ) -> admin_pb2.ListEnrolmentsResponse:
+    async def ListEnrollments(
+        self, request: admin_pb2.ListEnrollmentsRequest, context: Context
+    ) -> admin_pb2.ListEnrollmentsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.ID)
-        tokens = await self._services.store.clients.list_enrolment_tokens(after=after, limit=size + 1)
-        page, token = pages.cut(tokens, size, _enrolment, lambda record: record.token_id)
-        return admin_pb2.ListEnrolmentsResponse(enrolments=page, next_page_token=token)
+        tokens = await self._services.store.clients.list_enrollment_tokens(after=after, limit=size + 1)
+        page, token = pages.cut(tokens, size, _enrollment, lambda record: record.token_id)
+        return admin_pb2.ListEnrollmentsResponse(enrollments=page, next_page_token=token)
 
     @override
-    async def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: Context) -> admin_pb2.Enrolment:
-        services, enrolment_id = self._services, validation.enrolment_id(request.enrolment_id)
-        response = _enrolment(await services.enrolments.revoke(enrolment_id, current_operator()))
-        if request.with_clients:  # after the token, so that no more clients can enrol with it
+    async def RevokeEnrollment(
+        self, request: admin_pb2.RevokeEnrollmentRequest, context: Context
+    ) -> admin_pb2.Enrollment:
+        services, enrollment_id = self._services, validation.enrollment_id(request.enrollment_id)
+        response = _enrollment(await services.enrollments.revoke(enrollment_id, current_operator()))
+        if request.with_clients:  # after the token, so that no more clients can enroll with it
             after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await services.revocation.revoke_clients_of(
-                EnrolledClients(enrolment_id, after), current_operator(), services.runner, services.desk
+                EnrolledClients(enrollment_id, after), current_operator(), services.runner, services.desk
             )
             response.num_revoked_clients, response.next_page_token = revoked
         return response
@@ -89,7 +91,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             last_seen_unix_s=services.clients.last_seen_unix_s.get(record.client_id, 0.0),
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
-            enrolment_id=record.token_id,
+            enrollment_id=record.token_id,
             progress=services.progress.get(found) if found is not None else None,
         )
 
@@ -102,9 +104,9 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         return "waiting" if record.client_id in coordinator.room.clients else "away"
 
 
-def _enrolment(token: EnrolmentToken) -> admin_pb2.Enrolment:
-    return admin_pb2.Enrolment(
-        enrolment_id=token.token_id,
+def _enrollment(token: EnrollmentToken) -> admin_pb2.Enrollment:
+    return admin_pb2.Enrollment(
+        enrollment_id=token.token_id,
         population=token.population,
         num_uses=token.num_uses,
         num_left=token.num_left,

@@ -1,4 +1,4 @@
-"""The part of `fleet.proto` by which clients come to be known: enrolment, sessions, certificates."""
+"""The part of `fleet.proto` by which clients come to be known: enrollment, sessions, certificates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         )
         self._services.callers.require_proof(_call(), newcomer.public_key)
         self._services.quotas.require_stranger(self._network_of(context))
-        record = await self._services.enrolments.enroll(newcomer)
+        record = await self._services.enrollments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
     async def OpenSession(

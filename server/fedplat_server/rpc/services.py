@@ -121,7 +121,7 @@ class Services:
     jobs: JobRegistry
     clients: ClientDirectory
     callers: Authenticator
-    enrolments: Enrollments
+    enrollments: Enrollments
     revocation: Revocation
     issuer: CertificateIssuer
     peers: PeerCertificates

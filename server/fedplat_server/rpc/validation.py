@@ -14,7 +14,7 @@ from fedplat_server.storage import files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
-_ENROLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
+_ENROLLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
 MIN_PROGRESS_EVERY_S = 0.5
 """Each event about the progress of an attempt costs a pass over its clients."""
 
@@ -39,9 +39,9 @@ def client_id(text: str, unknown: Code) -> str:
     return _id(_CLIENT_ID, text, unknown)
 
 
-def enrolment_id(text: str) -> str:
-    """Return an id of an enrolment token, of the form that servers give out."""
-    return _id(_ENROLMENT_ID, text, Code.NO_SUCH_ENROLMENT)
+def enrollment_id(text: str) -> str:
+    """Return an id of an enrollment token, of the form that servers give out."""
+    return _id(_ENROLLMENT_ID, text, Code.NO_SUCH_ENROLLMENT)
 
 
 def _id(form: re.Pattern[str], text: str, unknown: Code) -> str:

@@ -31,9 +31,9 @@ class State:
     events: list[admin_pb2.JobEvent] = field(default_factory=list[admin_pb2.JobEvent])
     rounds: list[admin_pb2.Round] = field(default_factory=list[admin_pb2.Round])
     clients: list[admin_pb2.Client] = field(default_factory=list[admin_pb2.Client])
-    enrolments: list[admin_pb2.Enrolment] = field(default_factory=list[admin_pb2.Enrolment])
-    asked: admin_pb2.CreateEnrolmentRequest | None = None
-    """The last enrolment that was asked for."""
+    enrollments: list[admin_pb2.Enrollment] = field(default_factory=list[admin_pb2.Enrollment])
+    asked: admin_pb2.CreateEnrollmentRequest | None = None
+    """The last enrollment that was asked for."""
     pages: list[str] = field(default_factory=list[str])
     """Pages of a ticket's clients that were asked to be revoked."""
     versions: list[admin_pb2.ModelVersion] = field(default_factory=list[admin_pb2.ModelVersion])
@@ -264,13 +264,13 @@ class FakeClients(_Service, admin_pb2_grpc.ClientsServicer):
 
     def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: grpc.ServicerContext):
         self._check(context)
-        return admin_pb2.Client(client_id=request.client_id, state="revoked", enrolment_id="e-1")
+        return admin_pb2.Client(client_id=request.client_id, state="revoked", enrollment_id="e-1")
 
-    def CreateEnrolment(self, request: admin_pb2.CreateEnrolmentRequest, context: grpc.ServicerContext):
+    def CreateEnrollment(self, request: admin_pb2.CreateEnrollmentRequest, context: grpc.ServicerContext):
         self._check(context)
         self.state.asked = request
-        made = admin_pb2.Enrolment(
-            enrolment_id="e-1",
+        made = admin_pb2.Enrollment(
+            enrollment_id="e-1",
             population=request.population,
             num_uses=request.num_uses,
             num_left=request.num_uses,
@@ -278,17 +278,17 @@ class FakeClients(_Service, admin_pb2_grpc.ClientsServicer):
             expires_unix_s=T0 + request.expires_s,
             state="open",
         )
-        self.state.enrolments.append(made)
-        return admin_pb2.CreateEnrolmentResponse(enrolment=made, ticket="fpt1.secret")
+        self.state.enrollments.append(made)
+        return admin_pb2.CreateEnrollmentResponse(enrollment=made, ticket="fpt1.secret")
 
-    def ListEnrolments(self, request: admin_pb2.ListEnrolmentsRequest, context: grpc.ServicerContext):
+    def ListEnrollments(self, request: admin_pb2.ListEnrollmentsRequest, context: grpc.ServicerContext):
         self._check(context)
-        enrolments, token = _page(self.state.enrolments, request)
-        return admin_pb2.ListEnrolmentsResponse(enrolments=enrolments, next_page_token=token)
+        enrollments, token = _page(self.state.enrollments, request)
+        return admin_pb2.ListEnrollmentsResponse(enrollments=enrollments, next_page_token=token)
 
-    def RevokeEnrolment(self, request: admin_pb2.RevokeEnrolmentRequest, context: grpc.ServicerContext):
+    def RevokeEnrollment(self, request: admin_pb2.RevokeEnrollmentRequest, context: grpc.ServicerContext):
         self._check(context)
-        answer = admin_pb2.Enrolment(enrolment_id=request.enrolment_id, state="revoked")
+        answer = admin_pb2.Enrollment(enrollment_id=request.enrollment_id, state="revoked")
         if request.with_clients:  # pages of one client
             self.state.pages.append(request.page_token)
             answer.num_revoked_clients = 1

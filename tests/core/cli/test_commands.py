@@ -149,7 +149,12 @@ def test_client_list(run: Run, state: State):
     assert run("client", "list", "--population", "p").stderr == "no clients are enrolled in p\n"
     state.clients = [
         admin_pb2.Client(
-            client_id="c1", population="demo", labels={"b": "2", "a": "x y"}, state="busy", job_id="j", enrolment_id="e"
+            client_id="c1",
+            population="demo",
+            labels={"b": "2", "a": "x y"},
+            state="busy",
+            job_id="j",
+            enrollment_id="e",
         ),
         admin_pb2.Client(client_id="c2", population="other", state="away", software_version="0.1.0"),
     ]

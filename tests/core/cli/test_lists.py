@@ -49,7 +49,7 @@ def test_a_refusal_prints_no_json(run: Run, state: State):
 def test_limits(run: Run, state: State):
     add_rounds(state, 5)
     state.clients = [admin_pb2.Client(client_id=f"c-{n}") for n in range(5)]
-    state.enrolments = [admin_pb2.Enrolment(enrolment_id=f"e-{n}") for n in range(5)]
+    state.enrollments = [admin_pb2.Enrollment(enrollment_id=f"e-{n}") for n in range(5)]
     state.audit = [admin_pb2.AuditEvent(sequence=n, actor="a", action="b") for n in range(1, 6)]
     for n in range(5):
         state.add_version(b"x", n)
@@ -59,7 +59,7 @@ def test_limits(run: Run, state: State):
         ("job", "list"),
         ("model", "list", "digits"),
         ("client", "list"),
-        ("enrolment", "list"),
+        ("enrollment", "list"),
     )
     for words in lists:
         for limit in (1, 2, 3):

@@ -243,9 +243,9 @@ class Member:
                     raise
 
 
-async def enrol(world: World, number: int) -> Member:
+async def enroll(world: World, number: int) -> Member:
     async def known(site: Site) -> Member:
-        return Member(world, number, await site.enrol(key=f"the client of number {number}"), site.channel)
+        return Member(world, number, await site.enroll(key=f"the client of number {number}"), site.channel)
 
     member = await world.ask(known)
     world.numbers[member.client.client_id] = number
@@ -270,7 +270,7 @@ async def train(
 async def _train(world: World, text: str, crash_at: Sequence[str], disturb: Disturb | None, num_clients: int) -> None:
     async with asyncio.timeout(harness.PATIENCE_S), asyncio.TaskGroup() as group:
         living = group.create_task(world.live(crash_at))
-        members = [await enrol(world, number) for number in range(num_clients)]
+        members = [await enroll(world, number) for number in range(num_clients)]
         await operate(world, text)
         working = [group.create_task(member.take_part()) for member in members]
         if disturb is not None:

@@ -67,7 +67,7 @@ async def test_beside_a_running_daemon(place: Place) -> None:
     """Every look in the middle of rounds sees a consistent database."""
     async with harness.running(place.folder, database=place.database) as site:
         job = await site.operator.start(job_file("busy", rounds=5, goal=1))
-        client = await site.enrol()
+        client = await site.enroll()
         for number in range(5):
             assignment = await client.assignment()
             assert (await verify(place.database, place.folder, live=True)).findings == []

@@ -1,4 +1,4 @@
-"""`fedplat enrolment ...`: let new clients in."""
+"""`fedplat enrollment ...`: let new clients in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seconds(text: str) -> float:
 def create(  # noqa: PLR0913 -- one parameter for each option of the command line
     context: typer.Context,
     population: Annotated[str, typer.Option(metavar="NAME", help="The population that the clients join.")],
-    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many clients may enrol by it.")] = 1,
+    uses: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many clients may enroll by it.")] = 1,
     expires: Annotated[str, typer.Option(metavar="TIME", help="How long it is good: 30m, 24h, 7d.")] = "24h",
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where clients reach the server; else as this command does.")
@@ -37,12 +37,12 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a ticket, by which new clients enrol; prints one line, which is secret until it is used up."""
+    """Make a ticket, by which new clients enroll; prints one line, which is secret until it is used up."""
     expires_s = seconds(expires)
     if address and not is_address(address):
         raise typer.BadParameter(f"--address {address!r}: expected HOST:PORT, as the clients shall call it")
     with session(context, server, as_json) as here:
-        made = here.client.create_enrolment(population, uses, expires_s, address or here.client.server)
+        made = here.client.create_enrollment(population, uses, expires_s, address or here.client.server)
         if here.output.as_json:
             here.output.json(to_record(made))
             return
@@ -50,23 +50,23 @@ def create(  # noqa: PLR0913 -- one parameter for each option of the command lin
         clients = "one client" if uses == 1 else f"{uses} clients"
         here.output.note(
             f"for {clients}, good for {expires}: give it to fedplat-client as FEDPLAT_TICKET or --ticket-file; "
-            f"to take it back: fedplat enrolment revoke {made.enrolment.enrolment_id}"
+            f"to take it back: fedplat enrollment revoke {made.enrollment.enrollment_id}"
         )
 
 
 @app.command("list")
-def list_enrolments(
+def list_enrollments(
     context: typer.Context, limit: LimitOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the enrolment tokens, good or not."""
+    """List the enrollment tokens, good or not."""
     with session(context, server, as_json) as here:
-        found = here.client.iter_enrolments(limit)
+        found = here.client.iter_enrollments(limit)
         if here.output.as_json:
             here.output.records(found)
             return
         rows = (
             (
-                one.enrolment_id,
+                one.enrollment_id,
                 one.population,
                 one.state,
                 str(one.num_left),
@@ -76,26 +76,26 @@ def list_enrolments(
             )
             for one in found
         )
-        columns = ("ENROLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
-        here.output.table(columns, rows, "there are no enrolment tokens")
+        columns = ("ENROLLMENT", "POPULATION", "STATE", "#LEFT", "#USES", "CREATED", "EXPIRES")
+        here.output.table(columns, rows, "there are no enrollment tokens")
 
 
 @app.command("revoke")
 def revoke(
     context: typer.Context,
-    enrolment: Annotated[str, typer.Argument(metavar="ENROLMENT", help="The id of an enrolment token.")],
+    enrollment: Annotated[str, typer.Argument(metavar="ENROLLMENT", help="The id of an enrollment token.")],
     with_clients: Annotated[
         bool, typer.Option("--with-clients", help="Also revoke all clients that have enrolled by it.")
     ] = False,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let no client enrol by a token any more; clients that have enrolled stay, unless --with-clients is given."""
+    """Let no client enroll by a token any more; clients that have enrolled stay, unless --with-clients is given."""
     with session(context, server, as_json) as here:
-        revoked = here.client.revoke_enrolment(enrolment, with_clients=with_clients)
+        revoked = here.client.revoke_enrollment(enrollment, with_clients=with_clients)
         if here.output.as_json:
             here.output.json(to_record(revoked))
             return
-        here.output.line(f"{revoked.enrolment_id} is {revoked.state}")
+        here.output.line(f"{revoked.enrollment_id} is {revoked.state}")
         if with_clients:
             here.output.note(f"clients that have enrolled by it, all revoked now: {revoked.num_revoked_clients}")

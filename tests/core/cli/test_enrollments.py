@@ -1,4 +1,4 @@
-"""`fedplat enrolment ...` and `fedplat client revoke`."""
+"""`fedplat enrollment ...` and `fedplat client revoke`."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from core.cli.fake_admin import FakeServer, State
 
 
 def test_create_prints_the_ticket_and_nothing_else(run: Run, state: State, server: FakeServer) -> None:
-    result = run("enrolment", "create", "--population", "demo", "--uses", "3", "--expires", "90m")
+    result = run("enrollment", "create", "--population", "demo", "--uses", "3", "--expires", "90m")
     assert result.stdout == "fpt1.secret\n"
     assert "for 3 clients, good for 90m" in result.stderr
-    assert "fedplat enrolment revoke e-1" in result.stderr
+    assert "fedplat enrollment revoke e-1" in result.stderr
     assert state.asked is not None
     assert (state.asked.population, state.asked.num_uses, state.asked.expires_s) == ("demo", 3, 5400.0)
     assert state.asked.address == server.address
-    made = parsed(run("enrolment", "create", "--population", "p", "--address", "fed.example.org:443", "--json"))
-    assert (made["ticket"], made["enrolment"]["num_left"]) == ("fpt1.secret", 1)
+    made = parsed(run("enrollment", "create", "--population", "p", "--address", "fed.example.org:443", "--json"))
+    assert (made["ticket"], made["enrollment"]["num_left"]) == ("fpt1.secret", 1)
     assert (state.asked.address, state.asked.expires_s) == ("fed.example.org:443", 86_400.0)
 
 
 @pytest.mark.parametrize("given", ["", "24", "h", "-1h", "0h", "1.5h", "1w", "9999999h"])
 def test_a_duration_that_cannot_be_read_is_named(run: Run, state: State, given: str) -> None:
-    result = run("enrolment", "create", "--population", "demo", "--expires", given)
+    result = run("enrollment", "create", "--population", "demo", "--expires", given)
     assert result.exit_code == 2
     assert "expected a number and s, m, h or d" in result.stderr
     assert state.asked is None
 
 
 def test_list_shows_what_is_left_and_no_secret(run: Run) -> None:
-    assert run("enrolment", "list").stderr == "there are no enrolment tokens\n"
-    run("enrolment", "create", "--population", "demo", "--uses", "3")
-    listed = run("enrolment", "list")
+    assert run("enrollment", "list").stderr == "there are no enrollment tokens\n"
+    run("enrollment", "create", "--population", "demo", "--uses", "3")
+    listed = run("enrollment", "list")
     assert listed.stdout.splitlines()[1].split()[:5] == ["e-1", "demo", "open", "3", "3"]
     assert "secret" not in listed.output
-    assert parsed(run("enrolment", "list", "--json"))[0]["num_left"] == 3
+    assert parsed(run("enrollment", "list", "--json"))[0]["num_left"] == 3
 
 
 def test_revoking(run: Run) -> None:
-    assert run("enrolment", "revoke", "e-1").stdout == "e-1 is revoked\n"
-    assert parsed(run("enrolment", "revoke", "e-1", "--json"))["state"] == "revoked"
+    assert run("enrollment", "revoke", "e-1").stdout == "e-1 is revoked\n"
+    assert parsed(run("enrollment", "revoke", "e-1", "--json"))["state"] == "revoked"
     result = run("client", "revoke", "c-1")
     assert result.stdout == "c-1 is revoked\n"
-    assert "fedplat enrolment revoke e-1" in result.stderr
+    assert "fedplat enrollment revoke e-1" in result.stderr
     assert parsed(run("client", "revoke", "c-1", "--json"))["state"] == "revoked"
 
 
 def test_revoking_a_ticket_with_its_clients_goes_on_to_the_last_page(run: Run, state: State) -> None:
-    result = run("enrolment", "revoke", "e-1", "--with-clients")
+    result = run("enrollment", "revoke", "e-1", "--with-clients")
     assert result.stdout == "e-1 is revoked\n"
     assert result.stderr == "clients that have enrolled by it, all revoked now: 3\n"
     assert state.pages == ["", "1", "2"]
