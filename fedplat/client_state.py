@@ -14,7 +14,7 @@ class ClientState:
     """A client's notes of one job, by name, while it works on one assignment.
 
     What is written counts only once the server has merged the update that it belongs to: then `contents` are kept, and
-    given to the `Memory` of the client's next assignment. Else they are thrown away, because the training is done
+    given to the `ClientState` of the client's next assignment. Else they are thrown away, because the training is done
     again.
 
     >>> import numpy as np

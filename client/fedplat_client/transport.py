@@ -132,7 +132,7 @@ class _Future(Protocol[Response_co]):
 
 
 def result(future: _Future[Response_co], signal: StopSignal) -> Response_co:
-    """The answer of a call, which is cancelled when the signal is set. Raises `ServerError` or `Cancelled`."""
+    """The answer of a call, which is cancelled when the signal is set. Raises `CallError` or `Cancelled`."""
     with signal.attach(future.cancel):
         try:
             return future.result()

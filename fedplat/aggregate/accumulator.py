@@ -176,7 +176,7 @@ class Accumulator:
         return self._with(dataclasses.replace(rule, gather=None), partial)
 
     def merge_shards(self, totals: Iterable[Vector]) -> Accumulator:
-        """One of all columns, of the totals of all shards, in order, which must have been `gathered`.
+        """One of all columns, of the totals of all shards, in order, which must have been `reduce_gathered`.
 
         Only the one that carries can be. It is for rules that are not blockwise: their end is computed in one place.
         """

@@ -1,7 +1,7 @@
 """The columns of a model's vector, shared out over those that work on it together: each has one shard of every vector.
 
 What is computed entry by entry, a shard has for itself. Of what is added up over all entries (a norm, inner products)
-each shard has some of the terms, and `Across` adds up those of all. The terms are those of blocks or windows, added in
+each shard has some of the terms, and `ShardReduce` adds up those of all. The terms are those of blocks or windows, added in
 the order of the columns, and shards begin where windows do: so the bits do not depend on how many shards there are.
 """
 

@@ -51,7 +51,7 @@ class Candidates(Protocol):
 
     @property
     def utilities(self) -> Sequence[float]:
-        """For each round, from round 0 (which has none), the sum of `Past.utility` over its reports."""
+        """For each round, from round 0 (which has none), the sum of `ClientHistory.utility` over its reports."""
         ...
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ class Access(Protocol):
     """A way of authentication."""
 
     def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
-        """A pass for a call. Raises `ServerError`, or `Cancelled` when the signal is set."""
+        """A pass for a call. Raises `CallError`, or `Cancelled` when the signal is set."""
         ...
 
     def may_try_again(self, used: CallCredentials, exc: CallError) -> bool:
@@ -69,7 +69,7 @@ class SignedAccess:
         return isinstance(exc, FencedError) and not self._signer.is_current(used.session_id)
 
     def prove(self, method: Method[Response], request: bytes, signal: StopSignal) -> Response:
-        """Makes a call that proves the possession of the key. Raises `ServerError`."""
+        """Makes a call that proves the possession of the key. Raises `CallError`."""
         asked = fleet_pb2.GetChallengeRequest(protocol_version=wire.PROTOCOL_VERSION).SerializeToString()
         nonce = result(_CHALLENGE.start(self._channel, asked, self._timeout_s, ()), signal).nonce
         metadata = request_signing.proof(self._key, method.path, nonce, request)

@@ -33,7 +33,7 @@ class Connection:
     """The calls of a client that is enrolled.
 
     Every call that takes a `signal` is cancelled when the signal is set, and raises `Cancelled` then. All raise
-    `ServerError` when they fail.
+    `CallError` when they fail.
     """
 
     def __init__(self, access: Access, call_timeout_s: float) -> None:

@@ -70,7 +70,7 @@ class ClientSession:
         door.access.client_id = identity.client_id
 
     def enroll(self) -> None:
-        """Enrolls unless that was done before. Raises `EnrollmentError` or `ServerError`."""
+        """Enrolls unless that was done before. Raises `EnrollmentError` or `CallError`."""
         if self._identity.client_id:
             return
         population, ticket = self._profile.population, self._profile.ticket
@@ -102,7 +102,7 @@ class ClientSession:
         _logger.info("The client is enrolled.", extra={"client_id": response.client_id, "population": population})
 
     def check_in(self, wait_s: float) -> fleet_pb2.CheckInResponse:
-        """Waits for work. Raises `ServerError`."""
+        """Waits for work. Raises `CallError`."""
         request = fleet_pb2.CheckInRequest(
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,

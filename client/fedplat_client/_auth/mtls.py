@@ -79,7 +79,7 @@ class CertificateAccess:
             self._retire()
 
     def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
-        """A pass for a call; gets a certificate if it is time to. Raises `ServerError`, or `Cancelled`."""
+        """A pass for a call; gets a certificate if it is time to. Raises `CallError`, or `Cancelled`."""
         with self._changing:
             now = self._clock()
             if self._held is None or now >= self._held.renew_at:

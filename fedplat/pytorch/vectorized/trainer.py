@@ -25,7 +25,7 @@ from fedplat.pytorch.vectorized.sgd import FlatSgd
 class FlatTrainer:
     """Trains one client after the other with a module that was made once.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that `Layout` or
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that `ParameterLayout` or
     `Gradients` refuses.
     """
 

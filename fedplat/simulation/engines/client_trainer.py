@@ -19,7 +19,7 @@ from fedplat.simulation.data.federation import Array, Federation
 from fedplat.simulation.engines.interface import Work
 
 Contents = Mapping[str, Parameters]
-"""What a client remembers, as `Memory` has it."""
+"""What a client remembers, as `ClientState` has it."""
 
 
 NO_UPDATE = Parameters.from_arrays({})

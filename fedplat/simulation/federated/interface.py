@@ -73,31 +73,31 @@ class Scheduling:
         self.sizes = Sizes(model_bytes, model_bytes)
 
     def first_version(self) -> ModelVersion:
-        """See `Training`."""
+        """See `FederatedTraining`."""
         return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
 
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        """See `Training`."""
+        """See `FederatedTraining`."""
 
     def report(self, task: DeviceAssignment) -> Report:
-        """See `Training`."""
+        """See `FederatedTraining`."""
         update_bytes = int(self.sizes.update) if task.kind is AttemptKind.TRAIN else 0
         return UpdateReported(task.key, task.client_id, "update", task.examples, update_bytes=update_bytes)
 
     def drop(self, task: DeviceAssignment) -> None:
-        """See `Training`."""
+        """See `FederatedTraining`."""
 
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """See `Training`."""
+        """See `FederatedTraining`."""
 
     def fold(self, command: Fold) -> AggregationFailed | None:
-        """See `Training`."""
+        """See `FederatedTraining`."""
 
     def restart(self, command: Restart) -> None:
-        """See `Training`."""
+        """See `FederatedTraining`."""
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        """See `Training`."""
+        """See `FederatedTraining`."""
         number = job.latest.version + 1
         version = ModelVersion(
             version=number,
@@ -110,5 +110,5 @@ class Scheduling:
         return AttemptAggregated(command.key, version)
 
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
-        """See `Training`."""
+        """See `FederatedTraining`."""
         return {}

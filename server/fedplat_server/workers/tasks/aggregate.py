@@ -44,7 +44,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
-    """Fold the updates of the messages, and fill the files of the last one; see `Close`."""
+    """Fold the updates of the messages, and fill the files of the last one; see `CloseAttempt`."""
     inputs = msgspec.msgpack.decode(request, type=AttemptInputs)
     assert inputs.spec.pool is not None
     mine = ranks.subgroup(inputs.spec.pool.ranks)
