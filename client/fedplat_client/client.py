@@ -143,7 +143,7 @@ class Client:
             raise ValueError(f"max_tasks is {max_tasks}; expected 0 or more, or None for no limit")
         if process_group.run_follower(self._trainers):
             return
-        with process_group.leading(), self._start_work() as (session, work):
+        with process_group.lead(), self._start_work() as (session, work):
             backoff = Backoff(self._options)
             num_tasks = 0
             delay_s = 0.0
@@ -199,7 +199,7 @@ class Client:
                 connection=calls,
                 cache=cache,
                 residuals=Residuals(self._directory.residuals, self._options.cache_limit_bytes),
-                memories=ClientStateStore(self._directory.memories, self._options.cache_limit_bytes),
+                client_states=ClientStateStore(self._directory.memories, self._options.cache_limit_bytes),
                 ledger=PrivacyLedger(self._directory.privacy, f"{self._server} {self._population}"),
                 trainers=self._trainers,
                 evaluators=self._evaluators,

@@ -92,7 +92,7 @@ class Task:
     job_name: str = ""
     round: int = 1
     attempt: int = 1
-    memory: ClientState = field(default_factory=ClientState, repr=False)
+    client_state: ClientState = field(default_factory=ClientState, repr=False)
     """What the client remembers of the job: kept until its next training if the update of this one is merged."""
     ledger: PrivacyLedger = field(default_factory=PrivacyLedger, repr=False)
     """What was told of single examples, of all jobs; for trainers that protect them."""

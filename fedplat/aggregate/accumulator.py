@@ -36,7 +36,7 @@ from fedplat.model import (
     blocks,
     read_base_values,
 )
-from fedplat.model.shards import ShardReduce, alone
+from fedplat.model.shards import ShardReduce, single_shard
 
 
 class ResultPart(NamedTuple):
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
     """
 
     columns: range
-    across: ShardReduce = alone
+    across: ShardReduce = single_shard
     carries: bool = True
     memory: Vector | DeviceAccumulator | None = None
 
@@ -166,8 +166,8 @@ class Accumulator:
         Raises `ValueError` when there are too few updates for the rule, say, and then before any update is read.
         """
         rule, size = self._rule, len(self._shard.columns)
-        if (elsewhere := self._partial.elsewhere) is not None:
-            return self._with(rule, dataclasses.replace(self._partial, total=elsewhere.total(), elsewhere=None))
+        if (elsewhere := self._partial.device) is not None:
+            return self._with(rule, dataclasses.replace(self._partial, total=elsewhere.total(), device=None))
         if rule.gather is None:
             return self
         remembered = {name: StoredColumns(state, name, size) for name in rule.init(0)}
@@ -288,12 +288,12 @@ class Accumulator:
 
 def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
     """A partial result of a shard's columns, in its memory."""
-    partial = dataclasses.replace(partial, first=shard.columns.start, across=shard.across)
+    partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.across)
     if shard.memory is None or rule.gather is not None:
         return partial
     if isinstance(shard.memory, np.ndarray):
         return dataclasses.replace(partial, total=shard.memory)
-    return dataclasses.replace(partial, elsewhere=shard.memory)
+    return dataclasses.replace(partial, device=shard.memory)
 
 
 def _check_finite(*arrays: npt.NDArray[Any]) -> None:

@@ -59,7 +59,7 @@ def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
             return dataclasses.replace(partial, scalars={**partial.scalars, CLIP_NORM: options.initial_norm})
 
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
-            norm, max_norm = finite_norm(update, partial.across), partial.scalars[CLIP_NORM]
+            norm, max_norm = finite_norm(update, partial.reduce_shards), partial.scalars[CLIP_NORM]
             folded = inner.fold(partial, clip_to_norm(update, norm, max_norm), contribution)
             return folded.plus(**{WITHIN: float(norm <= max_norm)})
 

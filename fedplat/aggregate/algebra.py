@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fedplat.model import Blocks, Parameters, Schema, Vector
-from fedplat.model.shards import ShardReduce, alone
+from fedplat.model.shards import ShardReduce, single_shard
 
 State = Mapping[str, Vector]
 """What a rule remembers from round to round: named float32 vectors, all of the model's length."""
@@ -91,8 +91,8 @@ class Partial:
     scalars: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     kept: tuple[tuple[Blocks, Contribution], ...] = ()
     first: int = 0
-    across: ShardReduce = alone
-    elsewhere: DeviceAccumulator | None = None
+    reduce_shards: ShardReduce = single_shard
+    device: DeviceAccumulator | None = None
 
     def plus(self, **terms: float) -> Partial:
         """With terms added to its sums of these names."""

@@ -12,7 +12,7 @@ import math
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.aggregate.vectors import l2_norm, scale_vector
 from fedplat.model import Blocks
-from fedplat.model.shards import ShardReduce, alone
+from fedplat.model.shards import ShardReduce, single_shard
 
 # Scaled entries are rounded to float32, which could lift the norm by up to 2⁻²³ of itself; the bound must
 # hold after rounding too.
@@ -32,7 +32,7 @@ def clip_by_norm(max_norm: float) -> Wrapper:
     def wrap(inner: Rule) -> Rule:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
             return inner.fold(
-                partial, clip_to_norm(update, finite_norm(update, partial.across), max_norm), contribution
+                partial, clip_to_norm(update, finite_norm(update, partial.reduce_shards), max_norm), contribution
             )
 
         return dataclasses.replace(inner, fold=fold)
@@ -40,7 +40,7 @@ def clip_by_norm(max_norm: float) -> Wrapper:
     return wrap
 
 
-def finite_norm(update: Blocks, across: ShardReduce = alone) -> float:
+def finite_norm(update: Blocks, across: ShardReduce = single_shard) -> float:
     """The L2 norm of an update; raises `ValueError` when it has none."""
     norm = l2_norm(update, across)
     if not math.isfinite(norm):

@@ -44,8 +44,8 @@ def _fold(partial: Partial, update: Blocks, contribution: Contribution) -> Parti
     scratch = np.empty(min(WINDOW, total.size), np.float32)
     start = 0
     for values in windows(update):
-        if partial.elsewhere is not None:
-            partial.elsewhere.add(start, values, weight)
+        if partial.device is not None:
+            partial.device.add(start, values, weight)
         else:
             part = total[start : start + values.size]
             # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.

@@ -51,7 +51,7 @@ def weighted_by_loss(options: QFedAvg) -> Wrapper:
         def fold(partial: Partial, update: Blocks, contribution: Contribution) -> Partial:
             loss = min(max(contribution.metrics[LOSS_BEFORE], 0.0), options.max_loss) + 1e-10
             factor = loss**q
-            norm = l2_norm(update, partial.across) if q else 0.0
+            norm = l2_norm(update, partial.reduce_shards) if q else 0.0
             bound = factor + (q * loss ** (q - 1) * lipschitz * norm**2 if q else 0.0)
             folded = inner.fold(partial, scale_vector(update, factor), contribution)
             return folded.plus(weighted_bound=contribution.weight * bound)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedplat.model import BLOCK, Blocks, Vector
-from fedplat.model.shards import ShardReduce, Terms, alone
+from fedplat.model.shards import ShardReduce, Terms, single_shard
 
 
-def l2_norm(vector: Blocks, across: ShardReduce = alone) -> float:
+def l2_norm(vector: Blocks, across: ShardReduce = single_shard) -> float:
     """The Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
 
     Where `vector` is a shard's part of it, `across` is the partial result's (`Partial.across`).

@@ -243,7 +243,7 @@ def _what(found: PrivacyPlan) -> str:
 
 
 def _most(found: PrivacyPlan, noise: NoiseCost) -> str:
-    far = min(planning.MOST_ROUNDS, planning.FAR * found.rounds)
+    far = min(planning.MAX_ROUNDS, planning.FAR * found.rounds)
     return f"{noise.max_rounds:,}" + ("+" if noise.max_rounds == far else "")
 
 

@@ -26,7 +26,7 @@ from fedplat.sampling import Poisson
 
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-MOST_ROUNDS = 1_000_000
+MAX_ROUNDS = 1_000_000
 FAR = 100
 """Of a choice's rounds so many times those of the job are counted at most."""
 CURVE_POINTS = 24
@@ -177,7 +177,7 @@ def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
     spec, options = calibrated, private(calibrated)
     mechanism = build_mechanism(spec, options.whole(multiplier))
     precision = FINE if multiplier == options.noise_multiplier else ROUGH
-    limit = min(MOST_ROUNDS, FAR * spec.rounds)
+    limit = min(MAX_ROUNDS, FAR * spec.rounds)
     return NoiseCost(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
@@ -205,7 +205,7 @@ def _population(spec: JobSpec) -> int:
 
 
 def _counts(rounds: int, most: int) -> list[int]:
-    counts = {min(MOST_ROUNDS, max(1, round(part * rounds))) for part in PARTS_OF_ROUNDS}
+    counts = {min(MAX_ROUNDS, max(1, round(part * rounds))) for part in PARTS_OF_ROUNDS}
     return sorted(counts | ({most} if most else set()))
 
 

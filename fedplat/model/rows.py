@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, Windowed, blocks
-from fedplat.model.shards import ShardReduce, alone
+from fedplat.model.shards import ShardReduce, single_shard
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
 """Numbers of a few rows: coefficients, inner products."""
@@ -47,7 +47,7 @@ def allocate_rows(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDAr
     return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
 
 
-def gram(rows: Sequence[Blocks], across: ShardReduce = alone) -> Matrix:
+def gram(rows: Sequence[Blocks], across: ShardReduce = single_shard) -> Matrix:
     """The inner products of all pairs of rows, [rows, rows], in one pass.
 
     In float64: a distance that is computed from them is off by about 1e-8 of the rows' norms, no more than by what

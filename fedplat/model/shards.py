@@ -1,8 +1,8 @@
 """The columns of a model's vector, shared out over those that work on it together: each has one shard of every vector.
 
 What is computed entry by entry, a shard has for itself. Of what is added up over all entries (a norm, inner products)
-each shard has some of the terms, and `ShardReduce` adds up those of all. The terms are those of blocks or windows, added in
-the order of the columns, and shards begin where windows do: so the bits do not depend on how many shards there are.
+each shard has some of the terms, and `ShardReduce` adds up those of all. The terms are those of blocks or windows,
+added in the order of the columns, and shards begin where windows do, so the bits do not depend on the number of shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardReduce(Protocol):
         ...
 
 
-def alone(zero: Terms, terms: Iterable[Terms]) -> Terms:
+def single_shard(zero: Terms, terms: Iterable[Terms]) -> Terms:
     """The sum of the terms where one shard has all columns."""
     total = zero.copy()
     for term in terms:

@@ -51,8 +51,8 @@ def apply_step(
     """The flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
 
     `steps` are the step's entries in order, in parts of any size up to `WINDOW`, and are drawn as they are needed:
-    those of all columns, or of some. `carried` gives the entries of a run of another dtype, as `read_base_values` does; none, if
-    somebody else has them.
+    those of all columns, or of some. `carried` gives the entries of a run of another dtype, as
+    `read_base_values` does; none, if another shard owns them.
     """
     entries = dict(floating_runs(base.schema, range(base.schema.num_floating) if columns is None else columns))
     step, used = np.empty(0, np.float32), 0

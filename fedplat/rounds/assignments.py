@@ -14,8 +14,8 @@ from fedplat.texts import shorten
 
 def put(job: JobState, assignment: Assignment) -> JobState:
     """Replace one assignment of the job, wherever it is."""
-    if job.carried.find(assignment.key, assignment.client_id) is not None:
-        return structs.replace(job, carried=job.carried.with_assignments([assignment]))
+    if job.carried_over.find(assignment.key, assignment.client_id) is not None:
+        return structs.replace(job, carried_over=job.carried_over.with_assignments([assignment]))
     assert job.attempt is not None
     return structs.replace(job, attempt=job.attempt.with_assignments([assignment]))
 

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from fedplat.rounds import assignments, reporting
 from fedplat.rounds.commands import Command
-from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_crew
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import (
     ATTEMPT_TRANSITIONS,
     AssignmentState,
@@ -27,21 +27,21 @@ from fedplat.rounds.transition import Context, Transition
 
 def carries(job: JobState) -> bool:
     """Return whether the job carries open assignments, which the next attempt has to take over."""
-    return job.carried.num_busy > 0 or job.carried.num_reported > 0
+    return job.carried_over.num_busy > 0 or job.carried_over.num_reported > 0
 
 
 def hold_report(job: JobState, reported: Assignment) -> JobState:
     """Let the report of a carried assignment wait for the next attempt."""
-    waiting = structs.replace(reported, report_number=job.carried.next_report)
-    return structs.replace(job, carried=job.carried.with_assignments([waiting]))
+    waiting = structs.replace(reported, report_number=job.carried_over.next_report)
+    return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
 
 
 def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Move the busy assignments of an attempt that closes to those that the job carries."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
-    carried = make_crew([*_open(job.carried), *attempt.busy])
+    carried = make_assignment_set([*_open(job.carried_over), *attempt.busy])
     bare = structs.replace(attempt, assignments={}, counts={}, next_deadline=None)
-    return structs.replace(job, carried=carried), bare.with_assignments(staying)
+    return structs.replace(job, carried_over=carried), bare.with_assignments(staying)
 
 
 def take_over(job: JobState, context: Context) -> Transition:
@@ -51,7 +51,7 @@ def take_over(job: JobState, context: Context) -> Transition:
     assert mode is not None
     stale: list[Assignment] = []
     fresh: list[Assignment] = []
-    for each in job.carried.reported:
+    for each in job.carried_over.reported:
         too_stale = mode.is_too_stale(attempt.base_version - each.base_version)
         (stale if too_stale else fresh).append(each)
     accepted = [
@@ -61,8 +61,8 @@ def take_over(job: JobState, context: Context) -> Transition:
     left = [structs.replace(each, report_number=n) for n, each in enumerate(fresh[attempt.goal :], 1)]
     ended = [assignments.end(each, AssignmentState.DROPPED, Reason.TOO_STALE) for each in stale]
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COLLECTING)
-    attempt = structs.replace(attempt, phase=phase).with_assignments([*ended, *accepted, *job.carried.busy])
-    after = structs.replace(job, attempt=attempt, carried=make_crew(left))
+    attempt = structs.replace(attempt, phase=phase).with_assignments([*ended, *accepted, *job.carried_over.busy])
+    after = structs.replace(job, attempt=attempt, carried_over=make_assignment_set(left))
     after = after if attempt.num_busy else reporting.await_clients(after, context)
     return Transition(after, reporting.fold_commands(attempt, accepted))
 
@@ -74,12 +74,12 @@ def stop_stale(job: JobState) -> tuple[JobState, tuple[Command, ...]]:
         return job, ()
     late = [
         assignments.end(each, AssignmentState.LATE, Reason.TOO_STALE)
-        for each in job.carried.busy
+        for each in job.carried_over.busy
         if mode.is_too_stale(job.latest.version - each.base_version)
     ]
     if not late:
         return job, ()
-    return structs.replace(job, carried=job.carried.with_assignments(late)), assignments.abort_commands(late)
+    return structs.replace(job, carried_over=job.carried_over.with_assignments(late)), assignments.abort_commands(late)
 
 
 def forget_updates(job: JobState) -> JobState:
@@ -91,8 +91,10 @@ def forget_updates(job: JobState) -> JobState:
     attempt = job.attempt
     if attempt is not None and reporting.fills_buffer(job, attempt) and attempt.num_reported:
         attempt = attempt.with_assignments(drop(attempt))
-    carried = job.carried.with_assignments(drop(job.carried)) if job.carried.num_reported else job.carried
-    return structs.replace(job, attempt=attempt, carried=carried)
+    carried = (
+        job.carried_over.with_assignments(drop(job.carried_over)) if job.carried_over.num_reported else job.carried_over
+    )
+    return structs.replace(job, attempt=attempt, carried_over=carried)
 
 
 def _open(crew: AssignmentSet) -> list[Assignment]:

@@ -61,7 +61,10 @@ def difference(before: JobState, after: JobState) -> Change:
 def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
     """The assignments that are new or other ones; not those that merely went from one crew to the other."""
     same_attempt = before.attempt is not None and after.attempt is not None and before.attempt.key == after.attempt.key
-    for was, crew in ((before.attempt if same_attempt else None, after.attempt), (before.carried, after.carried)):
+    for was, crew in (
+        (before.attempt if same_attempt else None, after.attempt),
+        (before.carried_over, after.carried_over),
+    ):
         if crew is None or (was is not None and crew.assignments is was.assignments):
             continue
         for each in cohort_of(crew.assignments).changed_since(was.assignments if was is not None else {}):

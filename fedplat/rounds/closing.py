@@ -28,7 +28,7 @@ from fedplat.rounds.transition import Context, Transition
 
 MAX_METRICS = 64
 """How many metrics an attempt has at most."""
-_Crew = TypeVar("_Crew", bound=AssignmentSet)
+_Set = TypeVar("_Set", bound=AssignmentSet)
 
 
 def close_if_due(job: JobState, commands: tuple[Command, ...], context: Context) -> Transition:
@@ -83,7 +83,7 @@ def _begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]
     if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
         job, attempt = buffered.carry(job, attempt)
     else:
-        job, more = dismiss(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
+        job, more = drop_carried_over(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
         surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]
         commands += more + assignments.abort_commands(surplus)
         attempt = attempt.with_assignments(surplus)
@@ -127,8 +127,8 @@ def _prepend(commands: tuple[Command, ...], transition: Transition) -> Transitio
 
 def drop_late(job: JobState, context: Context) -> Transition:
     """End the assignments whose deadline has passed, and the attempt if it waited for these alone or is over."""
-    carried, commands = _end_late(job.carried, context.now)
-    job = structs.replace(job, carried=carried) if carried is not job.carried else job
+    carried, commands = _end_late(job.carried_over, context.now)
+    job = structs.replace(job, carried_over=carried) if carried is not job.carried_over else job
     attempt = job.open_attempt
     if attempt is None or attempt.phase is not AttemptPhase.COLLECTING:
         return Transition(job, commands)
@@ -139,7 +139,7 @@ def drop_late(job: JobState, context: Context) -> Transition:
     return close_if_due(structs.replace(job, attempt=after), commands + more, context)
 
 
-def _end_late(crew: _Crew, now: float) -> tuple[_Crew, tuple[Command, ...]]:
+def _end_late(crew: _Set, now: float) -> tuple[_Set, tuple[Command, ...]]:
     if crew.next_deadline is None or crew.next_deadline > now:
         return crew, ()  # no deadline can have passed
     late: list[Assignment] = []
@@ -232,7 +232,7 @@ def fail_attempt(job: JobState, text: str, context: Context) -> Transition:
 
 def abandon_all(job: JobState, reason: Reason, text: str, context: Context) -> tuple[JobState, tuple[Command, ...]]:
     """Abandon the attempt, and the assignments that the job carries."""
-    after, commands = dismiss(job, reason)
+    after, commands = drop_carried_over(job, reason)
     after, more = abandon(after, reason, text, context)
     return after, commands + more
 
@@ -247,10 +247,10 @@ def abandon(job: JobState, reason: Reason, text: str, context: Context) -> tuple
     return structs.replace(job, attempt=closed), (*commands, Abandon(attempt.key))
 
 
-def dismiss(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
+def drop_carried_over(job: JobState, reason: Reason) -> tuple[JobState, tuple[Command, ...]]:
     """End the assignments that the job carries."""
-    dropped, commands = _drop_open(job.carried, reason)
-    after = structs.replace(job, carried=job.carried.with_assignments(dropped)) if dropped else job
+    dropped, commands = _drop_open(job.carried_over, reason)
+    after = structs.replace(job, carried_over=job.carried_over.with_assignments(dropped)) if dropped else job
     return after, commands
 
 

@@ -95,7 +95,7 @@ class Coordinator:
         memory = ParticipationHistory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
         if memory is not None:
             self.memories[job.job_id] = memory
-        for crew in job.crews:
+        for crew in job.assignment_sets:
             self._busy |= {assignment.client_id: assignment.key for assignment in crew.busy}
         self.room.follow(job, memory)
 
@@ -230,7 +230,7 @@ class Coordinator:
         """The client waits no longer. Its work, and what it has reported to open attempts, comes to nothing."""
         self._leave(proposal, ClientLeft(event.client_id))
         for job in list((self.jobs | proposal.jobs).values()):
-            for crew in job.crews:
+            for crew in job.assignment_sets:
                 found = crew.assignments.get(event.client_id)
                 if found is not None and found.is_open:
                     self._step(proposal, AssignmentRevoked(found.key, event.client_id), context)

@@ -155,7 +155,7 @@ def most_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
     return spec.max_weight_factor * median_low(min(each, spec.updates.max_examples) for each in num_examples)
 
 
-def is_judged_alone(spec: JobSpec, num_reports: int) -> bool:
+def judges_each_update(spec: JobSpec, num_reports: int) -> bool:
     """Return whether the reports of an attempt of so many are all that decides their weights."""
     return can_refold(spec) and (num_reports >= FEWEST or not looks_back(spec))
 
@@ -170,7 +170,7 @@ def _judges_reports(spec: JobSpec) -> bool:
 
 
 def _judges_alone(spec: JobSpec, reports: Sequence[float | None]) -> bool:
-    return is_judged_alone(spec, len(reports))
+    return judges_each_update(spec, len(reports))
 
 
 def _median(norms: Iterable[float | None]) -> float:

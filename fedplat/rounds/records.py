@@ -162,14 +162,14 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
         return found if found is not None and found.key == key else None
 
 
-NOBODY = AssignmentSet()
+NO_ASSIGNMENTS = AssignmentSet()
 """A crew without anybody."""
 
 
-def make_crew(assignments: Iterable[Assignment]) -> AssignmentSet:
+def make_assignment_set(assignments: Iterable[Assignment]) -> AssignmentSet:
     """Return a crew of these assignments."""
     members = list(assignments)
-    return NOBODY.with_assignments(members) if members else NOBODY
+    return NO_ASSIGNMENTS.with_assignments(members) if members else NO_ASSIGNMENTS
 
 
 class Attempt(AssignmentSet, frozen=True, kw_only=True):
@@ -264,7 +264,7 @@ class JobState(Struct, frozen=True):
     resume_at: float | None = None
     durations: tuple[float, ...] = ()
     revision: int = 0
-    carried: AssignmentSet = NOBODY
+    carried_over: AssignmentSet = NO_ASSIGNMENTS
     claims: tuple[Claim, ...] = ()
 
     @property
@@ -273,23 +273,23 @@ class JobState(Struct, frozen=True):
         return self.attempt if self.attempt is not None and self.attempt.is_open else None
 
     @property
-    def crews(self) -> tuple[AssignmentSet, ...]:
+    def assignment_sets(self) -> tuple[AssignmentSet, ...]:
         """Everybody that the job knows of: the last attempt's crew, and those whom the job carries."""
-        return (self.carried,) if self.attempt is None else (self.attempt, self.carried)
+        return (self.carried_over,) if self.attempt is None else (self.attempt, self.carried_over)
 
     @property
     def num_busy(self) -> int:
         """Number of clients that work for the job."""
-        return sum(crew.num_busy for crew in self.crews)
+        return sum(crew.num_busy for crew in self.assignment_sets)
 
     @property
     def open_assignments(self) -> list[Assignment]:
         """The assignments that have not ended."""
-        return [each for crew in self.crews for each in crew.assignments.values() if each.is_open]
+        return [each for crew in self.assignment_sets for each in crew.assignments.values() if each.is_open]
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:
         """The client's assignment that was made in an attempt; None if it belongs to the past."""
-        for crew in self.crews:
+        for crew in self.assignment_sets:
             if (found := crew.find(key, client_id)) is not None:
                 return found
         return None
@@ -304,6 +304,6 @@ class JobState(Struct, frozen=True):
             moments.append(attempt.selection_ends_at)
         elif attempt.phase is AttemptPhase.COLLECTING:
             moments += (attempt.next_deadline if attempt.num_busy else None, attempt.closes_at)
-        if self.carried.num_busy:
-            moments.append(self.carried.next_deadline)
+        if self.carried_over.num_busy:
+            moments.append(self.carried_over.next_deadline)
         return min((moment for moment in moments if moment is not None), default=None)

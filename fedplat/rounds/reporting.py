@@ -9,7 +9,7 @@ from msgspec import structs
 
 from fedplat.rounds import influence
 from fedplat.rounds.commands import Command, Fold
-from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_crew
+from fedplat.rounds.records import Assignment, AssignmentSet, Attempt, JobState, make_assignment_set
 from fedplat.rounds.states import AssignmentState, AttemptKind, AttemptPhase
 from fedplat.rounds.transition import Context
 
@@ -87,4 +87,4 @@ def rebuild_attempt(attempt: Attempt, rows: Iterable[Assignment]) -> tuple[Attem
             carried.append(row)
         elif (row.folded_into or row.key) == attempt.key:
             own.append(row)
-    return attempt.with_assignments(own), make_crew(carried)
+    return attempt.with_assignments(own), make_assignment_set(carried)

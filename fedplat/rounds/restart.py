@@ -66,7 +66,7 @@ def _go_on(job: JobState, commands: tuple[Command, ...], context: Context) -> Tr
 def _in_bounds(job: JobState, now: float) -> JobState:
     """Bound the deadlines: a wall clock that was set back meanwhile gives no client more time."""
     crews: dict[str, Any] = {}
-    for name, crew in (("attempt", job.attempt), ("carried", job.carried)):
+    for name, crew in (("attempt", job.attempt), ("carried", job.carried_over)):
         busy = crew.busy if crew is not None else []
         moved = [after for each in busy if (after := _bound_deadline(job, each, now)) != each]
         if crew is not None and moved:

@@ -30,7 +30,7 @@ def on_rollback(job: JobState, event: RollbackOrdered, context: Context) -> Tran
         return Transition(job, verdict=Verdict(None, why))
     reason, text = Reason.ATTEMPT_ABANDONED, f"the job was rolled back to version {number}"
     if job.open_attempt is None:
-        ended, commands = closing.dismiss(job, reason)
+        ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, text, context)
     after = structs.replace(ended, latest=make_version(job, event.version), failures=0, resume_at=None)

@@ -151,7 +151,7 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
     # before it: it is stopped, and goes on from its checkpoint.
     finishes = attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_one(attempt)
     if attempt is None or (wanted is JobStatus.PAUSED and finishes):
-        ended, commands = closing.dismiss(job, reason)
+        ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
     return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)

@@ -21,7 +21,7 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
-from fedplat.simulation.run_folder import Observer, RunFolderOptions, forget, keeping
+from fedplat.simulation.run_folder import Observer, RunFolderOptions, forget, open_run_folder
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup, prepare
@@ -141,7 +141,7 @@ def execute(
     After each attempt of those `begins` is called: what is measured by the clock counts from then on.
     """
     given = {"simulation": file.raw, "versions": versions()}
-    with keeping(keep, given, observe, begins) as (hooks, pace):
+    with open_run_folder(keep, given, observe, begins) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()
     computed = SimulatedRun(

@@ -34,7 +34,7 @@ from fedplat.rounds.states import AssignmentState, JobStatus, Reason
 from fedplat.simulation.clients import Fleet
 from fedplat.simulation.clients.device import DeviceAssignment, Load, Planner
 from fedplat.simulation.clients.event_queue import EventQueue
-from fedplat.simulation.clients.idle import Idle
+from fedplat.simulation.clients.idle import IdleClients
 from fedplat.simulation.federated.interface import FederatedTraining
 from fedplat.simulation.recording.statistics import RunStatistics
 
@@ -71,10 +71,10 @@ class Driver:
         self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._deadline_at = np.inf
-        self._idle = Idle(fleet, spec, _rng(seed, _CLIENTS))
+        self._idle = IdleClients(fleet, spec, _rng(seed, _CLIENTS))
         load = Load(float(spec.config.get("epochs", 1)), spec.config.get("partial_work") is True)
         self._planner = Planner(fleet, load, int(_rng(seed, _PLANS).integers(2**63)))
-        self._agenda: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
+        self._queue: EventQueue[tuple[Callable[[Any], Event | None], Any]] = EventQueue()
         self._tasks: dict[int, DeviceAssignment] = {}
         self._settled: AttemptKey | None = None
 
@@ -87,7 +87,7 @@ class Driver:
         """Plays until the job has ended or paused itself, until the time is over, or until nothing happens any more."""
         self._do([OperatorCommand(self._spec.name, JobAction.START)])
         while self.job.status is JobStatus.RUNNING:
-            moment = min(self._deadline_at, self._agenda.first(), self._idle.next_batch())
+            moment = min(self._deadline_at, self._queue.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
                 break
             self.now = max(self.now, moment)
@@ -97,7 +97,7 @@ class Driver:
     def _step(self) -> None:
         """All that happens now: first who comes and goes, then what clients at work do, then the deadline."""
         events = self._idle.events(self.now)
-        for tell, subject in self._agenda.due(self.now):
+        for tell, subject in self._queue.due(self.now):
             event = tell(subject)
             if event is not None:
                 events.append(event)
@@ -117,18 +117,18 @@ class Driver:
         self._tally.batches += 1
         if self._trace is not None:
             self._trace(events, self.now, proposal)
-        self._hear(events, proposal.verdicts)
+        self._deliver_verdicts(events, proposal.verdicts)
         self._settle(proposal.changes)
         for deadline_at in proposal.timers.values():  # of the one job
             self._deadline_at = np.inf if deadline_at is None else deadline_at
-        self._obey(proposal.commands)
+        self._apply_commands(proposal.commands)
 
     # --- what clients and the server do, at their moments ---
 
     def _upload(self, task: DeviceAssignment) -> Event | None:
         if task.is_over:
             return None
-        self._agenda.put(task.report_at, (self._report, task))
+        self._queue.put(task.report_at, (self._report, task))
         return UploadStarted(task.key, task.client_id)
 
     def _report(self, task: DeviceAssignment) -> Event | None:
@@ -139,19 +139,19 @@ class Driver:
             return None
         return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
 
-    def _go(self, task: DeviceAssignment) -> None:
+    def _go_offline(self, task: DeviceAssignment) -> None:
         """The client is there no longer, and nobody is told; once back, it gets its work again if it still may."""
         if not task.is_over:
             self._tally.lost += 1
             self._end(task)
-            self._idle.come(np.array([task.client]), np.array([task.returns_at]))
+            self._idle.schedule_check_ins(np.array([task.client]), np.array([task.returns_at]))
 
-    def _tell(self, event: Event) -> Event:
+    def _record(self, event: Event) -> Event:
         return event
 
     # --- what follows from a batch ---
 
-    def _hear(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
+    def _deliver_verdicts(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
         """Clients hear what became of what they said, and are free again."""
         for event, verdict in zip(events, verdicts, strict=True):
             if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
@@ -176,7 +176,7 @@ class Driver:
             version = change.job.latest.version if change.version is not None else None
             self._tally.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _apply_commands(self, commands: Sequence[Command]) -> None:
         assigns: list[Assign] = []
         refusals: list[Refuse] = []
         for command in commands:
@@ -202,12 +202,12 @@ class Driver:
                     self._idle.on_finished(task.client, self.now, failed=False)
             case Fold():
                 if (failed := self._training.fold(command)) is not None:
-                    self._agenda.put(self.now, (self._tell, failed))
+                    self._queue.put(self.now, (self._record, failed))
             case Restart():
                 self._training.restart(command)
             case Commit():
                 outcome = self._training.commit(command, self.job)
-                self._agenda.put(self.now, (self._tell, outcome))
+                self._queue.put(self.now, (self._record, outcome))
             case Abandon():
                 pass  # what was received for it went when the attempt was settled
 
@@ -223,14 +223,14 @@ class Driver:
             self._tally.on_assigned(task.key, self.now, size)
             self._tasks[task.client] = task
             if task.fails_at < min(task.gone_at, task.report_at):
-                self._agenda.put(task.fails_at, (self._fail, task))
+                self._queue.put(task.fails_at, (self._fail, task))
                 continue
             if task.gone_at < np.inf:
-                self._agenda.put(task.gone_at, (self._go, task))
+                self._queue.put(task.gone_at, (self._go_offline, task))
             if task.begins_upload_at < np.inf:
-                self._agenda.put(task.begins_upload_at, (self._upload, task))
+                self._queue.put(task.begins_upload_at, (self._upload, task))
             else:
-                self._agenda.put(task.report_at, (self._report, task))
+                self._queue.put(task.report_at, (self._report, task))
         self._training.expect(self._that_matter(tasks))
 
     def _that_matter(self, tasks: Sequence[DeviceAssignment]) -> list[DeviceAssignment]:

@@ -28,7 +28,7 @@ from fedplat.simulation.setup import Setup
 
 FEWEST = 20
 """Canaries; of less no guess says anything."""
-MOST = 1000
+MAX_CANARIES = 1000
 _CHOICE, _DIRECTION = 51, 52
 _FAR = 1e6
 
@@ -148,7 +148,7 @@ def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> 
     """
     if spec.privacy is None:
         raise JobFileError("privacy: there is no such table, so there is no promise to check; expected [privacy]")
-    count = num_canaries or min(MOST, engine.num_clients // 2)
+    count = num_canaries or min(MAX_CANARIES, engine.num_clients // 2)
     if not FEWEST <= count <= engine.num_clients:
         raise JobFileError(
             f"{count} canaries of {engine.num_clients} clients: expected from {FEWEST} to {engine.num_clients}"

@@ -73,11 +73,11 @@ class Throttle:
 
 
 @contextlib.contextmanager
-def keeping(
+def open_run_folder(
     keep: RunFolderOptions | None,
-    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     observe: Observer,
-    begins: Callable[[], object] = lambda: None,
+    on_begin: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[Hooks, Pace]]:
     """What a run tells while it runs, and its pace. `given` is what the run is given, for its folder.
 
@@ -87,7 +87,7 @@ def keeping(
         observers: list[Observer] = []
         hooks, replayed = Hooks(), 0
         if keep is not None:
-            (folders.resume if keep.resume else folders.begin)(keep.folder, given)
+            (folders.resume if keep.resume else folders.begin)(keep.folder, inputs)
             journal = keep.folder / folders.JOURNAL
             found = checkpoint.find(journal)
             replayed = 0 if found is None else found.version
@@ -97,7 +97,7 @@ def keeping(
                 events = EventFile(keep.folder / folders.EVENTS)
                 stack.callback(events.close)
                 observers.append(events.add)
-        pace = Pace(replayed, begins)
+        pace = Pace(replayed, on_begin)
         # The folder first: what somebody sees is in it.
         observers += [observe, pace.add]
 

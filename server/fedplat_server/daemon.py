@@ -203,7 +203,7 @@ class Daemon:
         services.draining = True
         await endpoint.health.stop()
         services.jobs.wake_all()
-        services.desk.send_away()
+        services.long_polls.release()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(parts.wait_for_commits(), grace_s)
         with contextlib.suppress(StoreError, TimeoutError):  # a server that cannot say so ends all the same
@@ -284,12 +284,12 @@ class _Parts:
             runner=runner,
             jobs=jobs,
             clients=clients,
-            callers=Authenticator(bounded_audit, clients),
+            authenticator=Authenticator(bounded_audit, clients),
             enrollments=Enrollments(store.clients, clients, lambda: Trust.of(endpoint.certificates)),
             revocation=Revocation(store.clients, clients),
             issuer=endpoint.issuer,
             peers=endpoint.peers,
-            desk=LongPolls(),
+            long_polls=LongPolls(),
             progress=ProgressTracker(),
             blobs=blobs,
             chunks=Chunks(),
@@ -311,7 +311,7 @@ class _Parts:
         retention = RetentionTask(blobs, store, jobs.state, clients.take_seen)
         accelerators = Accelerators(pool, training)
         aggregation = Aggregation(
-            blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.look_for
+            blobs, spool, store.jobs.find_version, runner.post, accelerators, on_leftovers=retention.schedule_blobs
         )
         return cls(services, aggregation, training, retention)
 
@@ -323,7 +323,7 @@ class _Parts:
             for version in await services.store.jobs.list_versions(record.state.job_id):
                 if not version.metrics and version.model_removed_unix_s is None:
                     self._score(record.state, version.version)
-            self._retention.look_at(record.state.job_id)
+            self._retention.schedule_job(record.state.job_id)
         self._retention.begin()
 
     def act(self, command: Command) -> None:
@@ -331,9 +331,9 @@ class _Parts:
         services = self.services
         match command:
             case Assign() | Refuse():
-                services.desk.tell(command)
+                services.long_polls.deliver(command)
             case Abort():
-                services.desk.stop(command)
+                services.long_polls.stop(command)
             case Fold() | Restart() | Commit():
                 self._aggregation.submit(services.jobs.state(command.key.job_id), command)
             case RunWarmStart():
@@ -359,7 +359,7 @@ class _Parts:
                     self._aggregation.end(change.attempt.key)
                 self._score(change.job, change.version)
             if change.version is not None or change.job.status in ENDED_JOBS:
-                self._retention.look_at(job_id)
+                self._retention.schedule_job(job_id)
             if change.job.spec.warm_start is not None and not is_to_begin(change.job):
                 self._training.forget(job_id)
             self.services.jobs.notify_watchers(job_id)

@@ -45,7 +45,7 @@ def test_a_damaged_key_gives_one_clear_line(content: bytes, tmp_path: Path) -> N
             CertificateAccess(signed, directory, identity, 1.0) as access,
             pytest.raises(DataDirectoryError, match=r"tls\.key is damaged .*delete it to get another one"),
         ):
-            access.let_in("/method", b"", StopSignal())
+            access.authenticate("/method", b"", StopSignal())
 
 
 def test_without_tls_a_certificate_is_of_no_use(

@@ -28,7 +28,7 @@ def note(count: int) -> Parameters:
 
 
 def seen(task: Task) -> int:
-    known = task.memory.get("count")
+    known = task.client_state.get("count")
     return 0 if known is None else int(known["control/a/b"])
 
 
@@ -41,12 +41,12 @@ class Job:
 
     def _train(self, task: Task) -> TrainResult:
         self.counts.append(seen(task))
-        task.memory.put("count", note(seen(task) + 1))
+        task.client_state.put("count", note(seen(task) + 1))
         return TrainResult(parameters=task.parameters, num_examples=1)
 
     def _evaluate(self, task: Task) -> EvaluateResult:
         self.counts.append(seen(task))
-        task.memory.put("count", note(99))  # of no effect
+        task.client_state.put("count", note(99))  # of no effect
         return EvaluateResult(num_examples=1, metrics={"loss": 0.0})
 
     def work(self, *, evaluate: bool = False, options: dict[str, int] | None = None, **fields: object) -> int:
@@ -149,9 +149,9 @@ def test_the_jobs_of_longest_ago_go_first_and_what_is_unchanged_is_not_written(t
     for name in "abcd":
         memory = ClientState()
         memory.put("count", note(1))
-        assert memories.keep(name, SentReport(name, name), memory)
+        assert memories.stage(name, SentReport(name, name), memory)
     kept = {name: memories.open(name, lambda sent: True, training=True) for name in "abcd"}
     assert [name for name, memory in kept.items() if memory.get("count") is None] == ["a"]
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert memories.keep("d", SentReport("later", "later"), kept["d"])
+    assert memories.stage("d", SentReport("later", "later"), kept["d"])
     assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -48,7 +48,7 @@ class Actor:
 
     def act(self, command: Command) -> None:
         if isinstance(command, Assign | Refuse):
-            self.desk.tell(command)
+            self.desk.deliver(command)
         elif isinstance(command, Abort):
             self.desk.stop(command)
 

@@ -13,7 +13,7 @@ from grpc import aio
 from fedplat.aggregate import state_from_bytes
 from fedplat.model import Parameters
 from fedplat.wire.v1 import admin_pb2
-from fedplat_server.coordination.retention import keep_of
+from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.verify.checker import verify
 from server import harness, test_tree_seeds
 from server.harness import RawClient, Site, job_file
@@ -153,5 +153,5 @@ async def test_a_tree_of_noise_goes_on_over_a_rollback(folder: Path) -> None:
         assert np.std(sum(noise)) == pytest.approx(deviation * np.sqrt(2), rel=0.05)
         assert abs(np.corrcoef(noise[2], noise[0])[0, 1]) < 5 / np.sqrt(SIZE)
         assert abs(np.corrcoef(noise[2], noise[1])[0, 1]) < 5 / np.sqrt(SIZE)
-        assert keep_of((await site.store.inner.jobs.load_jobs())[0].state).states_from == 4
+        assert find_retained_versions((await site.store.inner.jobs.load_jobs())[0].state).states_from == 4
     assert await findings(folder) == []

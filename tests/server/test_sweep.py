@@ -12,7 +12,7 @@ from fedplat.job import Retention, parse_job
 from fedplat.rounds import JobState, ModelVersion
 from fedplat.rounds.states import JobStatus
 from fedplat_server.aggregation import backend
-from fedplat_server.coordination.retention import keep_of
+from fedplat_server.coordination.retention import find_retained_versions
 from fedplat_server.database.jobs import RetainedVersions
 from fedplat_server.storage import blobs as blob_files
 from fedplat_server.storage.blobs import BlobStore
@@ -120,7 +120,7 @@ async def test_work_in_a_thread_is_waited_for_when_its_task_is_cancelled() -> No
 )
 def test_what_a_job_keeps(text: str, status: JobStatus, expected: RetainedVersions) -> None:
     job = JobState("j", parse_job(text), ModelVersion(9, 9, 1, "d", 1), status=status)
-    assert keep_of(job) == expected
+    assert find_retained_versions(job) == expected
 
 
 def test_milestones_need_a_number_of_versions() -> None:

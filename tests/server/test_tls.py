@@ -162,7 +162,7 @@ async def test_every_port_takes_up_new_files_whoever_saw_them_first(folder_pki: 
     await server.start()
     try:
         for _ in range(2):
-            certificates.look()
+            certificates.check_files()
             expected = folder_pki.files.certificate.read_bytes().strip()
             shown = [
                 await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port)) for port in (*ports, *ports)
@@ -221,7 +221,7 @@ def test_the_log_warns_of_the_end(days: float, event: str | None, folder_pki: Pk
     certificates = Certificates(folder_pki.files, lambda: moment[0])
     moment[0] = start + 10 * DAY
     with structlog.testing.capture_logs() as lines:
-        certificates.look()
+        certificates.check_files()
     assert [line["event"] for line in lines] == ([event] if event is not None else [])
 
 

@@ -31,7 +31,7 @@ class CallCredentials:
 class Access(Protocol):
     """A way of authentication."""
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call. Raises `CallError`, or `Cancelled` when the signal is set."""
         ...
 
@@ -55,7 +55,7 @@ class SignedAccess:
         """What the server shall know the client by."""
         return self._key.public
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call; opens a session if there is none."""
         use = self._signer.use(method, request, lambda: self._open_session(signal))
         return CallCredentials(self._channel, use.metadata, use.session_id)

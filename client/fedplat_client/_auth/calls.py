@@ -73,7 +73,7 @@ class Connection:
     ) -> Generator[pieces.Bytes]:
         """The bytes of a model from an offset on, in pieces. Close the iterator when you stop early."""
         data = request.SerializeToString()
-        used = self._access.let_in(_DOWNLOAD.path, data, signal)
+        used = self._access.authenticate(_DOWNLOAD.path, data, signal)
         call = _DOWNLOAD.start_receiving(used.channel, data, timeout_s, used.metadata)
         try:
             with signal.attach(call.cancel):
@@ -95,7 +95,7 @@ class Connection:
             for part in parts:
                 yield pieces.frame_field(pieces.UPLOAD, part)
 
-        used = self._access.let_in(_UPLOAD.path, first, signal)
+        used = self._access.authenticate(_UPLOAD.path, first, signal)
         try:
             return result(
                 _UPLOAD.start_sending(used.channel, requests(), timeout_s, used.metadata), signal
@@ -107,7 +107,7 @@ class Connection:
         data = request.SerializeToString()
         tries = 1
         while True:
-            used = self._access.let_in(method.path, data, signal)
+            used = self._access.authenticate(method.path, data, signal)
             try:
                 return result(method.start(used.channel, data, timeout_s, used.metadata), signal)
             except CallError as exc:

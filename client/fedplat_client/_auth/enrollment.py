@@ -62,7 +62,7 @@ class ClientSession:
         profile: ClientDescription,
         stop: StopSignal,
     ) -> None:
-        self._door = door
+        self._endpoints = door
         self._directory = directory
         self._profile = profile
         self._stop = stop
@@ -86,11 +86,11 @@ class ClientSession:
             protocol_version=wire.PROTOCOL_VERSION,
             software_version=__version__,
             token=ticket.secret,
-            public_key=self._door.access.public_key,
+            public_key=self._endpoints.access.public_key,
         )
         try:
             with version_check():
-                response = self._door.access.prove(_ENROLL, request.SerializeToString(), self._stop)
+                response = self._endpoints.access.prove(_ENROLL, request.SerializeToString(), self._stop)
         except RevokedError:
             raise
         except (CallRefusedError, IdentityError) as exc:
@@ -112,7 +112,7 @@ class ClientSession:
             codecs=sorted(CODECS),
             wait_s=wait_s,
         )
-        return self._door.connection.check_in(request, self._stop)
+        return self._endpoints.connection.check_in(request, self._stop)
 
     def explain_error(self, exc: CallError) -> CallError:
         """An error in better words, if the server and what the client trusts do not go together."""
@@ -137,4 +137,4 @@ class ClientSession:
     def _remember(self, client_id: str) -> None:
         self._identity = msgspec.structs.replace(self._identity, client_id=client_id)
         self._directory.save(self._identity)
-        self._door.access.client_id = client_id
+        self._endpoints.access.client_id = client_id

@@ -78,7 +78,7 @@ class CertificateAccess:
             self._retire()
             self._retire()
 
-    def let_in(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
+    def authenticate(self, method: str, request: bytes, signal: StopSignal) -> CallCredentials:
         """A pass for a call; gets a certificate if it is time to. Raises `CallError`, or `Cancelled`."""
         with self._changing:
             now = self._clock()

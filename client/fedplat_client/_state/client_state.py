@@ -1,4 +1,4 @@
-"""What trainers remember of their jobs between rounds (`task.memory`), kept in the client's data folder.
+"""What trainers remember of their jobs between rounds (`task.client_state`), kept in the client's data folder.
 
 A control variate that is lost, or kept though its update was not merged, would make the job's result wrong without a
 word. So an assignment fails if what its trainer remembers cannot be kept.
@@ -31,21 +31,21 @@ class ClientStateStore:
     def open(self, job_id: str, merged: WasMerged, *, training: bool) -> ClientState:
         """What is remembered of a job. For an evaluation it is only looked at."""
         try:
-            look = self._files.settle if training else self._files.peek
+            look = self._files.commit if training else self._files.peek
             data = look(job_id, _FORMAT, merged)
             return ClientState({} if data is None else _notes(Parameters.from_bytes(data)))
         except (OSError, ModelError) as exc:  # most trainers remember nothing; for the others `keep` fails, too
             _logger.warning("What the trainer remembers of the job cannot be read: %s", exc, extra={"job": job_id})
             return ClientState()
 
-    def keep(self, job_id: str, sent: SentReport, memory: ClientState) -> bool:
+    def stage(self, job_id: str, sent: SentReport, memory: ClientState) -> bool:
         """Stores what is remembered before the update is reported; False if it is beyond the limit. Raises `OSError`.
 
         Where nothing was written, what was kept before goes on to count.
         """
         if not memory.changed:
             return True
-        return self._files.keep(job_id, _FORMAT, sent, _pack_notes(memory.contents).to_bytes())
+        return self._files.stage(job_id, _FORMAT, sent, _pack_notes(memory.contents).to_bytes())
 
 
 def _pack_notes(notes: Mapping[str, Parameters]) -> Parameters:

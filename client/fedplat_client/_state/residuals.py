@@ -19,7 +19,7 @@ class Residuals:
 
     def settle(self, job_id: str, format: str, size: int, merged: WasMerged) -> Vector | None:
         """The residual of a job, float32 [size], or None; `format` names the job's codec and schema."""
-        data = self._files.settle(job_id, f"{format} {size}", merged)
+        data = self._files.commit(job_id, f"{format} {size}", merged)
         if data is None or len(data) != 4 * size:
             return None
         return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
@@ -27,4 +27,4 @@ class Residuals:
     def keep(self, job_id: str, format: str, sent: SentReport, residual: Vector) -> bool:
         """Stores what is left of an update before it is reported; False if it is beyond the limit."""
         data = residual.astype("<f4", copy=False).data.cast("B")
-        return self._files.keep(job_id, f"{format} {residual.size}", sent, data)
+        return self._files.stage(job_id, f"{format} {residual.size}", sent, data)

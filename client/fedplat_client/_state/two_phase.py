@@ -59,7 +59,7 @@ class TwoPhaseFiles:
         self._limit_bytes = limit_bytes
         self._name = name
 
-    def settle(self, job_id: str, format: str, merged: WasMerged) -> bytes | None:
+    def commit(self, job_id: str, format: str, merged: WasMerged) -> bytes | None:
         """What counts for a job now, or None."""
         settled, pending = self._paths(job_id)
         if (waiting := self._merge_pending(pending, format, merged)) is not None:
@@ -81,7 +81,7 @@ class TwoPhaseFiles:
         kept = self._read(settled, format)
         return None if kept is None else kept[1]
 
-    def keep(self, job_id: str, format: str, sent: SentReport, data: bytes | memoryview) -> bool:
+    def stage(self, job_id: str, format: str, sent: SentReport, data: bytes | memoryview) -> bool:
         """Stores what came of an update before it is reported; False if it is beyond the limit."""
         settled, pending = self._paths(job_id)
         both = 2 * (memoryview(data).nbytes + 1000)

@@ -75,7 +75,7 @@ class AssignmentWorker:
     connection: Connection
     cache: ModelCache
     residuals: Residuals
-    memories: ClientStateStore
+    client_states: ClientStateStore
     ledger: PrivacyLedger
     trainers: Mapping[str, TrainFunction]
     evaluators: Mapping[str, EvaluateFunction]
@@ -119,7 +119,7 @@ class AssignmentWorker:
             base = self._model(assignment, control)
             merged = _make_asker(self.connection, self.options, control)
             training = assignment.task != fleet_pb2.TASK_EVALUATE
-            memory = self.memories.open(assignment.job_id, merged, training=training)
+            memory = self.client_states.open(assignment.job_id, merged, training=training)
             result = run(self._task(assignment, base, memory, control))
             request = fleet_pb2.ReportRequest(
                 token=assignment.token, num_examples=result.num_examples, metrics=result.metrics
@@ -153,7 +153,7 @@ class AssignmentWorker:
             job_name=assignment.job_name,
             round=assignment.round,
             attempt=assignment.attempt,
-            memory=memory,
+            client_state=memory,
             ledger=self.ledger,
             control=control,
         )
@@ -186,7 +186,7 @@ class AssignmentWorker:
         """Keeps what the trainer remembers, for the case that the update is merged."""
         said = "there is no room for it (cache_limit_bytes)"
         try:
-            if self.memories.keep(assignment.job_id, SentReport(assignment.token, content.digest), memory):
+            if self.client_states.stage(assignment.job_id, SentReport(assignment.token, content.digest), memory):
                 return
         except (OSError, ModelError) as exc:
             said = str(exc)

@@ -22,22 +22,22 @@ class ProcessGroup(Protocol):
         """Joins the trainings of the process that leads, until that ends."""
         ...
 
-    def dismiss(self) -> None:
+    def release(self) -> None:
         """Lets the processes that follow end."""
         ...
 
 
-_crews: list[ProcessGroup] = []
+_groups: list[ProcessGroup] = []
 
 
-def form(crew: ProcessGroup) -> None:
+def form(group: ProcessGroup) -> None:
     """Makes the processes of a crew one client, as soon as a trainer is made that trains in all of them."""
-    _crews[:] = [crew]
+    _groups[:] = [group]
 
 
 def current() -> ProcessGroup | None:
     """The crew of this process; None where it is a client by itself."""
-    return _crews[0] if _crews else None
+    return _groups[0] if _groups else None
 
 
 def run_follower(trainers: Mapping[str, TrainFunction]) -> bool:
@@ -52,11 +52,11 @@ def run_follower(trainers: Mapping[str, TrainFunction]) -> bool:
 
 
 @contextlib.contextmanager
-def leading() -> Generator[None]:
+def lead() -> Generator[None]:
     """Within it the others follow, if there are any; then they may end."""
     crew = current()
     try:
         yield
     finally:
         if crew is not None:
-            crew.dismiss()
+            crew.release()

@@ -20,7 +20,7 @@ from fedplat_client.task import Control
 
 Source: TypeAlias = model_pb2.ModelRef | fleet_pb2.ModelDelta
 """What is downloaded: it has a digest and a size."""
-_SOON_S = 0.5
+_RETRY_S = 0.5
 """A part that went within this time lets the next one be larger."""
 _BUSY = model_pb2.RetryWindow(min_s=1.0, max_s=10.0)
 """When to ask a busy server again that does not say when."""
@@ -176,7 +176,7 @@ def parts_of(content: Content, start: int, clock: Callable[[], float]) -> Iterat
             began = clock()
             yield piece[start : start + size]
             start = min(start + size, len(piece))
-            fast = clock() - began < _SOON_S
+            fast = clock() - began < _RETRY_S
             size = min(2 * size, wire.CHUNK_BYTES) if fast else wire.UPLOAD_CHUNK_BYTES
         start -= len(piece)
 

@@ -85,7 +85,7 @@ class TorchrunGroup:
         )
         self._say(msgspec.msgpack.encode(announced))
         with join_group(backend, timeout_s, self._room()) as ranks, self._name_failed_rank():
-            notes = task.memory.contents
+            notes = task.client_state.contents
             sizes = {name: values.schema.file_size_bytes for name, values in notes.items()}
             ranks.broadcast(msgspec.msgpack.encode(_Sizes(task.parameters.schema.file_size_bytes, sizes)))
             for values in (task.parameters, *notes.values()):
@@ -107,7 +107,7 @@ class TorchrunGroup:
             except Exception:  # the task's boundary: the trainer is code of the client's owner
                 _logger.exception("The training with rank 0 failed.", extra=fields)
 
-    def dismiss(self) -> None:
+    def release(self) -> None:
         """Lets the processes that follow end."""
         with contextlib.suppress(RuntimeError):  # torchrun is gone, and has ended them
             self._say(_END)
@@ -227,7 +227,7 @@ def _task(announced: _Announced, ranks: Ranks) -> Task:
         job_name=announced.job_name,
         round=announced.round,
         attempt=announced.attempt,
-        memory=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
+        client_state=ClientState({name: _receive_parameters(size) for name, size in sizes.notes.items()}),
     )
 
 

@@ -89,7 +89,7 @@ class TorchTrainer:
                 options=options,
                 seed=seed,
                 round_number=task.round,
-                memory=task.memory,
+                client_state=task.client_state,
                 after_step=company.after_step(_Clock(task, options.partial_work).after_step),
                 make_optimizer=make_optimizer,
                 passes=company.passes(seed),
@@ -106,7 +106,7 @@ class TorchTrainer:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(f"config.batch_size = {size!r}: expected a whole number of at least 0")
         metrics = training.evaluate(
-            trainee, task.parameters, examples, size, memory=task.memory, after_batch=task.progress
+            trainee, task.parameters, examples, size, memory=task.client_state, after_batch=task.progress
         )
         return EvaluateResult(num_examples=len(examples), metrics=metrics)
 

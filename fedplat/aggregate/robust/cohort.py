@@ -17,7 +17,7 @@ import numpy as np
 from fedplat.aggregate.algebra import Contribution, Partial, Rule, Wrapper
 from fedplat.model import Blocks, Vector
 from fedplat.model.rows import Columns, Matrix, each_column, gram, weighted_sum
-from fedplat.model.shards import ShardReduce, alone
+from fedplat.model.shards import ShardReduce, single_shard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Rows:
     products: Callable[[], Matrix]
 
     @classmethod
-    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: ShardReduce = alone) -> Rows:
+    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: ShardReduce = single_shard) -> Rows:
         """One row for each update. The vectors `beside` them are no rows; see `with_vector`.
 
         Where all of them are a shard's parts of vectors, `across` brings in the other shards' inner products.
@@ -128,7 +128,7 @@ def gathering(reduce: Reduce, before: Mix, beside: Sequence[str] = ()) -> Wrappe
 
         def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
             updates = [update for update, _ in partial.kept]
-            rows = Rows.of(updates, [state[name] for name in beside], partial.across)
+            rows = Rows.of(updates, [state[name] for name in beside], partial.reduce_shards)
             total = reduce(RobustInputs(before(rows), [contribution for _, contribution in partial.kept]))
             return dataclasses.replace(partial, total=total, weight=1.0, kept=())
 

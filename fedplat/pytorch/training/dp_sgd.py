@@ -71,7 +71,7 @@ def run(trainee: Trainee, stepper: Stepper, work: LocalTraining) -> tuple[Mappin
         ),
         noise=dp.noise_of(work.noise_seed),
     )
-    ledger = work.ledger or dp.RecordedLedger(work.memory)
+    ledger = work.ledger or dp.RecordedLedger(work.client_state)
     options, planned, made = work.options, plan.charge(work.options), 0
     module, kind = trainee.module.train(), options.dp
     assert kind != "none"

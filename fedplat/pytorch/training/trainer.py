@@ -31,14 +31,14 @@ def train(trainee: Trainee, parameters: Parameters, work: LocalTraining) -> Mapp
     """
     metrics: dict[str, float] = {}
     if work.options.measure_before:
-        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, memory=work.memory)["loss"]
-    trainee.load(parameters, work.memory)
+        metrics["loss_before"] = evaluate(trainee, parameters, work.examples, memory=work.client_state)["loss"]
+    trainee.load(parameters, work.client_state)
     start = _Start(trainee, parameters, work)
     with use_seed(trainee.device, work.seed):
         scores, num_steps = _run(trainee, start, work)
     way = start.way(trainee, num_steps)
     ending = start.ending(way)
-    trainee.save(parameters, work.memory)
+    trainee.save(parameters, work.client_state)
     for name, change in backend.to_arrays(ending.update).items():
         parameters[name] += change
     metrics["local_steps"] = float(num_steps)
@@ -95,7 +95,7 @@ class _Start:
         given = {name: tensor.to(trainee.device) for name, tensor in backend.to_torch(parameters).items()}
         self.weights = {name: given[name] for name in trainee.parameters() if name not in trainee.personal}
         control = _control(given, self.weights, work) if self._half.needs_control else {}
-        note = work.memory.get(self._note)
+        note = work.client_state.get(self._note)
         self._remembered = {} if note is None else _on(trainee.device, note)
         self.correction: Correction = self._half.begin(control, self._remembered)
 
@@ -114,7 +114,7 @@ class _Start:
         """What the algorithm adds to the update; what the client remembers goes to its memory."""
         ending = self._half.end(self.correction, self._remembered, way)
         if ending.remember:
-            self._work.memory.put(self._note, backend.from_state_dict(ending.remember))
+            self._work.client_state.put(self._note, backend.from_state_dict(ending.remember))
         return ending
 
 

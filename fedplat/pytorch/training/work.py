@@ -30,7 +30,7 @@ class LocalTraining:
     seed: int
     round_number: int = 1
     fraction: float = 1.0
-    memory: ClientState = field(default_factory=ClientState)
+    client_state: ClientState = field(default_factory=ClientState)
     after_step: Callable[[int, int], bool] = lambda done, total: True
     make_optimizer: MakeOptimizer | None = None
     passes: GradientComputation = field(default_factory=SingleProcessGradients)

@@ -81,7 +81,7 @@ class CohortTrainer:
         befores = [self._before(base, work) for work in works]
         rows = sorted((self._row(place, work) for place, work in enumerate(works)), key=lambda row: -len(row.steps))
         weights = self._load(base, rows)
-        starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.memory) for row in rows]
+        starts = [ClientAlgorithmState(self.layout, self._options, base, row.work.client_state) for row in rows]
         descent = FlatSgd(self.layout, self._options, works[0].learning_rate, weights)
         drift = self._drift(starts)
         descent.correct(starts[0].correction.pull, base.weights.to(weights.device), drift)
@@ -90,14 +90,14 @@ class CohortTrainer:
         for row, start, trained, score in zip(rows, starts, weights.cpu(), scores, strict=True):
             update = self.layout.update(base, trained, {})
             ended = start.end(trained, len(row.steps), row.work, update)
-            self.layout.save(trained, {}, row.work.memory)
+            self.layout.save(trained, {}, row.work.client_state)
             results[row.place] = update, {**score, **befores[row.place], **ended}
         return results
 
     def _before(self, base: Base, work: LocalTraining) -> dict[str, float]:
         if not self._options.measure_before:
             return {}
-        found = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
+        found = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
         return {"loss_before": found["loss"]}
 
     def _row(self, place: int, work: LocalTraining) -> _Row:
@@ -115,7 +115,7 @@ class CohortTrainer:
         weights = self._weights[: len(rows)]
         weights[:, : self.layout.num_shared] = base.weights.to(weights.device)
         for row, own in zip(rows, weights, strict=True):
-            self.layout.load_personal(own, row.work.memory)
+            self.layout.load_personal(own, row.work.client_state)
         return weights
 
     def _drift(self, starts: Sequence[ClientAlgorithmState]) -> torch.Tensor | None:

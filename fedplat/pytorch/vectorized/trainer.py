@@ -25,8 +25,8 @@ from fedplat.pytorch.vectorized.sgd import FlatSgd
 class FlatTrainer:
     """Trains one client after the other with a module that was made once.
 
-    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that `ParameterLayout` or
-    `Gradients` refuses.
+    Raises `UnsuitableError` for what it cannot do: mixed precision, example-level privacy, and modules that
+    `ParameterLayout` or `Gradients` refuses.
     """
 
     def __init__(self, trainee: Trainee, options: LocalOptions) -> None:
@@ -52,16 +52,16 @@ class FlatTrainer:
         """The update and the metrics of one client; its memory is written to. `buffer` is memory for the update."""
         metrics: dict[str, float] = {}
         if self._options.measure_before:
-            before = evaluate(self._trainee, base.parameters, work.examples, memory=work.memory)
+            before = evaluate(self._trainee, base.parameters, work.examples, memory=work.client_state)
             metrics["loss_before"] = before["loss"]
-        state = self._load(base, work.memory)
-        start = ClientAlgorithmState(self.layout, self._options, base, work.memory)
+        state = self._load(base, work.client_state)
+        start = ClientAlgorithmState(self.layout, self._options, base, work.client_state)
         descent = FlatSgd(self.layout, self._options, work.learning_rate, self._weights)
         descent.correct(start.correction.pull, base.weights, start.drift)
         scores, num_steps = self._run(descent, list(state.values()), work)
         update = self.layout.update(base, self._weights, state, buffer)
         metrics |= start.end(self._weights, num_steps, work, update)
-        self.layout.save(self._weights, state, work.memory)
+        self.layout.save(self._weights, state, work.client_state)
         return update, {**scores.means(), **metrics}
 
     def _load(self, base: Base, memory: ClientState) -> dict[str, torch.Tensor]:

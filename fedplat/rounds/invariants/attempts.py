@@ -126,7 +126,7 @@ def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
         return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
     if not is_training or all(one.norm is None for one in attempt.assignments):
         return bound, math.inf  # its attempt may be older than the limit
-    return (bound, bound) if influence.is_judged_alone(spec, len(claims)) else (0.0, math.inf)
+    return (bound, bound) if influence.judges_each_update(spec, len(claims)) else (0.0, math.inf)
 
 
 def still_open(attempt: StoredAttempt) -> list[AssignmentRow]:

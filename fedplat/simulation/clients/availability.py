@@ -27,8 +27,8 @@ Clients = npt.NDArray[np.int64]
 Spells = tuple[Floats, Floats]
 Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
 DAY_S, HOUR_S = 86_400.0, 3_600.0
-_MOST_TRIES = 10_000
-_MOST_SLOTS = 100
+_MAX_TRIES = 10_000
+_MAX_SLOTS = 100
 
 
 class Availability(Protocol):
@@ -113,7 +113,7 @@ class Sometimes:
         slot = _first(slot, lambda wanted, rows: self._is_there(clients[rows], wanted))
         end = slot + 1.0
         rows = np.arange(len(clients))
-        for _ in range(_MOST_SLOTS):
+        for _ in range(_MAX_SLOTS):
             rows = rows[self._is_there(clients[rows], end[rows])]
             if not len(rows):
                 break
@@ -191,7 +191,7 @@ def _first(numbers: Floats, is_there: Callable[[Floats, Clients], npt.NDArray[np
     """For each row the first number, from the given one on, at which it is there."""
     numbers = numbers.copy()
     rows = np.arange(len(numbers))
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         rows = rows[~is_there(numbers[rows], rows)]
         if not len(rows):
             return numbers

@@ -19,7 +19,7 @@ from fedplat.wire import FIRST_BACKOFF_S, MAX_BACKOFF_S
 _SPAN_S = 60.0
 
 
-class Idle:
+class IdleClients:
     """All clients that have no work. Each has one alarm: the moment at which it checks in or, while it waits, leaves.
 
     Their events are handed out in batches, `batch_s` after the first of each: a million clients come and go several
@@ -45,7 +45,7 @@ class Idle:
         self._codecs = spec.compression.names
         self.num_check_ins = self.num_refused = 0
         arrive_s = fleet.options.arrive_s or pacing.idle_window(fleet.num_clients).max_s
-        self.come(np.arange(fleet.num_clients), rng.uniform(0.0, arrive_s, fleet.num_clients))
+        self.schedule_check_ins(np.arange(fleet.num_clients), rng.uniform(0.0, arrive_s, fleet.num_clients))
 
     def next_batch(self) -> float:
         """The moment of the next batch; infinite if nobody will ever come."""
@@ -77,7 +77,9 @@ class Idle:
         self.num_refused += len(clients)
         # Whose time is over did not hear that: it comes when it is there again.
         heard = self._until[clients] > now
-        self.come(clients, now + np.where(heard, low + (high - low) * self._rng.random(len(clients)), 0.0))
+        self.schedule_check_ins(
+            clients, now + np.where(heard, low + (high - low) * self._rng.random(len(clients)), 0.0)
+        )
 
     def on_assigned(self, clients: Clients) -> Floats:
         """Clients have work now; returns how long each is there."""
@@ -96,9 +98,9 @@ class Idle:
         self._free = []
         bound = np.minimum(FIRST_BACKOFF_S * 2.0 ** self._failures[clients], MAX_BACKOFF_S)
         self._failures[clients] = np.where(failed, np.minimum(self._failures[clients] + 1, 64), 0)
-        self.come(clients, since + np.where(failed, bound * self._rng.random(len(clients)), 0.0))
+        self.schedule_check_ins(clients, since + np.where(failed, bound * self._rng.random(len(clients)), 0.0))
 
-    def come(self, clients: Clients, at: Floats) -> None:
+    def schedule_check_ins(self, clients: Clients, at: Floats) -> None:
         """Clients check in at these moments, or as soon as they are there."""
         begin, end = self._fleet.availability.spells(clients, at)
         self._waiting[clients] = False

@@ -21,7 +21,7 @@ from fedplat.simulation.engines.vmap import VmapEngine
 
 ROUNDS = 3
 """Of a trial: the first ones make an engine start, allocate and record."""
-ENOUGH_S = 0.5
+MIN_TRIAL_S = 0.5
 """Seconds after which a trial ends with the round."""
 
 
@@ -139,7 +139,7 @@ class AutoEngine:
         current.seconds += self._spent
         current.best = max(current.best, self._examples / max(self._spent, 1e-9))
         self._spent = self._examples = 0.0
-        is_tried = current.rounds >= ROUNDS or current.seconds >= ENOUGH_S
+        is_tried = current.rounds >= ROUNDS or current.seconds >= MIN_TRIAL_S
         if not self._is_decided and is_tried and not self._engine.memories():
             self._next()
 

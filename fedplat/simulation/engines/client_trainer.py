@@ -111,7 +111,7 @@ class ModuleTrainer:
             seed=work.seed,
             round_number=work.version + 1,
             fraction=work.fraction,
-            memory=memory,
+            client_state=memory,
             noise_seed=work.seed,
         )
 

@@ -53,7 +53,7 @@ class ProcessEngine:
         self._slots: dict[int, int] = {}
         self._memories = ClientStates[Note](self._release)
         self._remembered: Mapping[int, Contents] = {}
-        self._backlog = WorkQueue[tuple[TrainTask, Done]](self._versions, self.num_examples)
+        self._queue = WorkQueue[tuple[TrainTask, Done]](self._versions, self.num_examples)
         self._sent: dict[int, TrainTask | ScoreRequest] = {}
         self._scored: dict[int, tuple[ScoreRequest, Done]] = {}
 
@@ -78,14 +78,14 @@ class ProcessEngine:
 
     def begin(self, works: Sequence[Work]) -> None:
         """Puts works into the queue."""
-        self._backlog.begin(works)
+        self._queue.begin(works)
         self._send_works()
 
     def result(self, work: Work) -> LocalUpdate:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when a worker has died."""
-        while not self._backlog.has_answer(work):
+        while not self._queue.has_answer(work):
             self._receive()
-        request, done = self._backlog.fetch(work)
+        request, done = self._queue.fetch(work)
         if done.failure or work.scores:
             self._discard(request)
         if done.failure:
@@ -104,9 +104,9 @@ class ProcessEngine:
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
-        if work not in self._backlog:
+        if work not in self._queue:
             self._memories.undo(work)
-        elif answer := self._backlog.drop(work):
+        elif answer := self._queue.drop(work):
             self._discard(answer[0])
 
     def memories(self) -> Mapping[int, Contents]:
@@ -130,7 +130,7 @@ class ProcessEngine:
         crew, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
         bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
-        requests = [ScoreRequest(self._backlog.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
+        requests = [ScoreRequest(self._queue.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
             self._send(request)
         while not all(request.number in self._scored for request in requests):
@@ -183,7 +183,7 @@ class ProcessEngine:
         self._shared.versions.release(self._slots.pop(version))
 
     def _send_works(self) -> None:
-        while len(self._sent) < _WAITING * self._num_workers and (drawn := self._backlog.draw()):
+        while len(self._sent) < _WAITING * self._num_workers and (drawn := self._queue.draw()):
             number, work = drawn
             shared = self._shared
             self._send(
@@ -213,7 +213,7 @@ class ProcessEngine:
             request = self._sent.pop(done.number)
             if isinstance(request, ScoreRequest):
                 self._scored[done.number] = request, done
-            elif not self._backlog.put(done.number, (request, done)):
+            elif not self._queue.put(done.number, (request, done)):
                 self._discard(request)
         self._send_works()
 

@@ -63,7 +63,7 @@ class ForkedWorkers:
             if self._answers in ready:
                 return self._read()
             died = next(number for number, process in enumerate(self._processes) if process.sentinel in ready)
-            self._failure = _obituary(self._processes[died], self._doing[died])
+            self._failure = _describe_death(self._processes[died], self._doing[died])
         raise EngineError(self._failure)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class ForkedWorkers:
         serve(queue, answers, doing)
 
 
-def _obituary(process: BaseProcess, doing: int) -> str:
+def _describe_death(process: BaseProcess, doing: int) -> str:
     process.join()
     code = process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

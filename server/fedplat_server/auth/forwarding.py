@@ -42,11 +42,11 @@ def is_marked(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     return any(key == _SECRET for key, _ in metadata)
 
 
-def add_to_metadata(metadata: Iterable[tuple[str, str | bytes]], secret: str, hop: ForwardedCall) -> Metadata:
+def add_to_metadata(metadata: Iterable[tuple[str, str | bytes]], secret: str, call: ForwardedCall) -> Metadata:
     """The metadata of a call as it is passed on."""
     dropped = (_PREFIX, *_OWN_TO_A_CONNECTION)
     kept = [(key, value) for key, value in metadata if not key.startswith(dropped)]
-    return [*kept, (_SECRET, secret), (_GATEWAY, hop.gateway), (_CLIENT, hop.client), (_PEER, hop.peer)]
+    return [*kept, (_SECRET, secret), (_GATEWAY, call.gateway), (_CLIENT, call.client), (_PEER, call.peer)]
 
 
 def read(metadata: Iterable[tuple[str, str | bytes]], secret: str) -> ForwardedCall | None:

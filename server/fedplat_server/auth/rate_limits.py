@@ -117,7 +117,7 @@ class Quotas:
         self._limits = limits
         self._clock = clock
         self._requests = Buckets(limits.requests_per_minute)
-        self._strangers = Buckets(limits.anonymous_per_minute)
+        self._anonymous = Buckets(limits.anonymous_per_minute)
         self._shared = Buckets(limits.challenges_per_minute)
         self._writes = Buckets(limits.writes_per_minute)
         self._of_operators = Buckets(limits.operator_requests_per_minute)
@@ -158,25 +158,25 @@ class Quotas:
         """
         now = self._clock()
         try:
-            self._strangers.take(network, now)
+            self._anonymous.take(network, now)
         except RefusedError:
             self._shared.take("", now)
 
-    def stranger(self, network: str) -> None:
+    def charge_anonymous(self, network: str) -> None:
         """Count a request that has proven nothing, or a proof that failed."""
-        self._strangers.take(network, self._clock())
+        self._anonymous.take(network, self._clock())
 
-    def require_stranger(self, network: str) -> None:
+    def require_anonymous(self, network: str) -> None:
         """Refuse what would cost a transaction to somebody who is no client yet, from a network without tokens."""
-        self._strangers.require(network, self._clock())
+        self._anonymous.require(network, self._clock())
 
-    def no_stranger(self, network: str) -> None:
+    def refund_anonymous(self, network: str) -> None:
         """Give a network back what a challenge cost: its owner has proven to be a client since.
 
         So thousands of clients behind one address, which all open a session after a restart of the server, only pay
         for those challenges that are not answered yet.
         """
-        self._strangers.give_back(network)
+        self._anonymous.give_back(network)
 
     @contextlib.contextmanager
     def stream(self, client_id: str) -> Generator[None]:

@@ -131,7 +131,7 @@ class Certificates:
             logs.get().error("changed certificates are not taken; the old ones stay", error=str(exc))
         self._suspect = stamp
 
-    def look(self) -> None:
+    def check_files(self) -> None:
         """Takes up what has changed, and warns of a certificate that expires soon."""
         self.refresh()
         days = round(self.days_left, 1)
@@ -154,7 +154,7 @@ async def watch(certificates: Certificates | None, listen: str) -> None:
                 mend="fedplat-server init, and run it without --insecure",
             )
         else:
-            await asyncio.to_thread(certificates.look)
+            await asyncio.to_thread(certificates.check_files)
         await asyncio.sleep(CHECK_S)
 
 

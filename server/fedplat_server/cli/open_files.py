@@ -7,7 +7,7 @@ import resource
 
 from fedplat_server import logs
 
-ENOUGH = 8192
+MIN_OPEN_FILES = 8192
 """With fewer the daemon warns: this many connections, and the files of transfers and of the database beside them."""
 
 
@@ -19,10 +19,11 @@ def raise_limit() -> int:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    if soft != resource.RLIM_INFINITY and soft < ENOUGH:
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         logs.get().warning(
             "few files may be open at once, and so few clients connected",
             limit=soft,
-            mend=f"raise the hard limit to {ENOUGH}: LimitNOFILE= (systemd), ulimit -Hn, --ulimit nofile= (docker)",
+            mend=f"raise the hard limit to {MIN_OPEN_FILES}: LimitNOFILE= (systemd), ulimit -Hn, "
+            "--ulimit nofile= (docker)",
         )
     return soft

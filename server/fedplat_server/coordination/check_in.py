@@ -8,7 +8,7 @@ from fedplat.rounds.states import Reason
 from fedplat_server.coordination.long_polls import LongPolls
 from fedplat_server.coordination.runner import Runner
 
-SOON = RetryWindow(0.0, 1.0)
+RETRY_SOON = RetryWindow(0.0, 1.0)
 
 
 async def wait_for_work(runner: Runner, desk: LongPolls, event: ClientCheckedIn, wait_s: float) -> Assign | Refuse:
@@ -24,4 +24,4 @@ async def wait_for_work(runner: Runner, desk: LongPolls, event: ClientCheckedIn,
         finally:
             if place.answer is None and desk.is_latest(client_id, place):
                 runner.post(ClientLeft(client_id))  # the connection is gone, or the daemon sent it away
-        return place.answer or Refuse(client_id, Reason.NOT_SELECTED, SOON)
+        return place.answer or Refuse(client_id, Reason.NOT_SELECTED, RETRY_SOON)

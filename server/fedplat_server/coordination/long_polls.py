@@ -54,9 +54,9 @@ class PendingCheckIn:
         """Hears an answer, if it is meant for this call."""
         if self._is_open and not self._is_answered:
             self._answer = answer
-            self.send_away()
+            self.release()
 
-    def send_away(self) -> None:
+    def release(self) -> None:
         """Ends the waiting, without an answer unless there is one."""
         self._is_answered = True
         self._wake()
@@ -78,7 +78,7 @@ class LongPolls:
         """A place to wait for work; the client's earlier call, if there is one, is sent away."""
         place = PendingCheckIn()
         if (earlier := self._waiting.get(client_id)) is not None:
-            earlier.send_away()
+            earlier.release()
         self._waiting[client_id] = place
         try:
             yield place
@@ -90,20 +90,20 @@ class LongPolls:
         """Whether this is the call by which the client waits."""
         return self._waiting.get(client_id) is place
 
-    def tell(self, answer: Answer) -> None:
+    def deliver(self, answer: Answer) -> None:
         """Answers a waiting client; one that is gone will ask again."""
         if (place := self._waiting.get(answer.client_id)) is not None:
             place.deliver(answer)
 
-    def send_away(self) -> None:
+    def release(self) -> None:
         """Ends all waiting for work."""
         for place in self._waiting.values():
-            place.send_away()
+            place.release()
 
-    def dismiss(self, client_id: str) -> None:
+    def cancel(self, client_id: str) -> None:
         """Ends all calls by which a client waits, whether free or at work."""
         if (place := self._waiting.get(client_id)) is not None:
-            place.send_away()
+            place.release()
         for (_, worker), events in self._working.items():
             if worker == client_id:
                 for event in events:

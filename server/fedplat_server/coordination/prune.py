@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
 from fedplat.rounds import AttemptKey, JobState
 from fedplat.rounds.states import ENDED_JOBS
-from fedplat_server.coordination.retention import HISTORY_BATCH, keep_of
+from fedplat_server.coordination.retention import HISTORY_BATCH, find_retained_versions
 from fedplat_server.database.jobs import Removable, RetainedVersions
 from fedplat_server.database.ports import BATCH, Store
 from fedplat_server.records import audit
@@ -120,7 +120,7 @@ def _steps(store: Store, limits: PruneLimits, plan: PrunePlan) -> Iterator[Calla
 
 
 def _keep(job: JobState, limits: PruneLimits) -> RetainedVersions:
-    keep = keep_of(job)
+    keep = find_retained_versions(job)
     if limits.keep_versions is None or job.status not in ENDED_JOBS:
         return keep
     models_from = max(keep.models_from, job.latest.version + 1 - limits.keep_versions)

@@ -22,17 +22,17 @@ from fedplat_server.storage.blobs import BlobStore
 RETRY_S = 1.0
 CLOSE_S = 10.0
 """How long `close` waits for the removal in progress."""
-EVERY_S = 600.0
+INTERVAL_S = 600.0
 """Interval of a full search, also for files that `fedplat-server prune` marked as removed beside this daemon."""
-OLD_S = 3600.0
+MIN_AGE_S = 3600.0
 """Minimum age of a file that is removed only because no version refers to it."""
-SEEN_S = 6 * 3600.0
+LAST_SEEN_INTERVAL_S = 6 * 3600.0
 """How often the last calls of clients with long sessions are stored."""
 HISTORY_BATCH = 20
 """Number of attempts whose history is removed in one transaction."""
 
 
-def keep_of(job: JobState) -> RetainedVersions:
+def find_retained_versions(job: JobState) -> RetainedVersions:
     """Return which versions of a job keep their files."""
     latest, options = job.latest.version, job.spec.retention
     # A private job's state may hold seeds of noise: those of all versions together would be all of them.
@@ -68,12 +68,12 @@ class RetentionTask:
         """Start the task."""
         self._task = asyncio.create_task(self._run(), name="retention")
 
-    def look_at(self, job_id: str) -> None:
+    def schedule_job(self, job_id: str) -> None:
         """Apply a job's policy soon: it has a new version, or has ended."""
         self._jobs[job_id] = None
         self._wanted.set()
 
-    def look_for(self, digests: Sequence[str]) -> None:
+    def schedule_blobs(self, digests: Sequence[str]) -> None:
         """Remove soon what no version refers to of the files that an attempt made: it has ended."""
         self._leftovers.update(digests)
         self._wanted.set()
@@ -93,7 +93,7 @@ class RetentionTask:
         if job.spec.retention.history_days:
             self._forgetful.add(job_id)
         await self._remove_history(job)
-        keep = keep_of(job)
+        keep = find_retained_versions(job)
         while not self._is_closing and (found := await self._store.retention.list_removable(job_id, keep)):
             with self._blobs.sweep() as sweep:
                 gone = await self._store.retention.mark_removed(job_id, found)
@@ -122,7 +122,7 @@ class RetentionTask:
             there = await asyncio.to_thread(self._blobs.all_digests)
             gone = there - await self._store.retention.list_referenced()
             # Another daemon may lead by now, and be about to refer to what it has just written.
-            await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=OLD_S))
+            await asyncio.to_thread(functools.partial(sweep.remove, gone, older_than_s=MIN_AGE_S))
 
     async def _remove_leftovers(self) -> None:
         some, self._leftovers = self._leftovers, set()
@@ -138,12 +138,12 @@ class RetentionTask:
         noted_at = asyncio.get_running_loop().time()
         while not self._is_closing:
             try:
-                async with asyncio.timeout(EVERY_S):
+                async with asyncio.timeout(INTERVAL_S):
                     await self._wanted.wait()
             except TimeoutError:
                 await self._try(self.remove_orphans())
                 self._jobs |= dict.fromkeys(self._forgetful)  # time alone makes a history old
-                if asyncio.get_running_loop().time() >= noted_at + SEEN_S:
+                if asyncio.get_running_loop().time() >= noted_at + LAST_SEEN_INTERVAL_S:
                     noted_at = asyncio.get_running_loop().time()
                     await self._try(self._note_seen())
             self._wanted.clear()

@@ -83,4 +83,4 @@ class Revocation:
         self._book.replace(record)
         # One event: between two, it could get work, or its report could come.
         await runner.submit(ClientRevoked(client_id))
-        desk.dismiss(client_id)
+        desk.cancel(client_id)

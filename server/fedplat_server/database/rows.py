@@ -253,7 +253,7 @@ def job_record(
         reason=row.reason,
         round=row.round,
         attempt=last[0],
-        carried=last[1],
+        carried_over=last[1],
         failures=row.failures,
         durations=past.durations,
         claims=past.claims if influence.looks_back(spec) else (),

@@ -36,7 +36,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
     @override
     async def RevokeClient(self, request: admin_pb2.RevokeClientRequest, context: Context) -> admin_pb2.Client:
         services, client_id = self._services, validation.client_id(request.client_id, Code.NO_SUCH_CLIENT)
-        record = await services.revocation.revoke(client_id, current_operator(), services.runner, services.desk)
+        record = await services.revocation.revoke(client_id, current_operator(), services.runner, services.long_polls)
         return self._client(record)
 
     @override
@@ -72,7 +72,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         if request.with_clients:  # after the token, so that no more clients can enroll with it
             after = validation.client_id(request.page_token, Code.INVALID_REQUEST) if request.page_token else ""
             revoked = await services.revocation.revoke_clients_of(
-                EnrolledClients(enrollment_id, after), current_operator(), services.runner, services.desk
+                EnrolledClients(enrollment_id, after), current_operator(), services.runner, services.long_polls
             )
             response.num_revoked_clients, response.next_page_token = revoked
         return response

@@ -43,7 +43,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         """Gives a nonce."""
         validation.protocol_version(request.protocol_version)
         self._services.quotas.challenge(self._network_of(context))
-        nonce = self._services.callers.challenge()
+        nonce = self._services.authenticator.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
@@ -60,8 +60,8 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             token=request.token,
             public_key=request.public_key,
         )
-        self._services.callers.require_proof(_call(), newcomer.public_key)
-        self._services.quotas.require_stranger(self._network_of(context))
+        self._services.authenticator.require_proof(_call(), newcomer.public_key)
+        self._services.quotas.require_anonymous(self._network_of(context))
         record = await self._services.enrollments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
@@ -76,16 +76,16 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
     ) -> fleet_pb2.OpenSessionResponse:
         validation.protocol_version(request.protocol_version)
         client_id = validation.client_id(request.client_id, Code.CLIENT_UNKNOWN)
-        await self._services.callers.prove(_call(), client_id)
+        await self._services.authenticator.prove(_call(), client_id)
         self._services.quotas.session(client_id)
-        session_id = await self._services.callers.open_session(client_id)
+        session_id = await self._services.authenticator.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
     async def RenewCertificate(
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
         """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
-        client = await self._charge_failures(self._services.callers.authenticate_by_key(_call()), context)
+        client = await self._charge_failures(self._services.authenticator.authenticate_by_key(_call()), context)
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
@@ -116,7 +116,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
 
     async def _read_claim(self, method: str, context: Context) -> str:
         certified = "" if method == _RENEWAL else self._by_certificate(context)
-        return self._services.callers.read_claim(_call(certified))
+        return self._services.authenticator.read_claim(_call(certified))
 
     def _network_of(self, context: Context) -> str:
         """Return the network that a caller is counted in."""
@@ -127,7 +127,7 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         return await self._charge_failures(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
-        return await self._services.callers.authenticate(_call(self._by_certificate(context)))
+        return await self._services.authenticator.authenticate(_call(self._by_certificate(context)))
 
     def _by_certificate(self, context: Context) -> str:
         incoming = interceptor.INCOMING.get()
@@ -145,13 +145,13 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             # One whose session is from before a restart only has to open another, and that is counted. A whole
             # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
             if exc.code is not Code.SESSION_UNKNOWN:
-                self._services.quotas.stranger(self._network_of(context))
+                self._services.quotas.charge_anonymous(self._network_of(context))
             raise
 
     async def _refund_proven(self, work: Awaitable[_T], context: Context) -> _T:
         """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
         answer = await self._charge_failures(work, context)
-        self._services.quotas.no_stranger(self._network_of(context))
+        self._services.quotas.refund_anonymous(self._network_of(context))
         return answer
 
 

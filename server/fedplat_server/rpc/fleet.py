@@ -19,7 +19,7 @@ from fedplat.rounds.states import FAILURES, AssignmentState, Reason
 from fedplat.wire.v1 import fleet_pb2
 from fedplat_server import __version__
 from fedplat_server.auth.tokens import hash_secret
-from fedplat_server.coordination.check_in import SOON, wait_for_work
+from fedplat_server.coordination.check_in import RETRY_SOON, wait_for_work
 from fedplat_server.database.clients import ClientRecord
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import convert, streams, validation
@@ -62,7 +62,7 @@ class FleetService(EnrollmentService):
             codecs=validation.names(request.codecs, "codec", self._limits),
         )
         wait_s = validation.wait_s(request.wait_s, self._limits)
-        answer = await wait_for_work(self._services.runner, self._services.desk, event, wait_s)
+        answer = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
         assignment = await self._assignment(answer) if isinstance(answer, Assign) else None
         await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
         if assignment is not None:
@@ -121,7 +121,7 @@ class FleetService(EnrollmentService):
     async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
         assignment = await self._find(client, request.token)
         if assignment is None:
-            return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, SOON))
+            return fleet_pb2.ReportResponse(refusal=convert.refusal(Reason.STALE, RETRY_SOON))
         key = assignment.key
         if assignment.is_busy:
             verdict = await self._intake.submit_report(assignment, request)
@@ -132,7 +132,9 @@ class FleetService(EnrollmentService):
         if verdict.accepted:
             receipt = fleet_pb2.Receipt(job_id=key.job_id, round=key.round, attempt=key.number, digest=request.digest)
             return fleet_pb2.ReportResponse(receipt=receipt)
-        return fleet_pb2.ReportResponse(refusal=convert.refusal(verdict.reason or Reason.STALE, SOON, verdict.text))
+        return fleet_pb2.ReportResponse(
+            refusal=convert.refusal(verdict.reason or Reason.STALE, RETRY_SOON, verdict.text)
+        )
 
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
         """Gives an assignment up."""
@@ -154,11 +156,11 @@ class FleetService(EnrollmentService):
         progress = validation.progress(request.progress)
         assignment = await self._find(client, request.token)
         if assignment is None:
-            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, SOON))
+            return fleet_pb2.HeartbeatResponse(stop=convert.refusal(Reason.STALE, RETRY_SOON))
         if assignment.is_busy:
             self._services.progress.record(assignment, progress)
             wait_s = validation.wait_s(request.wait_s, self._limits)
-            with self._services.desk.working(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
+            with self._services.long_polls.working(*assignment.id) as stopped, contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), wait_s)
             await self._services.clients.find(client.client_id)
             assignment = await self._find(client, request.token)
@@ -168,7 +170,7 @@ class FleetService(EnrollmentService):
             proceed = fleet_pb2.Continue(remaining_s=remaining_s, uploading=uploading)
             return fleet_pb2.HeartbeatResponse(proceed=proceed)
         reason = (assignment.reason if assignment is not None else None) or Reason.STALE
-        return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, SOON))
+        return fleet_pb2.HeartbeatResponse(stop=convert.refusal(reason, RETRY_SOON))
 
     async def _client(self, context: Context) -> ClientRecord:
         client = await self._authenticate_client(context)

@@ -120,12 +120,12 @@ class Services:
     runner: Runner
     jobs: JobRegistry
     clients: ClientDirectory
-    callers: Authenticator
+    authenticator: Authenticator
     enrollments: Enrollments
     revocation: Revocation
     issuer: CertificateIssuer
     peers: PeerCertificates
-    desk: LongPolls
+    long_polls: LongPolls
     progress: ProgressTracker
     blobs: BlobStore
     chunks: Chunks

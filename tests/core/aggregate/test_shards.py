@@ -41,7 +41,7 @@ from fedplat.aggregate.state import Columns
 from fedplat.codecs.container import Format
 from fedplat.errors import ModelError
 from fedplat.model import BLOCK, WINDOW, Bytes, Carry, ModelFile, Parameters, Values
-from fedplat.model.shards import ShardReduce, Terms, alone, shards
+from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
 from fedplat.privacy import KEY_BYTES, Noise, PublishedMetrics, Release, Tree, privatize
 
 Updates = Sequence[tuple[Values, Contribution]]
@@ -75,7 +75,7 @@ class Sums:
         self.terms = list[list[tuple[Terms, list[Terms]]]]()
 
     def alone(self, zero: Terms, terms: Iterable[Terms]) -> Terms:
-        self.totals.append(alone(zero, terms))
+        self.totals.append(single_shard(zero, terms))
         return self.totals[-1]
 
     def of_next_shard(self) -> ShardReduce:
@@ -91,7 +91,7 @@ class Sums:
     def check(self) -> None:
         for total, calls in zip(self.totals, zip(*self.terms, strict=True), strict=True):
             in_order = itertools.chain.from_iterable(terms for _, terms in calls)
-            assert alone(calls[0][0], in_order).tobytes() == total.tobytes()
+            assert single_shard(calls[0][0], in_order).tobytes() == total.tobytes()
         self.terms.clear()
 
 
@@ -291,7 +291,7 @@ def test_a_shard_that_is_not_finite_is_refused():
 
 
 def assert_fits(base: Parameters, update: Parameters, columns: range) -> None:
-    accumulator = Accumulator(base.schema, FedAvg().build(), None, Shard(columns, alone, columns.start == 0))
+    accumulator = Accumulator(base.schema, FedAvg().build(), None, Shard(columns, single_shard, columns.start == 0))
     accumulator.fold(update, Contribution(1.0))
     for part in accumulator.parts(base, first_columns(FedAvg().build(), len(columns))):
         assert part.start == 4 * columns.start or len(columns) > WINDOW

@@ -46,7 +46,7 @@ def work(
         options=given,
         seed=1,
         noise_seed=noise_seed,
-        memory=ClientState() if memory is None else memory,
+        client_state=ClientState() if memory is None else memory,
     )
 
 

@@ -51,7 +51,7 @@ def distance(rule_name: str, num_rounds: int, *, per_round: int = NUM_CLIENTS, *
             parameters, memories[client] = model.copy(), ClientState(memories[client].contents)
             examples = TensorExamples(*(torch.tensor(each[client], dtype=torch.float32) for each in (INPUTS, TARGETS)))
             work = LocalTraining(
-                examples=examples, options=options, seed=number, round_number=number, memory=memories[client]
+                examples=examples, options=options, seed=number, round_number=number, client_state=memories[client]
             )
             train(trainee, parameters, work)
             accumulator.fold(parameters.minus(model), Contribution(1.0))
@@ -91,7 +91,7 @@ def test_scaffolds_control_variates_are_the_clients_gradients_at_the_optimum() -
     for x, y in zip(INPUTS, TARGETS, strict=True):
         examples = TensorExamples(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32))
         trained, memory = parameters.copy(), ClientState()
-        train(Trainee(LEARNER), trained, LocalTraining(examples=examples, options=options, seed=0, memory=memory))
+        train(Trainee(LEARNER), trained, LocalTraining(examples=examples, options=options, seed=0, client_state=memory))
         note = memory.get("scaffold")
         assert note is not None
         np.testing.assert_allclose(note["weight"], (2 * (x @ OPTIMUM.T - y).T @ x / len(x)), atol=1e-5)

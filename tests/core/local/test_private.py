@@ -136,7 +136,7 @@ def test_steps_that_were_not_made_are_taken_back() -> None:
             examples=EXAMPLES,
             options=options,
             seed=0,
-            memory=memory,
+            client_state=memory,
             after_step=lambda done, total: done < 2 < total,
         ),
     )

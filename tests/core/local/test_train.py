@@ -164,10 +164,10 @@ def test_personal_layers_stay_in_the_clients_memory(personal: tuple[str, ...], k
     learner = Learner(model=mixed, loss=nn.functional.mse_loss, personal=personal)
     start, trainee = learner.initial(), Trainee(learner)
     assert start.keys() == mixed().state_dict().keys() - kept
-    with_memory = dataclasses.replace(work(epochs=40), memory=ClientState())
+    with_memory = dataclasses.replace(work(epochs=40), client_state=ClientState())
     parameters = start.copy()
     train_in_place(trainee, parameters, with_memory)
-    note = with_memory.memory.get("personal")
+    note = with_memory.client_state.get("personal")
     assert note is not None
     assert note.keys() == kept
     losses = [
@@ -175,7 +175,7 @@ def test_personal_layers_stay_in_the_clients_memory(personal: tuple[str, ...], k
     ]
     assert losses[1] < losses[0]
     # The next training goes on with what is remembered; another client begins with the module's own values.
-    again = dataclasses.replace(work(), memory=ClientState({"personal": note}))
+    again = dataclasses.replace(work(), client_state=ClientState({"personal": note}))
     first, next_ = parameters.copy(), parameters.copy()
     train_in_place(trainee, next_, again)
     train_in_place(trainee, first, work())

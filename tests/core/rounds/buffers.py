@@ -19,7 +19,7 @@ def buffered(num_clients: int, concurrency: int = 3, goal: int = 2, rounds: int 
 
 def carried(driver: Driver) -> dict[str, str]:
     """Whom the job carries, and how far they have come."""
-    return {name: str(each.state) for name, each in driver.job.carried.assignments.items()}
+    return {name: str(each.state) for name, each in driver.job.carried_over.assignments.items()}
 
 
 def staleness(driver: Driver) -> dict[str, int]:

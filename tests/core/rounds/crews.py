@@ -35,8 +35,8 @@ def check_buffer(job: JobState, unended: Sequence[Assignment], room: WaitingRoom
     if mode.max_staleness is not None:
         assert all(job.latest.version - row.base_version <= mode.max_staleness for row in train if row.is_busy)
     if attempt.kind is AttemptKind.TRAIN and attempt.phase in (AttemptPhase.SELECTING, AttemptPhase.COLLECTING):
-        assert not job.carried.num_busy
-        assert not job.carried.num_reported
+        assert not job.carried_over.num_busy
+        assert not job.carried_over.num_reported
         assert attempt.num_reported < attempt.goal
         demand = room.demands.get(job.job_id)
         assert (demand.target if demand is not None else 0) == mode.concurrency - attempt.num_busy

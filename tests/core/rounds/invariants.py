@@ -31,7 +31,7 @@ from fedplat.rounds import (
 )
 from fedplat.rounds.commands import Abandon, Assign, Commit, Fold, Refuse, Restart
 from fedplat.rounds.events import ClientCheckedIn, Event, ServerRestarted, TimerFired, UpdateReported
-from fedplat.rounds.records import NOBODY
+from fedplat.rounds.records import NO_ASSIGNMENTS
 from fedplat.rounds.selection import Demand, demand_of
 from fedplat.rounds.states import (
     ENDED_JOBS,
@@ -86,7 +86,7 @@ class Ledger:
             job_id, before = change.job.job_id, self.jobs[change.job.job_id]
             assert before.revision == change.expected_revision == change.job.revision - 1
             # A row of the job has neither attempt nor clients in it: they come from their own rows below.
-            row = structs.replace(change.job, carried=NOBODY)
+            row = structs.replace(change.job, carried_over=NO_ASSIGNMENTS)
             self.jobs[job_id] = structs.replace(row, attempt=before.attempt)
             if change.attempt is not None:
                 key = change.attempt.key
@@ -139,13 +139,13 @@ class Ledger:
         }
         self.attempts = {key: structs.replace(attempt, **moments) for key, attempt in self.attempts.items()}
         for job_id, job in self.jobs.items():
-            last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NOBODY
+            last, carried = self.attempts[job.attempt.key] if job.attempt is not None else None, NO_ASSIGNMENTS
             if last is not None:
                 last, carried = rebuild_attempt(structs.replace(last, counts={}), self._rows_of(last.key))
                 self.attempts[last.key] = structs.replace(last, assignments={})
             bare = self.attempts[last.key] if last is not None else None
             self.jobs[job_id] = structs.replace(job, attempt=bare, resume_at=None)
-            recalled = structs.replace(self.jobs[job_id], attempt=last, carried=carried)
+            recalled = structs.replace(self.jobs[job_id], attempt=last, carried_over=carried)
             coordinator.add(recalled, self.participations(job_id))
 
     def participations(self, job_id: str) -> list[Participation]:
@@ -386,7 +386,7 @@ class Ledger:
         """The rows say what the coordinator says."""
         attempt = job.attempt
         bare = structs.replace(attempt, assignments={}) if attempt is not None else None
-        assert self.jobs[job.job_id] == structs.replace(job, attempt=bare, carried=NOBODY)
+        assert self.jobs[job.job_id] == structs.replace(job, attempt=bare, carried_over=NO_ASSIGNMENTS)
         assert self.versions[job.job_id][-1] == job.latest
         self.warm.check(job, self.versions[job.job_id])
         assert self.open.get(job.job_id) == (job.open_attempt.key if job.open_attempt is not None else None)
@@ -395,14 +395,14 @@ class Ledger:
             assert (job.status, job.open_attempt.phase) == (JobStatus.PAUSED, AttemptPhase.COMMITTING)
 
     def _check_attempt(self, job: JobState, attempt: Attempt) -> None:
-        for crew in job.crews:
+        for crew in job.assignment_sets:
             crews.check_crew(crew, self.cohorts)
-        working = [row for crew in job.crews for row in crew.assignments.values() if row.is_open]
+        working = [row for crew in job.assignment_sets for row in crew.assignments.values() if row.is_open]
         assert {(row.key, row.client_id): row for row in working} == self.unended[job.job_id], "somebody got lost"
         assert len(working) == len(self.unended[job.job_id]), "somebody is there twice"
         if job.spec.buffered is None:
             assert dict(attempt.assignments) == self.cohorts.get(attempt.key, {})
-            assert not job.carried.assignments
+            assert not job.carried_over.assignments
         else:
             crews.check_buffer(job, list(self.unended[job.job_id].values()), self.coordinator.room)
         if attempt.num_busy or (attempt.phase is AttemptPhase.COLLECTING and job.spec.buffered is None):
@@ -423,7 +423,7 @@ class Ledger:
         if attempt is not None and attempt.phase is AttemptPhase.COLLECTING and attempt.closes_at is not None:
             assert attempt.closes_at > now
             assert all(each.deadline_at <= attempt.closes_at for each in attempt.busy)
-        assert all(each.deadline_at > now for crew in job.crews for each in crew.busy)
+        assert all(each.deadline_at > now for crew in job.assignment_sets for each in crew.busy)
 
 
 def _changed_attempts(change: Change) -> set[AttemptKey]:

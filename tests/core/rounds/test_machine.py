@@ -234,7 +234,7 @@ def check_restart(job: JobState, before: Attempt | None, now: float) -> None:
         assert before.phase is AttemptPhase.COLLECTING or before.kind is AttemptKind.EVALUATE
     assert after.selection_ends_at <= now + job.spec.deadlines.selection_s
     longest = max(job.spec.deadlines.training_s, job.spec.deadlines.upload_s)
-    assert all(each.deadline_at <= now + longest for crew in job.crews for each in crew.busy)
+    assert all(each.deadline_at <= now + longest for crew in job.assignment_sets for each in crew.busy)
 
 
 def finish(driver: Driver) -> None:
@@ -264,7 +264,7 @@ def finish(driver: Driver) -> None:
 
 def reports(driver: Driver, job_id: str) -> Sequence[UpdateReported]:
     """What the clients that work for a job would say."""
-    working = [each for crew in driver.coordinator.jobs[job_id].crews for each in crew.busy]
+    working = [each for crew in driver.coordinator.jobs[job_id].assignment_sets for each in crew.busy]
     return [UpdateReported(each.key, each.client_id, f"of-{each.client_id}", 2.0, norm=0.5) for each in working]
 
 

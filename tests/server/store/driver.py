@@ -76,11 +76,11 @@ def draft(job_id: str, job_file: str = JOB_FILE) -> JobState:
 
 def as_stored(job: JobState) -> JobState:
     """Return what a store gives back of a job: only assignments keep their times."""
-    attempt, carried = job.attempt, job.carried
+    attempt, carried = job.attempt, job.carried_over
     if attempt is not None:
-        rows = [assignment for crew in job.crews for assignment in crew.assignments.values()]
+        rows = [assignment for crew in job.assignment_sets for assignment in crew.assignments.values()]
         attempt, carried = rebuild_attempt(_bare(attempt), rows)
-    return structs.replace(job, attempt=attempt, carried=carried, resume_at=None)
+    return structs.replace(job, attempt=attempt, carried_over=carried, resume_at=None)
 
 
 def _bare(attempt: Attempt) -> Attempt:
@@ -101,7 +101,7 @@ def without_moments(job: JobState) -> JobState:
     job = as_stored(job)
     if job.attempt is None:
         return job
-    return structs.replace(job, attempt=_timeless(job.attempt), carried=_timeless(job.carried))
+    return structs.replace(job, attempt=_timeless(job.attempt), carried_over=_timeless(job.carried_over))
 
 
 def _timeless(crew: _Crew) -> _Crew:

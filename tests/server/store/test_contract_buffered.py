@@ -69,7 +69,7 @@ async def test_everybody_goes_on_after_a_restart(store: Store, database: str) ->
     await report(driver, "f")
     await driver.restart()
     job = driver.coordinator.jobs["one"]
-    assert {name: str(each.state) for name, each in job.carried.assignments.items()} == {
+    assert {name: str(each.state) for name, each in job.carried_over.assignments.items()} == {
         "d": "TRAINING",
         "e": "TRAINING",
         "f": "REPORTED",

@@ -20,7 +20,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 """No reports to Ray's makers, and no warnings of what we do not do."""
 _FOR_MODELS = 1 << 30
 """Bytes of a cluster of our own for versions and updates; what does not fit into its memory goes to the disk."""
-_MOST = 0.3
+_MAX_MEMORY_SHARE = 0.3
 """Of this machine's memory, for objects."""
 
 
@@ -90,7 +90,7 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=int(min(data_bytes + _FOR_MODELS, _MOST * memory)),
+                object_store_memory=int(min(data_bytes + _FOR_MODELS, _MAX_MEMORY_SHARE * memory)),
                 _temp_dir=home.name,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as exc:

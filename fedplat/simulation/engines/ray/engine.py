@@ -65,7 +65,7 @@ class RayEngine:
         self._models: dict[int, Any] = {}
         self._versions = Versions(self._forget)
         self._memories = ClientStates[bytes]()
-        self._backlog = WorkQueue[Answer](self._versions, self.num_examples)
+        self._queue = WorkQueue[Answer](self._versions, self.num_examples)
         self._sent: dict[Any, _Sent] = {}
         self._schema: Schema | None = None
         self._failure = ""
@@ -91,14 +91,14 @@ class RayEngine:
 
     def begin(self, works: Sequence[Work]) -> None:
         """Sends works to the actors, as many as they may have."""
-        self._backlog.begin(works)
+        self._queue.begin(works)
         self._send()
 
     def result(self, work: Work) -> LocalUpdate:
         """Waits for a work. Raises `EngineError` with the words of what failed, or when an actor was lost."""
-        while not self._backlog.has_answer(work):
+        while not self._queue.has_answer(work):
             self._receive()
-        answer = self._backlog.fetch(work)
+        answer = self._queue.fetch(work)
         if answer.update is None:
             raise EngineError(
                 f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {answer.failure}"
@@ -114,8 +114,8 @@ class RayEngine:
 
     def drop(self, work: Work) -> None:
         """Nobody will ask for this result, or its update was not merged."""
-        if work in self._backlog:
-            self._backlog.drop(work)
+        if work in self._queue:
+            self._queue.drop(work)
         else:
             self._memories.undo(work)
 
@@ -189,7 +189,7 @@ class RayEngine:
             actor.retire.remote(version)
 
     def _send(self) -> None:
-        while min(self._loads) < _AHEAD and (drawn := self._backlog.draw()):
+        while min(self._loads) < _AHEAD and (drawn := self._queue.draw()):
             number, work = drawn
             worker = self._loads.index(min(self._loads))
             piece, span = (self._held_out if work.scores else self._pieces).place(work.client)
@@ -208,7 +208,7 @@ class RayEngine:
             answer = self._answer(reference, sent.worker, f"while it trained client {first.work.client}")
             del self._sent[reference]
             self._loads[sent.worker] -= 1
-            self._backlog.put(sent.number, answer)
+            self._queue.put(sent.number, answer)
         self._send()
 
     def _answer(self, reference: Any, worker: int, about: str) -> Answer:

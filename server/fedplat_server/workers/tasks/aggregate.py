@@ -33,7 +33,7 @@ from fedplat.aggregate import (
 )
 from fedplat.errors import FedplatError
 from fedplat.model import ModelFile, Values, Vector
-from fedplat.model.shards import ShardReduce, Terms, alone, shards
+from fedplat.model.shards import ShardReduce, Terms, shards, single_shard
 from fedplat.pytorch.distributed import Ranks, VectorLayout, Vectors, make_vectors
 from fedplat.pytorch.distributed.device import DeviceSum, device_sum
 from fedplat_server.workers.attempt_inputs import AddUpdate, AttemptAggregate, AttemptInputs, CloseAttempt
@@ -231,9 +231,9 @@ def _sum_over_ranks(ranks: Ranks) -> ShardReduce:
     def add(zero: Terms, terms: Iterable[Terms]) -> Terms:
         mine = b"".join(term.tobytes() for term in terms)
         others = (np.frombuffer(each, np.float64).reshape(-1, *zero.shape) for each in ranks.all_gather(mine))
-        return alone(zero, itertools.chain.from_iterable(others))
+        return single_shard(zero, itertools.chain.from_iterable(others))
 
-    return add if ranks.size > 1 else alone
+    return add if ranks.size > 1 else single_shard
 
 
 def _memory(vector: torch.Tensor) -> Vector | DeviceAccumulator:

@@ -70,7 +70,7 @@ class Reference:
             seed=work.seed,
             round_number=work.version + 1,
             fraction=work.fraction,
-            memory=memory,
+            client_state=memory,
             noise_seed=work.seed,
         )
         metrics = train(self._trainee, parameters, training)
