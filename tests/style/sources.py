@@ -1,0 +1,41 @@
+"""The files whose names and sentences are checked."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fedplat", "server/fedplat_server", "client/fedplat_client")
+GENERATED = ("fedplat/wire/v1", "server/fedplat_server/database/migrations/versions")
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Parse every module of the three distributions that a person wrote, by its path."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    written = [path.relative_to(ROOT).as_posix() for path in paths]
+    return {path: ast.parse((ROOT / path).read_text()) for path in written if not path.startswith(GENERATED)}
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Read every file with sentences for people: modules, protocol, documents, examples and container files."""
+    folders = {*PACKAGES, "proto", "docs", "examples", "docker", "benchmarks"}
+    kinds = {".py", ".md", ".proto", ".toml", ".yaml", ".yml", ".sh"}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    paths += [ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml")]
+    written = [path.relative_to(ROOT).as_posix() for path in sorted(paths)]
+    return {path: (ROOT / path).read_text() for path in written if not path.startswith(GENERATED)}
+
+
+def area_of(path: str) -> str:
+    """Return the folder of a file, three levels deep at most."""
+    return "/".join(path.split("/")[:-1][:3])
+
+
+def areas(paths: Iterable[str]) -> list[str]:
+    """List the folders of files, for one test each."""
+    return sorted({area_of(path) for path in paths})

@@ -1,0 +1,116 @@
+"""Sentences are plain English: verb-first docstrings, and none of the words that engineers do not write."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from style.sources import area_of, areas, modules, texts
+
+REFUSED = {
+    "nobody": "no client, no process, no one",
+    "whoever": "the client that, a caller that",
+    "somebody": "a client, another process",
+    "shall": "must, or the present tense",
+    "hears?": "receives, is told",
+    "says? (?:what|which|why|how|whether|who|that|so)": "name the thing: returns, reports, states",
+    "tells? (?:what|which|why|how|whether|who)": "name the thing: returns, reports, states",
+    "(?:is|are) none": "there is no ..., or has no ...",
+    "that is no": "is not a",
+    "(?:has|have) not (?:the|a|an|any|that|those|it|them)": "does not have",
+    "of late": "recently",
+    "by and by": "gradually",
+    "goes on(?! with)": "continues",
+}
+PHRASES = re.compile("|".join(rf"\b(?:{words})\b" for words in REFUSED), re.IGNORECASE)
+NOT_VERBS = frozenset(
+    [
+        "A",
+        "All",
+        "An",
+        "And",
+        "As",
+        "At",
+        "Both",
+        "By",
+        "Each",
+        "Every",
+        "For",
+        "From",
+        "How",
+        "If",
+        "In",
+        "It",
+        "Its",
+        "Like",
+        "No",
+        "Nobody",
+        "Not",
+        "Of",
+        "On",
+        "One",
+        "Only",
+        "Or",
+        "See",
+        "So",
+        "Some",
+        "Such",
+        "That",
+        "The",
+        "Their",
+        "There",
+        "These",
+        "They",
+        "This",
+        "Those",
+        "Though",
+        "To",
+        "Under",
+        "What",
+        "When",
+        "Where",
+        "Whether",
+        "Which",
+        "Who",
+        "Whoever",
+        "Whose",
+        "Why",
+        "With",
+        "Within",
+    ]
+)
+
+
+@pytest.mark.parametrize("area", areas(texts()))
+def test_the_words_are_plain(area: str) -> None:
+    found = [
+        f"{path}:{number}: {match[0]!r}"
+        for path, text in texts().items()
+        if area_of(path) == area
+        for number, line in enumerate(text.splitlines(), 1)
+        for match in PHRASES.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+            if not names & {"property", "cached_property", "command()"}:
+                yield node
+
+
+@pytest.mark.parametrize("area", areas(modules()))
+def test_the_docstring_of_a_function_begins_with_a_verb(area: str) -> None:
+    found = [
+        f"{path}:{function.lineno}: {function.name}: {text.splitlines()[0]}"
+        for path, tree in modules().items()
+        if area_of(path) == area
+        for function in functions(tree)
+        if (text := ast.get_docstring(function)) and text.split()[0].strip(",.:;") in NOT_VERBS
+    ]
+    assert not found, "\n".join(found)
