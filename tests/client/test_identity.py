@@ -95,7 +95,7 @@ def test_a_second_process_is_refused(fleet: FakeFleet, make_client: MakeClient, 
     directory = DataDirectory(tmp_path / "data", fleet.address, "demo")
     holder = (
         "import sys; from pathlib import Path; from fedplat_client._state.data_dir import DataDirectory\n"
-        "with DataDirectory(Path(sys.argv[1]), sys.argv[2], 'demo').locked():\n"
+        "with DataDirectory(Path(sys.argv[1]), sys.argv[2], 'demo').lock():\n"
         "    print('locked', flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(

@@ -70,6 +70,7 @@ def test_an_update_that_does_not_fit_is_refused() -> None:
 
 def test_the_exported_names_are_pinned() -> None:
     assert fedplat_client.__all__ == [
+        "CallError",
         "CallRefusedError",
         "Cancelled",
         "Client",
@@ -86,7 +87,6 @@ def test_the_exported_names_are_pinned() -> None:
         "PrivacyLimit",
         "PrivacyLimitError",
         "RevokedError",
-        "ServerError",
         "ServerUnavailableError",
         "Task",
         "TicketError",

@@ -156,7 +156,7 @@ def lying(lie: Lie) -> Callable[[Release, Noise | None], Wrapper]:
 async def test_the_audit_finds_a_wrong_denominator(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lie: Lie, updates: str
 ) -> None:
-    monkeypatch.setattr(privacy, "privatized", lying(lie))
+    monkeypatch.setattr(privacy, "privatize", lying(lie))
     spec = job("fixed", updates)
     async with daemon(folder, spec) as running:
         found = await audit(running, drop_outs(RUNS // 4))

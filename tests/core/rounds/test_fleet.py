@@ -81,19 +81,19 @@ class Counted:
 def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     goal, num_waiting, batch = 2000, 20_000, 250
     run = Counted(make_spec(goal, rounds=1, selection={"where": "region == 'eu'"}))
-    accepts, updated = Demand.accepts, PersistentMap[Assignment].update
+    accepts, update = Demand.accepts, PersistentMap[Assignment].update
 
     def counted_accepts(demand: Demand, client: ClientCheckedIn) -> bool:
         run.work["labels looked at"] += 1
         return accepts(demand, client)
 
-    def counted_updated(cohort: PersistentMap[Assignment], changed: dict[str, Assignment]) -> PersistentMap[Assignment]:
-        after = updated(cohort, changed)
+    def counted_update(cohort: PersistentMap[Assignment], changed: dict[str, Assignment]) -> PersistentMap[Assignment]:
+        after = update(cohort, changed)
         run.work["assignments copied"] += num_copied(after)
         return after
 
     monkeypatch.setattr(Demand, "accepts", counted_accepts)
-    monkeypatch.setattr(PersistentMap, "updated", counted_updated)
+    monkeypatch.setattr(PersistentMap, "update", counted_update)
     clients = [make_client(f"c{i}", labels={"region": "eu"}) for i in range(num_waiting)]
     for some in batches(clients, batch):
         run.do(*some)
