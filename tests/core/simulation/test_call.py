@@ -179,7 +179,7 @@ def test_modules_and_losses_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("remove", "words"),
     [
-        ('[simulation.data]\nsource = "digits"\n', r"there is no data to deal out; add a table \[simulation.data\]"),
+        ('[simulation.data]\nsource = "digits"\n', r"there is no data to partition; add a table \[simulation.data\]"),
         ("epochs = 1\n", "config.epochs: this key is required"),
     ],
 )

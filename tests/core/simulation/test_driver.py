@@ -166,7 +166,7 @@ def test_one_client_neither_stops_nor_owns_a_simulated_job(
     assert all(record.total_weight < 1e4 for record in result.rounds)
     assert result.rounds[-1].evaluation["distance"] < result.rounds[0].evaluation["distance"]
     assert 5 not in engine.memories(), "what was dropped is not remembered"
-    monkeypatch.setattr(training, "Keeper", functools.partial(VersionRetention, budget=0))
+    monkeypatch.setattr(training, "VersionRetention", functools.partial(VersionRetention, budget=0))
     _, from_files = play()
     assert from_files.model == result.model
 
