@@ -21,7 +21,7 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
-from fedplat.simulation.run_folder import Observer, RunFolderOptions, forget, open_run_folder
+from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_folder, remove_journal
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup, prepare
@@ -125,7 +125,7 @@ def simulate(
     (3, (3,))
     """
     if not isinstance(file, SimulationFile):
-        file = files.read(Path(file), changes if not isinstance(changes, Mapping) else texts(changes))
+        file = files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
     with prepare(file, data, learner) as setup:
         return execute(file, setup, observe, keep)
 
@@ -166,11 +166,11 @@ def execute(
     )
     if keep is not None:
         run.save(keep.folder)
-        forget(keep)
+        remove_journal(keep)
     return run
 
 
-def texts(changes: Mapping[str, object]) -> list[str]:
+def format_changes(changes: Mapping[str, object]) -> list[str]:
     """Return changes by key as `key=value` texts, the arguments of `--set`."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 

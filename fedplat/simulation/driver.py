@@ -119,7 +119,7 @@ class Driver:
             self._trace(events, self.now, proposal)
         self._deliver_verdicts(events, proposal.verdicts)
         self._apply_changes(proposal.changes)
-        for deadline_at in proposal.timers.values():  # of the one job
+        for deadline_at in proposal.timers.values():  # a simulation has one job
             self._deadline_at = np.inf if deadline_at is None else deadline_at
         self._apply_commands(proposal.commands)
 

@@ -27,11 +27,11 @@ from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.run_folder import Observer
 from fedplat.simulation.setup import Setup
 
-FEWEST = 20
+MIN_CANARIES = 20
 """The smallest number of canaries: guesses about fewer prove nothing."""
 MAX_CANARIES = 1000
 _CHOICE, _DIRECTION = 51, 52
-_FAR = 1e6
+_OVERSIZE = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,19 +149,19 @@ def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> 
     """Replace some clients of an engine by canaries; returns the new engine and the canaries with their coins.
 
     `num_canaries` = 0 stands for half of the clients, at most `MAX_CANARIES`. Raises `JobFileError` for a job without
-    a privacy table, and for a number of canaries below `FEWEST` or above the number of clients.
+    a privacy table, and for a number of canaries below `MIN_CANARIES` or above the number of clients.
     """
     if spec.privacy is None:
         raise JobFileError("privacy: there is no such table, so there is no promise to check; expected [privacy]")
     count = num_canaries or min(MAX_CANARIES, engine.num_clients // 2)
-    if not FEWEST <= count <= engine.num_clients:
+    if not MIN_CANARIES <= count <= engine.num_clients:
         raise JobFileError(
-            f"{count} canaries of {engine.num_clients} clients: expected from {FEWEST} to {engine.num_clients}"
+            f"{count} canaries of {engine.num_clients} clients: expected from {MIN_CANARIES} to {engine.num_clients}"
         )
     included = choose_canaries(engine.num_clients, count, seed)
     adaptive = spec.updates.adaptive_clip
     # With adaptive clipping the norm changes: a canary's update is so large that it is always clipped to it.
-    norm = spec.updates.clip_norm if adaptive is None else _FAR * adaptive.initial_norm
+    norm = spec.updates.clip_norm if adaptive is None else _OVERSIZE * adaptive.initial_norm
     num_examples = spec.updates.max_examples if spec.updates.weighting == "examples" else 1.0
     return Canaries(engine, included, norm, num_examples, seed), included
 

@@ -20,7 +20,7 @@ from fedplat.simulation.federated.interface import FederatedTraining, Scheduling
 from fedplat.simulation.federated.training import FederatedLearning
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.recording.statistics import Observer, RunStatistics, groups_of, staleness_of
+from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.options import YEAR_S
 
@@ -83,7 +83,7 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                 journal = ReplayLog(
                     learning,
                     hooks.journal,
-                    identity_of(simulation, fleet),
+                    compute_identity(simulation, fleet),
                     hooks.checkpoint_every,
                     hooks.checkpoint_due,
                 )
@@ -100,14 +100,14 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
         reason=driver.job.reason,
         attempts=tuple(statistics.attempts),
         totals=statistics.totals(driver.now),
-        staleness=staleness_of(statistics.attempts),
-        groups=groups_of(fleet, participation),
+        staleness=count_staleness(statistics.attempts),
+        groups=measure_groups(fleet, participation),
         participation=participation,
         model=learning.model if learning is not None else None,
     )
 
 
-def identity_of(simulation: Simulation, fleet: Fleet) -> str:
+def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
     """Return a text that only equal simulations share, as far as they can be compared without training."""
     digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
     digest.update(fleet.examples.tobytes())

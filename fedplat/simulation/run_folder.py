@@ -109,6 +109,6 @@ def open_run_folder(
         yield dataclasses.replace(hooks, observe=notify), pace
 
 
-def forget(keep: RunFolderOptions) -> None:
+def remove_journal(keep: RunFolderOptions) -> None:
     """Remove the journal, which only a stopped run needs."""
     shutil.rmtree(keep.folder / folders.JOURNAL, ignore_errors=True)

@@ -116,11 +116,11 @@ def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None
     from fedplat.pytorch.training import LocalOptions
     from fedplat.simulation.engines.client_trainer import ClientTraining
     from fedplat.simulation.engines.registry import open_engine
-    from fedplat.simulation.scenario.model import learner_of
+    from fedplat.simulation.scenario.model import build_learner
 
     options = LocalOptions.from_config(file.job.config)
     if learner is None:
-        learner, initial_model = learner_of(file)
+        learner, initial_model = build_learner(file)
     else:
         initial_model = learner.initial(file.simulation.seed)
     try:

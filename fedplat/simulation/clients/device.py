@@ -27,8 +27,8 @@ from fedplat.simulation.engines.interface import Work
 from fedplat.wire import INLINE_BYTES
 
 _OUTCOME, _MOMENT, _NOISE, _STRAGGLES, _PART = range(5)
-SHORTEST_S = 1e-6
-SPARE = 0.01
+MIN_WORK_S = 1e-6
+RESERVE = 0.01
 """The part of the training timeout that a client with partial work keeps in reserve."""
 
 
@@ -106,7 +106,7 @@ class Planner:
         update_bytes = np.where(trains, sizes.update, 0.0)
         upload_s = self._fleet.latency_s[clients] + update_bytes / self._fleet.upload[clients]
         inline = update_bytes <= INLINE_BYTES
-        room_s = np.maximum(timeout_s * (1.0 - SPARE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
+        room_s = np.maximum(timeout_s * (1.0 - RESERVE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
         examples = self._examples(clients, trains)
         work_s = self._work_s(clients, numbers, trains, examples, room_s)
         fraction = np.ones(len(clients))
@@ -154,7 +154,7 @@ class Planner:
             slow = trains & (hash_uniform(self._seed, clients, numbers, _STRAGGLES) < options.stragglers)
             part = 1.0 - hash_uniform(self._seed, clients, numbers, _PART)  # above 0, at most 1
             # So slow that its time is just enough for that part.
-            work_s = np.where(slow, np.maximum(room_s, SHORTEST_S) / part, work_s)
+            work_s = np.where(slow, np.maximum(room_s, MIN_WORK_S) / part, work_s)
         return work_s
 
     def _ends(

@@ -16,7 +16,7 @@ AboveZero = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
 class Constant(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="constant"):
-    """The same value for all."""
+    """The same value for all clients."""
 
     value: Finite
 

@@ -50,9 +50,9 @@ class Alarms:
             while self._next < len(self._times) and self._at[self._clients[self._next]] != self._times[self._next]:
                 self._next += 1
             planned = float(self._times[self._next]) if self._next < len(self._times) else np.inf
-            found = min(planned, self._soon[0][0] if self._soon else np.inf)
-            if found < np.inf or not self._begin_span():
-                return found
+            earliest = min(planned, self._soon[0][0] if self._soon else np.inf)
+            if earliest < np.inf or not self._begin_span():
+                return earliest
 
     def due(self, now: float) -> tuple[Clients, Floats]:
         """Remove and return all alarms up to `now`: the clients and their moments."""
@@ -62,9 +62,9 @@ class Alarms:
             taken = slice(self._next, int(np.searchsorted(self._times, now, side="right")))
             self._next = max(taken.start, taken.stop)
             # An alarm is cleared when it is returned, so that a second entry of the same moment is skipped.
-            known = self._at[self._clients[taken]] == self._times[taken]
-            clients.append(self._clients[taken][known])
-            times.append(self._times[taken][known])
+            is_current = self._at[self._clients[taken]] == self._times[taken]
+            clients.append(self._clients[taken][is_current])
+            times.append(self._times[taken][is_current])
             self._at[clients[-1]] = np.inf
             soon: list[tuple[float, int]] = []
             while self._soon and self._soon[0][0] <= now:
@@ -76,19 +76,19 @@ class Alarms:
             times.append(np.array([at for at, _ in soon]))
         if not clients:
             return np.empty(0, np.int64), np.empty(0)
-        found, moments = np.concatenate(clients), np.concatenate(times)
-        order = np.lexsort((found, moments))
-        return found[order], moments[order]
+        due, moments = np.concatenate(clients), np.concatenate(times)
+        order = np.lexsort((due, moments))
+        return due[order], moments[order]
 
     def _begin_span(self) -> bool:
         begin = float(self._at.min(initial=np.inf))
         if begin == np.inf:
             return False
         self._end = max(begin + self._span_s, np.nextafter(begin, np.inf))
-        found = np.flatnonzero(self._at < self._end)
-        times = self._at[found]
+        clients = np.flatnonzero(self._at < self._end)
+        times = self._at[clients]
         order = np.argsort(times, kind="stable")
-        self._times, self._clients, self._next = times[order], found[order], 0
+        self._times, self._clients, self._next = times[order], clients[order], 0
         return True
 
 

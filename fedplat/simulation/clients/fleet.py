@@ -17,7 +17,7 @@ from fedplat.simulation.clients.availability import Availability, Clients
 from fedplat.simulation.clients.distributions import Floats
 from fedplat.simulation.clients.options import FleetOptions
 
-SLOWEST = 1e-9
+MIN_SPEED = 1e-9
 """The lowest speed, in examples or bytes a second: a speed of 0 would make times, and their sums, infinite."""
 
 
@@ -91,7 +91,7 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
         values = getattr(options, name).draw(count, rng)  # even if a trace replaces it: the other draws stay the same
         drawn[name] = devices.numbers[name][rows] if name in devices.numbers else values
     for name in ("speed", "download", "upload"):
-        drawn[name] = np.maximum(drawn[name], SLOWEST)
+        drawn[name] = np.maximum(drawn[name], MIN_SPEED)
     drawn["latency_s"] = np.maximum(drawn["latency_s"], 0.0)
     drawn["examples"] = np.maximum(np.rint(drawn["examples"]), 1.0)
     labels = {name: _drawn_label(shares, count, rng) for name, shares in sorted(options.labels.items())}
@@ -129,5 +129,5 @@ def _drawn_label(shares: Mapping[str, float], count: int, rng: np.random.Generat
 
 
 def _traced_label(values: Any, rows: Clients) -> Label:
-    known, codes = np.unique(np.asarray(values, np.str_), return_inverse=True)
-    return Label(tuple(map(str, known)), codes.astype(np.int16)[rows])
+    names, codes = np.unique(np.asarray(values, np.str_), return_inverse=True)
+    return Label(tuple(map(str, names)), codes.astype(np.int16)[rows])

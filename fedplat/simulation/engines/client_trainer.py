@@ -141,10 +141,10 @@ class InProcessTrainer(ModuleTrainer):
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
         self._parts, self._held_out = federation.parts, federation.held_out
-        self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
+        self._inputs, self._targets = to_tensor(federation.inputs, device), to_tensor(federation.targets, device)
         self._test = PartExamples(
-            tensor_of(federation.test_inputs, device),
-            tensor_of(federation.test_targets, device),
+            to_tensor(federation.test_inputs, device),
+            to_tensor(federation.test_targets, device),
             np.arange(len(federation.test_targets)),
         )
 
@@ -169,7 +169,7 @@ class InProcessTrainer(ModuleTrainer):
         return PartExamples(self._inputs, self._targets, part)
 
 
-def tensor_of(array: Array, device: str = "cpu") -> torch.Tensor:
+def to_tensor(array: Array, device: str = "cpu") -> torch.Tensor:
     """Convert an array to a tensor: float64 to float32 and integers to int64, as modules and losses require.
 
     Other types are kept: the user chose them on purpose.

@@ -49,7 +49,7 @@ class LoopEngine(Engine):
 
     @override
     def result(self, work: Work) -> LocalUpdate:
-        """Trains the client, or lets it score."""
+        """Train the client, or score the version on it."""
         self._begun.remove(work)
         try:
             outcome = self._trainer.answer(work, self._states.begin(work) or {})

@@ -35,7 +35,7 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
     "journal",
 )
 
-ANYWHERE = frozenset({"simulation.engine", "simulation.workers"})
+CHANGEABLE_KEYS = frozenset({"simulation.engine", "simulation.workers"})
 """Keys that may change when a run is resumed: they determine only where training is computed."""
 
 
@@ -71,7 +71,7 @@ class Lines:
 
     def add(self, record: AttemptResult) -> None:
         """Write an attempt that has ended, and flush, so that readers of the file see it at once."""
-        self._file.write(line_of(record))
+        self._file.write(format_line(record))
         self._file.flush()
 
     def __enter__(self) -> Lines:
@@ -83,7 +83,7 @@ class Lines:
         self._file.close()
 
 
-def line_of(record: AttemptResult) -> str:
+def format_line(record: AttemptResult) -> str:
     """Format an attempt as one line of JSON."""
     return json.dumps(finite(msgspec.to_builtins(record, str_keys=True)), allow_nan=False) + "\n"
 
@@ -107,7 +107,7 @@ def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
         raise DataError(f"the run in {folder} is over and has results; start another one without --resume")
     before = dict(_flatten(read_json(folder / RUN).get("simulation", {})))
     now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=str))))
-    for key in sorted((before.keys() | now.keys()) - ANYWHERE):
+    for key in sorted((before.keys() | now.keys()) - CHANGEABLE_KEYS):
         if before.get(key) != now.get(key):
             raise DataError(
                 f"the run in {folder} has {key} = {format_value(before.get(key))}, "

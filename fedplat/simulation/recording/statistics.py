@@ -112,7 +112,7 @@ class RunStatistics:
         return ParticipationCounts(assigned=self._assigned, merged=merged, late=late, failed=failed)
 
 
-def staleness_of(attempts: Sequence[AttemptResult]) -> dict[int, int]:
+def count_staleness(attempts: Sequence[AttemptResult]) -> dict[int, int]:
     """Count all merged updates by their staleness."""
     total: Counter[int] = Counter()
     for record in attempts:
@@ -120,7 +120,7 @@ def staleness_of(attempts: Sequence[AttemptResult]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def groups_of(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
+def measure_groups(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
     """Return the shares of groups of clients: tenths of the fleet by speed, and the values of each label."""
     return tuple(_group(fleet, participation, name, members) for name, members in _members(fleet))
 

@@ -32,15 +32,15 @@ def draw(result: Result, summary: Summary, folder: Path, federation: Federation 
     """Draw the plots that the run has numbers for as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
     if any(len(each(result.attempts, summary.metric).values) for each in (series, collect_federated)):
-        pictures["accuracy"] = lambda figure: accuracy(figure, result, summary)
+        pictures["accuracy"] = lambda figure: draw_accuracy(figure, result, summary)
     if result.rounds:
-        pictures["time"] = lambda figure: time(figure, result)
+        pictures["time"] = lambda figure: draw_time(figure, result)
     if result.participation.merged.any():
-        pictures["participation"] = lambda figure: participation(figure, result)
+        pictures["participation"] = lambda figure: draw_participation(figure, result)
     if any(result.staleness):
-        pictures["staleness"] = lambda figure: staleness(figure, result)
+        pictures["staleness"] = lambda figure: draw_staleness(figure, result)
     if federation is not None:
-        pictures["data"] = lambda figure: data(figure, federation)
+        pictures["data"] = lambda figure: draw_data(figure, federation)
     return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
 
 
@@ -61,7 +61,7 @@ def save(path: Path, picture: Callable[[Figure], object]) -> Path:
     return path
 
 
-def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
+def draw_accuracy(figure: Figure, result: Result, summary: Summary) -> None:
     """Plot the metric over rounds and over virtual time: on the central test data, and on clients' held-out data."""
     named = {"central test data": series(result.attempts, summary.metric)}
     named["clients' held-out data"] = collect_federated(result.attempts, summary.metric)
@@ -97,7 +97,7 @@ def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
         figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
 
 
-def time(figure: Figure, result: Result) -> None:
+def draw_time(figure: Figure, result: Result) -> None:
     """Plot the virtual time of each round, with its abandoned attempts, and its assignments by outcome."""
     rounds = result.rounds
     numbers = np.array([record.round for record in rounds])
@@ -137,7 +137,7 @@ def time(figure: Figure, result: Result) -> None:
         axis.grid(alpha=0.3)
 
 
-def participation(figure: Figure, result: Result) -> None:
+def draw_participation(figure: Figure, result: Result) -> None:
     """Plot how evenly merged updates are distributed over clients, and which groups are over-represented."""
     groups = [group for group in result.groups if group.num_clients][:_MAX_GROUPS]
     figure.set_size_inches(10 if groups else 5.5, max(4.5, 0.26 * len(groups)))
@@ -179,7 +179,7 @@ def _group_name(name: str) -> str:
     return {"speed 1/10": "slowest tenth", "speed 10/10": "fastest tenth"}.get(name, name)
 
 
-def staleness(figure: Figure, result: Result) -> None:
+def draw_staleness(figure: Figure, result: Result) -> None:
     """Plot the staleness of merged updates: the number of versions committed since their base version."""
     figure.set_size_inches(6, 4)
     axis = figure.subplots()
@@ -196,7 +196,7 @@ def staleness(figure: Figure, result: Result) -> None:
     axis.grid(alpha=0.3, axis="y")
 
 
-def data(figure: Figure, federation: Federation) -> None:
+def draw_data(figure: Figure, federation: Federation) -> None:
     """Plot the sizes of clients' data and, if there are labels, the shares of labels of each client."""
     sizes = federation.sizes()
     table = label_table(federation)

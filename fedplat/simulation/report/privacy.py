@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HARDLY_ANY = 100.0
+MAX_EPSILON = 100.0
 """The largest epsilon in the plot: beyond it the guarantee is almost without value."""
 
 
@@ -85,7 +85,7 @@ def _cohorts(axes: Axes, plan: PrivacyPlan) -> None:
 
 
 def _scores(axes: Axes, picture: PrivacyChart) -> None:
-    shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= HARDLY_ANY)
+    shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= MAX_EPSILON)
     axes.plot([each[0] for each in shown], [each[1] for each in shown], color=MAIN, marker="o", linewidth=1.8)
     if picture.baseline is not None:
         axes.axhline(picture.baseline, color=QUIET, linestyle="--", linewidth=1, label="without noise")
@@ -94,7 +94,7 @@ def _scores(axes: Axes, picture: PrivacyChart) -> None:
     axes.set(
         xscale="log",
         xlabel=f"epsilon after {picture.plan.rounds:,} rounds",
-        ylabel=f"{picture.metric} at the end",
+        ylabel=f"final {picture.metric}",
         title="Simulated scores",
     )
     _plain(axes)

@@ -66,7 +66,7 @@ class OwnLoss:
         return {"name": self.name, "folder": self.folder}  # each process imports the function itself
 
 
-def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
+def build_learner(file: SimulationFile) -> tuple[Learner, Parameters]:
     """Return the learner of a simulation file, and the initial model, whose random values follow from the seed.
 
     Raises `JobFileError` and `UserCodeError`.

@@ -214,7 +214,7 @@ def test_clients_score_what_they_keep_from_training(tmp_path: Path) -> None:
     assert run.summary.federated.value == pytest.approx(accuracy, abs=1e-6)
     assert evaluations[-1].metrics["accuracy"] == run.summary.federated.value
     figure = Figure()
-    plots.accuracy(figure, run.result, run.summary)
+    plots.draw_accuracy(figure, run.result, run.summary)
     legend = figure.axes[1].get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["central test data", "clients' held-out data"]

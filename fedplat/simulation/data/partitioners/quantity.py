@@ -15,7 +15,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Sizes follow a distribution; labels are IID.
 
     `spread` is its parameter: the sigma of "lognormal", the exponent of "powerlaw" (the client of rank r has a share
-    proportional to r ** -spread), the concentration of "dirichlet" (NIID-Bench's own; smaller is more unequal).
+    proportional to r ** -spread), the concentration of "dirichlet" (as in NIID-Bench; smaller is more unequal).
     """
 
     clients: Clients

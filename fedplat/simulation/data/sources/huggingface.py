@@ -72,7 +72,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 def _array(column: Any, name: str) -> Array:
-    """Return a column as one array, images as [n, channels, height, width]. Raises `DataError` for other than numbers."""
+    """Return a column as one array, images as [n, channels, height, width]. Raises `DataError` without numbers."""
     array = np.asarray(column)
     if array.dtype == object or array.dtype.kind in "US":
         raise DataError(f"the column {name!r} does not hold numbers of one shape")

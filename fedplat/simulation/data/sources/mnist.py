@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import SourcePaths, read_arrays, well_known
+from fedplat.simulation.data.sources.paths import SourcePaths, find_data_file, read_arrays
 
-_HOW_TO_GET = "It holds x_train, y_train, x_test and y_test as uint8 arrays, as Keras publishes them."
+_HOW_TO_GET = "It has the uint8 arrays x_train, y_train, x_test and y_test, as Keras publishes them."
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 
 
@@ -25,7 +25,7 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError` if the file is missing."""
         names = ("x_train", "y_train", "x_test", "y_test")
-        arrays = read_arrays(well_known(place.data, "mnist.npz", _HOW_TO_GET), names)
+        arrays = read_arrays(find_data_file(place.data, "mnist.npz", _HOW_TO_GET), names)
         train, test = self._images(arrays["x_train"]), self._images(arrays["x_test"])
         return Dataset(train, arrays["y_train"].astype(np.int64), test, arrays["y_test"].astype(np.int64))
 

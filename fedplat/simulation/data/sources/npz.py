@@ -1,4 +1,4 @@
-"""Any `.npz` file: plain arrays by name."""
+"""Any `.npz` file of plain arrays."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def data_folder() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
 
 
-def well_known(data: Path, name: str, how_to_get: str) -> Path:
+def find_data_file(data: Path, name: str, how_to_get: str) -> Path:
     """Return the path of a file in the data folder. Raises `DataError`, with `how_to_get`, if it is missing."""
     path = data / name
     if not path.is_file():

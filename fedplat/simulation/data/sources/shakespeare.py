@@ -15,9 +15,9 @@ import numpy as np
 from fedplat.errors import DataError
 from fedplat.simulation.data.federation import Array, Dataset, Part
 from fedplat.simulation.data.sources import text
-from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, well_known
+from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, find_data_file
 
-_HOW_TO_GET = "It is the plays as text: a speaker's name and a colon on a line, the speech below, an empty line."
+_HOW_TO_GET = "It has the text of the plays: a line with the speaker's name and a colon, the speech, an empty line."
 _SPEECH = re.compile(r"^([^\n:]{1,60}):\n(.+?)(?=\n\n|\n*\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +34,7 @@ class Shakespeare(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
     def load(self, place: SourcePaths) -> Dataset:
         """Load the data set. Raises `DataError` if the file is missing, or no speaker has `min_examples`."""
-        path = well_known(place.data, "tinyshakespeare.txt", _HOW_TO_GET)
+        path = find_data_file(place.data, "tinyshakespeare.txt", _HOW_TO_GET)
         speeches: dict[str, list[str]] = {}
         for speaker, speech in _SPEECH.findall(path.read_text("utf-8")):
             speeches.setdefault(speaker, []).append(speech)

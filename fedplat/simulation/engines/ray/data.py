@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedplat.simulation.data.federation import Federation, Part
-from fedplat.simulation.engines.ray.worker import Piece, piece_of
+from fedplat.simulation.engines.ray.worker import Piece, make_piece
 
 _PIECE = 1 << 24
 """The approximate size of a piece in bytes: few objects, and little in each that a machine does not need."""
@@ -38,6 +38,6 @@ class DataShards:
 
     def _place(self, federation: Federation, parts: list[Part], put: Callable[[Piece], Any]) -> None:
         indices = np.concatenate(parts)
-        reference = put(piece_of(federation.inputs[indices], federation.targets[indices]))
+        reference = put(make_piece(federation.inputs[indices], federation.targets[indices]))
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         self._spans += [(reference, (start, stop)) for start, stop in itertools.pairwise(ends)]

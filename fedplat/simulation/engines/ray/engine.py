@@ -22,7 +22,7 @@ from fedplat.simulation.engines.client_trainer import NO_UPDATE, ClientTraining,
 from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
-from fedplat.simulation.engines.ray.worker import Answer, RayWorker, piece_of
+from fedplat.simulation.engines.ray.worker import Answer, RayWorker, make_piece
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue
 
@@ -184,7 +184,7 @@ class RayEngine(Engine):
         data = self._federation
         bounds = np.linspace(0, total, min(self.num_workers, total) + 1).astype(int).tolist()
         for start, stop in itertools.pairwise(bounds):
-            piece = piece_of(data.test_inputs[start:stop], data.test_targets[start:stop])
+            piece = make_piece(data.test_inputs[start:stop], data.test_targets[start:stop])
             self._test.append((stop - start, self._ray.put(piece)))
 
     def _forget(self, version: int) -> None:

@@ -17,7 +17,7 @@ from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.simulation.data.federation import Array
 from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.client_trainer import ModuleTrainer, tensor_of
+from fedplat.simulation.engines.client_trainer import ModuleTrainer, to_tensor
 from fedplat.simulation.engines.interface import Work
 
 Piece = tuple[Array, Array]
@@ -94,9 +94,9 @@ def _examples(piece: Piece, span: tuple[int, int]) -> PartExamples:
     return PartExamples(inputs, targets, np.arange(*span))
 
 
-def piece_of(inputs: Array, targets: Array) -> Piece:
+def make_piece(inputs: Array, targets: Array) -> Piece:
     """Convert examples to the types that training requires."""
-    return tensor_of(inputs).numpy(), tensor_of(targets).numpy()
+    return to_tensor(inputs).numpy(), to_tensor(targets).numpy()
 
 
 def _make_failure(exc: Exception) -> Answer:
