@@ -213,5 +213,5 @@ def test_labels_are_needed_for_a_partition_by_label() -> None:
     with pytest.raises(DataError, match="needs one integer per example"):
         deal(regression, partitioners.Shards(clients=2), 0)
     assert deal(regression, partitioners.Iid(clients=2), 0).num_clients == 2
-    with pytest.raises(DataError, match="does not say whose"):
+    with pytest.raises(DataError, match="the data has no owners of examples"):
         deal(regression, partitioners.Natural(), 0)

@@ -124,7 +124,7 @@ def test_folders_are_counted(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_with_the_same_file_wherever_it_is_computed(tmp_path: Path) -> None:
     given = {"simulation": {"rounds": 3, "simulation": {"seed": 1, "engine": "loop", "data": {"source": "digits"}}}}
-    with pytest.raises(DataError, match="there is no run in"):
+    with pytest.raises(DataError, match="there is no run to resume in"):
         folder.resume(tmp_path / "run", given)
     folder.begin(tmp_path / "run", given)
     folder.resume(tmp_path / "run", given)

@@ -96,7 +96,7 @@ def test_shakespeares_speakers_are_clients(folder: Path) -> None:
     # Held out is what shares no character with what is trained on: from 64 + 10 on.
     assert len(found.test_inputs) == 86 - 74
     assert "".join(text.CHARACTERS[code] for code in found.test_inputs[0]) == "to die tha"
-    with pytest.raises(DataError, match="nobody in"):
+    with pytest.raises(DataError, match="no speaker in"):
         federation(sources.Shakespeare(), None)
 
 
