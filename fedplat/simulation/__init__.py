@@ -1,7 +1,7 @@
 """Simulation: whole fleets in virtual time, on the coordinator that runs in production.
 
-`simulate` is the call of one line. `ports` says what the parts are: an engine trains clients, and the driver asks it
-for updates when virtual time has come to their reports.
+`simulate` runs a job in one call. An engine (`engines.interface`) trains the clients, and the driver fetches each
+update when virtual time reaches the client's report.
 """
 
 from __future__ import annotations

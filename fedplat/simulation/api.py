@@ -1,4 +1,4 @@
-"""The call of one line: `simulate("job.toml")`."""
+"""The simulation API: `simulate("job.toml")`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedplat.simulation.recording import folder as folders
 from fedplat.simulation.recording.result import Result
 from fedplat.simulation.report.summary import Series, Summary, series, summarize
 from fedplat.simulation.run import run as play
-from fedplat.simulation.run_folder import Observer, RunFolderOptions, forget, open_run_folder
+from fedplat.simulation.run_folder import Observer, RunFolderOptions, open_run_folder, remove_journal
 from fedplat.simulation.scenario import file as files
 from fedplat.simulation.scenario.file import SimulationFile
 from fedplat.simulation.setup import Setup, prepare
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from fedplat.pytorch.training import Learner
 
 FORMAT = 1
-"""Of `results.json`; it changes where a program that reads one would notice."""
+"""The version of the format of `results.json`; it changes when a program that reads the file would break."""
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How it was computed, and how long that took: the only part of a run that no seed decides.
+    """How a run was computed, and how fast: the only part of a run that does not follow from its seed.
 
-    `wall_s` is the time of the last process alone, from its first round on, and `updates` what was merged in it.
+    `wall_s` counts only the last process of a resumed run, from its first new round on; `updates` are the updates
+    merged in that time.
     """
 
     engine: str
@@ -49,9 +50,9 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulation that is over: all its numbers (`result`), the few that count (`summary`), and its data.
+    """A finished simulation: all numbers (`result`), the most important ones (`summary`), and the data.
 
-    `privacy` is what a private job's releases would cost in the field.
+    `privacy` is the privacy cost that the releases of a private job would have in production.
     """
 
     file: SimulationFile
@@ -63,15 +64,15 @@ class Run:
 
     @property
     def model(self) -> Parameters | None:
-        """The last committed model, if something was trained."""
+        """The last committed model; None if nothing was trained."""
         return self.result.model
 
     def series(self, metric: str = "accuracy") -> Series:
-        """A metric on held-out data: rounds, virtual seconds and values as arrays."""
+        """Return a metric on held-out data: rounds, virtual seconds and values as arrays."""
         return series(self.result.attempts, metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, as `results.json` has them."""
+        """Return all numbers, as in `results.json`."""
         numbers = {
             "format": FORMAT,
             "summary": msgspec.to_builtins(self.summary),
@@ -83,17 +84,17 @@ class Run:
         return folders.finite(numbers)
 
     def to_json(self) -> str:
-        """All numbers, as `results.json` has them."""
+        """Return the text of `results.json`."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False, default=str) + "\n"
 
     def plot(self, folder: str | Path) -> list[Path]:
-        """Draws all pictures into a folder and names them. Raises `MissingExtraError` without matplotlib."""
+        """Draw all plots into a folder and return their paths. Raises `MissingExtraError` without matplotlib."""
         from fedplat.simulation.report import plots
 
         return plots.draw(self.result, self.summary, Path(folder), self.federation)
 
     def save(self, folder: Path) -> None:
-        """Writes `results.json`, the participation of every client, and the model."""
+        """Write `results.json`, the participation of every client, and the model to a folder."""
         counts = {
             field.name: getattr(self.result.participation, field.name)
             for field in dataclasses.fields(self.result.participation)
@@ -113,10 +114,10 @@ def simulate(
     observe: Observer = lambda record: None,
     keep: RunFolderOptions | None = None,
 ) -> Run:
-    """Simulates a job, in one call.
+    """Simulate a job.
 
-    `changes` replace keys of the file. `data` and `learner` are used instead of what the file says. `observe` hears of
-    each attempt when it has ended. With `keep` the run has a folder, and one that was stopped goes on. Raises
+    `changes` replace keys of the file. `data` and `learner` replace the file's data and model. `observe` is called with
+    each attempt that has ended. With `keep`, the run is written to a folder, from which it can be resumed. Raises
     `JobFileError`, `DataError`, `MissingExtraError`, and what training raises.
 
     >>> run = simulate("examples/digits-iid.toml", {"rounds": 3})
@@ -124,7 +125,7 @@ def simulate(
     (3, (3,))
     """
     if not isinstance(file, SimulationFile):
-        file = files.read(Path(file), changes if not isinstance(changes, Mapping) else texts(changes))
+        file = files.read(Path(file), changes if not isinstance(changes, Mapping) else format_changes(changes))
     with prepare(file, data, learner) as setup:
         return execute(file, setup, observe, keep)
 
@@ -136,12 +137,12 @@ def execute(
     keep: RunFolderOptions | None = None,
     begins: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Runs what was prepared. A run that goes on begins by telling `observe` what was computed before.
+    """Run a prepared simulation. A resumed run first calls `observe` with the attempts that were computed before.
 
-    After each attempt of those `begins` is called: what is measured by the clock counts from then on.
+    `begins` is called after each of those: clocks that measure the run restart then.
     """
-    given = {"simulation": file.raw, "versions": versions()}
-    with open_run_folder(keep, given, observe, begins) as (hooks, pace):
+    inputs = {"simulation": file.raw, "versions": versions()}
+    with open_run_folder(keep, inputs, observe, begins) as (hooks, pace):
         result = play(setup.simulation, hooks)
     seconds = pace.seconds()
     computed = SimulatedRun(
@@ -165,19 +166,19 @@ def execute(
     )
     if keep is not None:
         run.save(keep.folder)
-        forget(keep)
+        remove_journal(keep)
     return run
 
 
-def texts(changes: Mapping[str, object]) -> list[str]:
-    """Changes by key as the texts that `--set` takes."""
+def format_changes(changes: Mapping[str, object]) -> list[str]:
+    """Return changes by key as `key=value` texts, the arguments of `--set`."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of fedplat, Python, NumPy and, if it is loaded, PyTorch."""
     import sys
 
-    found = {"fedplat": fedplat.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    numbers = {"fedplat": fedplat.__version__, "python": platform.python_version(), "numpy": np.__version__}
     torch = sys.modules.get("torch")
-    return found if torch is None else {**found, "torch": str(torch.__version__)}
+    return numbers if torch is None else {**numbers, "torch": str(torch.__version__)}

@@ -1,12 +1,12 @@
-"""Drives the production coordinator in virtual time, with a simulated fleet and, where wanted, real training.
+"""The driver: it runs the production coordinator in virtual time, with a simulated fleet and optional real training.
 
-The loop in `Driver.run` is the whole of it: find the next moment at which something happens, turn what happens into
-events, let the coordinator propose and accept, and carry its commands out. It is what the daemon's runner does, with a
-clock that jumps. Everything random comes from the simulation's seed, and everything that happens at one moment has an
-order, so equal simulations give equal results, bit for bit, whatever computes the training.
+The loop in `Driver.run` finds the next moment at which something happens, creates the events of that moment, lets the
+coordinator propose and accept, and carries out its commands. The daemon's runner does the same with a real clock.
+All randomness follows from the simulation's seed, and all events of one moment are ordered, so equal simulations have
+equal results, bit for bit, with any engine.
 
-Clients follow the SDK: they check in, wait for `wait_s` at most, come back within the window that a refusal names, work
-on what they are assigned, stop when they are told to, and check in again at once, or after a back-off if they failed.
+Clients behave like the SDK: they check in, wait for at most `wait_s`, return within the window of a refusal, work on
+their assignment, stop at an abort, and check in again at once, or after a back-off if they failed.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ _PLANS, _COORDINATOR, _CLIENTS = range(1, 4)
 
 
 class Tokens:
-    """Counted tokens. Nobody steals them in a simulation, so that their hashes are their bytes."""
+    """Counted tokens. No one steals them in a simulation, so their bytes stand for their hashes."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
     def __call__(self) -> tuple[str, bytes]:
-        """A fresh one, and its hash."""
+        """Return a new token and its hash."""
         token = str(next(self._numbers))
         return token, token.encode()
 
 
 class Driver:
-    """One job, its fleet and the clock. `trace` is shown every batch: the events, the moment and what follows."""
+    """One job, its fleet and the clock. `trace` is called with each batch of events, its time and its proposal."""
 
     def __init__(
         self,
         spec: JobSpec,
         fleet: Fleet,
         training: FederatedTraining,
-        tally: RunStatistics,
+        statistics: RunStatistics,
         seed: int,
         trace: Trace | None = None,
     ) -> None:
         self.now = 0.0
         self.coordinator = Coordinator([JobState(spec.name, spec, training.first_version())])
-        self._spec, self._training, self._tally, self._trace = spec, training, tally, trace
+        self._spec, self._training, self._statistics, self._trace = spec, training, statistics, trace
         self._rng, self._tokens = coordinator_rng(seed), Tokens()
         self._deadline_at = np.inf
         self._idle = IdleClients(fleet, spec, _rng(seed, _CLIENTS))
@@ -80,50 +80,48 @@ class Driver:
 
     @property
     def job(self) -> JobState:
-        """The job as it is now."""
+        """The current state of the job."""
         return self.coordinator.jobs[self._spec.name]
 
     def run(self, until_s: float) -> None:
-        """Plays until the job has ended or paused itself, until the time is over, or until nothing happens any more."""
-        self._do([OperatorCommand(self._spec.name, JobAction.START)])
+        """Run until the job has ended or paused itself, `until_s` is reached, or no event is left."""
+        self._process([OperatorCommand(self._spec.name, JobAction.START)])
         while self.job.status is JobStatus.RUNNING:
             moment = min(self._deadline_at, self._queue.first(), self._idle.next_batch())
             if moment > until_s or moment == np.inf:
                 break
             self.now = max(self.now, moment)
             self._step()
-        self._tally.check_ins, self._tally.refused = self._idle.num_check_ins, self._idle.num_refused
+        self._statistics.check_ins, self._statistics.refused = self._idle.num_check_ins, self._idle.num_refused
 
     def _step(self) -> None:
-        """All that happens now: first who comes and goes, then what clients at work do, then the deadline."""
+        """Process everything due now: first check-ins and departures, then clients at work, then the deadline."""
         events = self._idle.events(self.now)
-        for tell, subject in self._queue.due(self.now):
-            event = tell(subject)
+        for make_event, subject in self._queue.due(self.now):
+            event = make_event(subject)
             if event is not None:
                 events.append(event)
                 if self._training.one_at_a_time:
-                    self._do(events)
+                    self._process(events)
                     events = []
         if self._deadline_at <= self.now:
             self._deadline_at = np.inf
             events.append(TimerFired(self._spec.name))
         if events:
-            self._do(events)
+            self._process(events)
 
-    def _do(self, events: list[Event]) -> None:
+    def _process(self, events: list[Event]) -> None:
         proposal = self.coordinator.propose(events, Context(self.now, self._rng, self._tokens))
         self.coordinator.accept(proposal)
-        self._tally.events += len(events)
-        self._tally.batches += 1
+        self._statistics.events += len(events)
+        self._statistics.batches += 1
         if self._trace is not None:
             self._trace(events, self.now, proposal)
         self._deliver_verdicts(events, proposal.verdicts)
-        self._settle(proposal.changes)
-        for deadline_at in proposal.timers.values():  # of the one job
+        self._apply_changes(proposal.changes)
+        for deadline_at in proposal.timers.values():  # a simulation has one job
             self._deadline_at = np.inf if deadline_at is None else deadline_at
         self._apply_commands(proposal.commands)
-
-    # --- what clients and the server do, at their moments ---
 
     def _upload(self, task: DeviceAssignment) -> Event | None:
         if task.is_over:
@@ -140,19 +138,17 @@ class Driver:
         return AssignmentFailed(task.key, task.client_id, Reason.TRAINER_ERROR, "a simulated failure")
 
     def _go_offline(self, task: DeviceAssignment) -> None:
-        """The client is there no longer, and nobody is told; once back, it gets its work again if it still may."""
+        """Take a client offline without a report; when it is back, it reclaims its assignment if that is still open."""
         if not task.is_over:
-            self._tally.lost += 1
+            self._statistics.lost += 1
             self._end(task)
             self._idle.schedule_check_ins(np.array([task.client]), np.array([task.returns_at]))
 
     def _record(self, event: Event) -> Event:
         return event
 
-    # --- what follows from a batch ---
-
     def _deliver_verdicts(self, events: Sequence[Event], verdicts: Sequence[Verdict]) -> None:
-        """Clients hear what became of what they said, and are free again."""
+        """Answer reports and failures; their clients are idle again."""
         for event, verdict in zip(events, verdicts, strict=True):
             if isinstance(event, UpdateReported | UpdateRejected | AssignmentFailed):
                 task = self._tasks.pop(int(event.client_id))
@@ -162,19 +158,19 @@ class Driver:
                     self._training.drop(task)
                 self._idle.on_finished(task.client, self.now, failed=not accepted)
 
-    def _settle(self, changes: Sequence[Change]) -> None:
-        """What was stored is counted; a version that was committed is the one to train on from now."""
+    def _apply_changes(self, changes: Sequence[Change]) -> None:
+        """Count stored changes; a committed version becomes the one to train on."""
         for change in changes:
-            self._tally.on_changed(change)
-            for each in change.assignments:
-                if each.state in (AssignmentState.DROPPED, AssignmentState.REJECTED):
-                    self._training.forget(each.key, each.client_id)
+            self._statistics.on_changed(change)
+            for assignment in change.assignments:
+                if assignment.state in (AssignmentState.DROPPED, AssignmentState.REJECTED):
+                    self._training.forget(assignment.key, assignment.client_id)
             attempt = change.attempt
             if attempt is None or attempt.is_open or attempt.key == self._settled:
                 continue
             self._settled = attempt.key
             version = change.job.latest.version if change.version is not None else None
-            self._tally.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
+            self._statistics.on_attempt_ended(change.job, attempt, self._training.settle(attempt.key, version))
 
     def _apply_commands(self, commands: Sequence[Command]) -> None:
         assigns: list[Assign] = []
@@ -186,7 +182,7 @@ class Driver:
                 case Refuse():
                     refusals.append(command)
                 case _:
-                    assert not isinstance(command, RunWarmStart)  # such jobs are refused
+                    assert not isinstance(command, RunWarmStart)  # `unsupported.check` refuses such jobs
                     self._carry_out(command)
         if refusals:
             self._idle.on_refused(refusals, self.now)
@@ -197,7 +193,7 @@ class Driver:
         match command:
             case Abort():
                 task = self._tasks.get(int(command.client_id))
-                if task is not None and task.key == command.key:  # else it is not there to hear it
+                if task is not None and task.key == command.key:  # else the client is offline
                     self._end(task)
                     self._idle.on_finished(task.client, self.now, failed=False)
             case Fold():
@@ -209,7 +205,7 @@ class Driver:
                 outcome = self._training.commit(command, self.job)
                 self._queue.put(self.now, (self._record, outcome))
             case Abandon():
-                pass  # what was received for it went when the attempt was settled
+                pass  # `settle` has discarded the updates of the attempt
 
     def _end(self, task: DeviceAssignment) -> None:
         task.is_over = True
@@ -220,7 +216,7 @@ class Driver:
         until = self._idle.on_assigned(np.array([int(command.client_id) for command in assigns]))
         tasks, bytes_down = self._planner.plan(assigns, self.now, until, self._training.sizes)
         for task, size in zip(tasks, bytes_down.tolist(), strict=True):
-            self._tally.on_assigned(task.key, self.now, size)
+            self._statistics.on_assigned(task.key, self.now, size)
             self._tasks[task.client] = task
             if task.fails_at < min(task.gone_at, task.report_at):
                 self._queue.put(task.fails_at, (self._fail, task))
@@ -231,12 +227,12 @@ class Driver:
                 self._queue.put(task.begins_upload_at, (self._upload, task))
             else:
                 self._queue.put(task.report_at, (self._report, task))
-        self._training.expect(self._that_matter(tasks))
+        self._training.expect(self._select_useful(tasks))
 
-    def _that_matter(self, tasks: Sequence[DeviceAssignment]) -> list[DeviceAssignment]:
-        """Whose reports will come in time and before the goal is reached, as far as it can be known now.
+    def _select_useful(self, tasks: Sequence[DeviceAssignment]) -> list[DeviceAssignment]:
+        """Return the tasks whose reports should arrive in time and before the goal is reached, as predicted now.
 
-        A buffer has no surplus: what comes when it is full is for the next one.
+        A buffered job has no surplus: a report that arrives when the buffer is full counts for the next buffer.
         """
         attempt = self.job.attempt
         assert attempt is not None
@@ -245,7 +241,7 @@ class Driver:
 
 
 def coordinator_rng(seed: int) -> np.random.Generator:
-    """The randomness that the coordinator is lent."""
+    """Return the generator of the coordinator's randomness."""
     return _rng(seed, _COORDINATOR)
 
 

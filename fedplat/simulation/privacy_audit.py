@@ -1,11 +1,11 @@
-"""An audit of a private job by one simulated run of it, with canaries among its clients.
+"""An audit of a private job: one simulated run with canaries among its clients.
 
-A canary sends a random direction of the clip norm in place of what it would have trained (Andrew et al. 2023, "One-shot
-Empirical Privacy Estimation for Federated Learning", arXiv 2302.03098, Section 3), or, by the toss of a coin, zeros: as
-if it had no part in the job. Nothing but the first and the last version is looked at: what lies between them has a
-larger product with the directions of those that took part. `fedplat.privacy.audit` says what the guesses prove.
+Instead of a trained update, a canary sends a random direction with the clip norm (Andrew et al. 2023, "One-shot
+Empirical Privacy Estimation for Federated Learning", arXiv 2302.03098, Section 3), or, decided by a coin toss, zeros:
+as if it did not participate. The audit uses only the first and the last version: their difference has a larger product
+with the directions of canaries that participated. `fedplat.privacy.audit` derives the bound from the guesses.
 
-That the bound is below the claim proves nothing; that it is above would prove that the claim is wrong.
+A bound below the claim proves nothing; a bound above it proves that the claim is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fedplat.errors import JobFileError
 from fedplat.job import JobSpec
@@ -26,16 +27,19 @@ from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.run_folder import Observer
 from fedplat.simulation.setup import Setup
 
-FEWEST = 20
-"""Canaries; of less no guess says anything."""
+MIN_CANARIES = 20
+"""The smallest number of canaries: guesses about fewer prove nothing."""
 MAX_CANARIES = 1000
 _CHOICE, _DIRECTION = 51, 52
-_FAR = 1e6
+_OVERSIZE = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What a job claims, and what the canaries show. `merged` is how often the included ones took part, on average."""
+    """The claimed cost of a job, and the bound that the canaries prove.
+
+    `included` is the number of canaries that participated, `merged` their mean number of merged updates.
+    """
 
     claimed: Cost
     bound: Bound
@@ -46,14 +50,14 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts the claim."""
+        """Whether the bound does not contradict the claim."""
         return self.bound.epsilon <= self.claimed.epsilon
 
 
-class Canaries:
-    """An engine some of whose clients are canaries: `included` by client. They are not trained; all others are.
+class Canaries(Engine):
+    """Wraps an engine and replaces the updates of some clients: `included` maps each canary to whether it participates.
 
-    A report of a canary weighs as much as any may.
+    `norm` is the norm of a canary's update. Its report has `num_examples` examples, the largest weight of any client.
     """
 
     def __init__(
@@ -64,30 +68,30 @@ class Canaries:
         self.first: Parameters | None = None
 
     @property
+    @override
     def num_clients(self) -> int:
-        """See `Engine`."""
         return self._inner.num_clients
 
+    @override
     def num_examples(self, client: int) -> int:
-        """See `Engine`."""
         return self._inner.num_examples(client)
 
+    @override
     def publish(self, version: int, model: Parameters) -> None:
-        """See `Engine`."""
         if self.first is None:
             self.first = model
         self._inner.publish(version, model)
 
+    @override
     def retire(self, version: int) -> None:
-        """See `Engine`."""
         self._inner.retire(version)
 
+    @override
     def begin(self, works: Sequence[Work]) -> None:
-        """See `Engine`."""
         self._inner.begin([work for work in works if not self._is_canary(work)])
 
+    @override
     def result(self, work: Work) -> LocalUpdate:
-        """See `Engine`."""
         if not self._is_canary(work):
             return self._inner.result(work)
         assert self.first is not None
@@ -96,36 +100,36 @@ class Canaries:
             update = update.plus((self._norm * self.direction(work.client)).astype(np.float32))
         return LocalUpdate(update, self._num_examples)
 
+    @override
     def drop(self, work: Work) -> None:
-        """See `Engine`."""
         if not self._is_canary(work):
             self._inner.drop(work)
 
+    @override
     def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
-        """See `Engine`."""
         return self._inner.memories()
 
+    @override
     def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
-        """See `Engine`."""
         self._inner.remember(memories)
 
+    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """See `Engine`."""
         return self._inner.evaluate(model)
 
+    @override
     def close(self) -> None:
-        """See `Engine`."""
         self._inner.close()
 
     def direction(self, client: int) -> Vector:
-        """A canary's direction, of length 1."""
+        """Return the direction of a canary, a vector of length 1."""
         assert self.first is not None
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, _DIRECTION, client]))
         values = rng.standard_normal(self.first.schema.num_floating, np.float32)
         return values / np.float32(np.linalg.norm(values))
 
     def scores(self, last: Parameters) -> npt.NDArray[np.float64]:
-        """How far the model has moved along each canary's direction, in the order of `included`."""
+        """Return how far the model has moved along each canary's direction, in the order of `included`."""
         assert self.first is not None
         step = last.to_vector() - self.first.to_vector()
         return np.array([float(step @ self.direction(client)) for client in self._included])
@@ -135,28 +139,29 @@ class Canaries:
 
 
 def choose_canaries(num_clients: int, num_canaries: int, seed: int) -> dict[int, bool]:
-    """Which clients are canaries, and on which of them the coin says that they are in."""
+    """Draw the canaries; returns for each of them whether it participates, by a fair coin."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, _CHOICE]))
     clients = rng.choice(num_clients, num_canaries, replace=False)
     return dict(zip(clients.tolist(), (rng.random(num_canaries) < 0.5).tolist(), strict=True))
 
 
 def canaries_of(spec: JobSpec, engine: Engine, num_canaries: int, seed: int) -> tuple[Canaries, dict[int, bool]]:
-    """An engine with canaries in place of some of its clients, and what they are; 0 stands for half of the clients.
+    """Replace some clients of an engine by canaries; returns the new engine and the canaries with their coins.
 
-    Raises `JobFileError` for a job that promises nothing, and for a number of canaries that cannot be.
+    `num_canaries` = 0 stands for half of the clients, at most `MAX_CANARIES`. Raises `JobFileError` for a job without
+    a privacy table, and for a number of canaries below `MIN_CANARIES` or above the number of clients.
     """
     if spec.privacy is None:
         raise JobFileError("privacy: there is no such table, so there is no promise to check; expected [privacy]")
     count = num_canaries or min(MAX_CANARIES, engine.num_clients // 2)
-    if not FEWEST <= count <= engine.num_clients:
+    if not MIN_CANARIES <= count <= engine.num_clients:
         raise JobFileError(
-            f"{count} canaries of {engine.num_clients} clients: expected from {FEWEST} to {engine.num_clients}"
+            f"{count} canaries of {engine.num_clients} clients: expected from {MIN_CANARIES} to {engine.num_clients}"
         )
     included = choose_canaries(engine.num_clients, count, seed)
     adaptive = spec.updates.adaptive_clip
-    # Whatever adaptive clipping makes of its norm, it is clipped to it.
-    norm = spec.updates.clip_norm if adaptive is None else _FAR * adaptive.initial_norm
+    # With adaptive clipping the norm changes: a canary's update is so large that it is always clipped to it.
+    norm = spec.updates.clip_norm if adaptive is None else _OVERSIZE * adaptive.initial_norm
     num_examples = spec.updates.max_examples if spec.updates.weighting == "examples" else 1.0
     return Canaries(engine, included, norm, num_examples, seed), included
 
@@ -170,10 +175,13 @@ def run_audit(
     observe: Observer = lambda record: None,
     begins: Callable[[], object] = lambda: None,
 ) -> Audit:
-    """Runs what was prepared with canaries, and guesses. Raises `JobFileError`, and what training raises."""
+    """Run a prepared simulation with canaries, and guess their coins. Raises `JobFileError`, and what training raises.
+
+    `begins` is as in `api.execute`; `confidence` is that of the bound.
+    """
     simulation = setup.simulation
     if simulation.engine is None:
-        raise JobFileError("simulation.training = false: expected true, since canaries are looked for in a model")
+        raise JobFileError("simulation.training = false: expected true, since the audit looks for canaries in a model")
     canaries, included = canaries_of(simulation.spec, simulation.engine, num_canaries, simulation.seed)
     changed = dataclasses.replace(setup, simulation=dataclasses.replace(simulation, engine=canaries))
     run = api.execute(file, changed, observe, begins=begins)

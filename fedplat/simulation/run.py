@@ -1,4 +1,4 @@
-"""The call that runs a simulation."""
+"""Running a simulation from its parts: `run(Simulation(...))`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedplat.simulation.federated.interface import FederatedTraining, Scheduling
 from fedplat.simulation.federated.training import FederatedLearning
 from fedplat.simulation.recording.replay_log import ReplayLog
 from fedplat.simulation.recording.result import Result
-from fedplat.simulation.recording.statistics import Observer, RunStatistics, groups_of, staleness_of
+from fedplat.simulation.recording.statistics import Observer, RunStatistics, count_staleness, measure_groups
 from fedplat.simulation.scenario import unsupported
 from fedplat.simulation.scenario.options import YEAR_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """A job, its fleet, and how it is trained; equal simulations give equal results, bit for bit.
+    """A job, its fleet and its training; equal simulations have equal results, bit for bit.
 
-    With an `engine` the job begins with the model `initial`, to which what the job's rule keeps in it is added, and
-    clients really train; the engine's clients are those of
-    the fleet, and its numbers of examples replace the fleet's. Without one only the schedule is simulated, for a model
-    of `model_bytes`. The run ends with the job, or after `until_s` virtual seconds.
+    With an `engine` clients really train: the job begins with the model `initial`, extended by the entries that the
+    job's rule stores in the model. The clients of the engine are those of the fleet, and its numbers of examples
+    replace the fleet's. Without an engine only the schedule is simulated, for a model of `model_bytes`. The run ends
+    with the job, or after `until_s` virtual seconds.
     """
 
     spec: JobSpec
@@ -46,12 +46,12 @@ class Simulation:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Who hears of a run while it goes on, and where it is written down.
+    """Callbacks of a run, and the folder of its journal.
 
-    `observe` hears of each attempt when it has ended, `trace` of each batch of events. With `journal`, a folder, a run
-    that is stopped goes on from its last checkpoint when it is run again (with an engine only), one of which is made
-    with every `checkpoint_every`-th version for which `checkpoint_due` says that it is time; attempts that are replayed
-    are observed again.
+    `observe` is called with each attempt that has ended, `trace` with each batch of events. With a `journal` folder and
+    an engine, a stopped run resumes from its last checkpoint when it is run again; attempts that are replayed are
+    observed again. A checkpoint is written after every `checkpoint_every`-th version for which `checkpoint_due` returns
+    true.
     """
 
     observe: Observer | None = None
@@ -62,10 +62,10 @@ class Hooks:
 
 
 def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
-    """Runs a simulation to its end.
+    """Run a simulation to its end.
 
-    Raises `JobFileError` for what only a server does, `ValueError` when its parts do not fit together, `JournalError`
-    when the journal is of no use, and whatever training raises.
+    Raises `JobFileError` for a job that only a server can run, `ValueError` if the parts do not fit together,
+    `JournalError` if the journal cannot be used, and what training raises.
     """
     spec, fleet, seed, engine = simulation.spec, simulation.fleet, simulation.seed, simulation.engine
     unsupported.check(spec)
@@ -83,32 +83,32 @@ def run(simulation: Simulation, hooks: Hooks = Hooks()) -> Result:
                 journal = ReplayLog(
                     learning,
                     hooks.journal,
-                    identity_of(simulation, fleet),
+                    compute_identity(simulation, fleet),
                     hooks.checkpoint_every,
                     hooks.checkpoint_due,
                 )
                 training = stack.enter_context(contextlib.closing(journal))
-        tally = RunStatistics(fleet, hooks.observe)
-        driver = Driver(spec, fleet, training, tally, seed, hooks.trace)
+        statistics = RunStatistics(fleet, hooks.observe)
+        driver = Driver(spec, fleet, training, statistics, seed, hooks.trace)
         driver.run(simulation.until_s)
-    participation = tally.participation()
+    participation = statistics.participation()
     return Result(
         job=spec.name,
         seed=seed,
         num_clients=fleet.num_clients,
         status=driver.job.status.value,
         reason=driver.job.reason,
-        attempts=tuple(tally.attempts),
-        totals=tally.totals(driver.now),
-        staleness=staleness_of(tally.attempts),
-        groups=groups_of(fleet, participation),
+        attempts=tuple(statistics.attempts),
+        totals=statistics.totals(driver.now),
+        staleness=count_staleness(statistics.attempts),
+        groups=measure_groups(fleet, participation),
         participation=participation,
         model=learning.model if learning is not None else None,
     )
 
 
-def identity_of(simulation: Simulation, fleet: Fleet) -> str:
-    """A text that only equal simulations share, as far as it can be seen without training."""
+def compute_identity(simulation: Simulation, fleet: Fleet) -> str:
+    """Return a text that only equal simulations share, as far as they can be compared without training."""
     digest = hashlib.sha256(msgspec.json.encode([simulation.spec, fleet.options, simulation.seed]))
     digest.update(fleet.examples.tobytes())
     if simulation.initial is not None:
@@ -118,7 +118,7 @@ def identity_of(simulation: Simulation, fleet: Fleet) -> str:
 
 
 def _extend_initial(spec: JobSpec, initial: Parameters) -> Parameters:
-    """The model that a submitted job would begin with."""
+    """Return the model that a submitted job would begin with."""
     try:
         return build_rule(spec).counterpart.extend(initial)
     except ModelError as exc:

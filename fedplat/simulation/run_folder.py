@@ -1,4 +1,4 @@
-"""A run's folder while it runs: what is written when, and how a run that was stopped goes on."""
+"""The folder of a run in progress: what is written when, and how a stopped run is resumed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedplat.simulation.run import Hooks
 
 Observer = Callable[[AttemptResult], object]
 CHECKPOINT_S = 5.0
-"""A checkpoint takes a few synced files: this often it costs nothing that is noticed."""
+"""Seconds between checkpoints. A checkpoint is a few synced files: at this interval its cost is negligible."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolderOptions:
-    """Where a run is kept. `resume` goes on with the one that is there, from its last checkpoint.
+    """The folder of a run. `resume` continues the run in the folder from its last checkpoint.
 
-    Checkpoints are at least `checkpoint_s` seconds apart. `tensorboard`: event files are written too.
+    Checkpoints are at least `checkpoint_s` seconds apart. With `tensorboard`, event files are written too.
     """
 
     folder: Path
@@ -35,9 +35,9 @@ class RunFolderOptions:
 
 
 class Pace:
-    """What this process has computed, and in how much time; what was replayed from a journal does not count.
+    """The number of updates that this process has merged, and the time it took; replayed attempts do not count.
 
-    `begins` is called while attempts are replayed, after each.
+    Attempts up to the version `replayed` come from a journal; `begins` is called after each of them.
     """
 
     def __init__(self, replayed: int, begins: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ class Pace:
         self._since = time.perf_counter()
 
     def add(self, record: AttemptResult) -> None:
-        """An attempt has ended."""
+        """Count an attempt that has ended."""
         if record.version <= self._replayed:
             self._since = time.perf_counter()
             self._begins()
@@ -54,18 +54,18 @@ class Pace:
             self.updates += record.counts.get("MERGED", 0)
 
     def seconds(self) -> float:
-        """Since the first attempt that was not replayed began."""
+        """Return the seconds since the last replayed attempt, or since the start of this process."""
         return time.perf_counter() - self._since
 
 
 class Throttle:
-    """Says at most once in so many seconds that it is time."""
+    """A function that returns true at most once in `seconds` seconds, and not in the first ones."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock, self._last = seconds, clock, clock()
 
     def __call__(self) -> bool:
-        """Whether it is time."""
+        """Return whether `seconds` have passed since this was last true."""
         if self._clock() - self._last < self._seconds:
             return False
         self._last = self._clock()
@@ -79,9 +79,10 @@ def open_run_folder(
     observe: Observer,
     on_begin: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[Hooks, Pace]]:
-    """What a run tells while it runs, and its pace. `given` is what the run is given, for its folder.
+    """Open the run folder, if there is one; yields the hooks of the run and its pace. `inputs` are recorded in it.
 
-    Raises `DataError` where the folder has a run and shall have none, or none and shall have one, or another one.
+    `on_begin` is called after each replayed attempt. Raises `DataError` if a new run would overwrite another one, or if
+    there is no run to resume or a different one.
     """
     with contextlib.ExitStack() as stack:
         observers: list[Observer] = []
@@ -89,8 +90,8 @@ def open_run_folder(
         if keep is not None:
             (folders.resume if keep.resume else folders.begin)(keep.folder, inputs)
             journal = keep.folder / folders.JOURNAL
-            found = checkpoint.find(journal)
-            replayed = 0 if found is None else found.version
+            last = checkpoint.find(journal)
+            replayed = 0 if last is None else last.version
             hooks = dataclasses.replace(hooks, journal=journal, checkpoint_due=Throttle(keep.checkpoint_s))
             observers.append(stack.enter_context(folders.Lines(keep.folder)).add)
             if keep.tensorboard:
@@ -98,16 +99,16 @@ def open_run_folder(
                 stack.callback(events.close)
                 observers.append(events.add)
         pace = Pace(replayed, on_begin)
-        # The folder first: what somebody sees is in it.
+        # The folder first: an attempt that `observe` receives is already in it.
         observers += [observe, pace.add]
 
-        def tell(record: AttemptResult) -> None:
-            for each in observers:
-                each(record)
+        def notify(record: AttemptResult) -> None:
+            for observer in observers:
+                observer(record)
 
-        yield dataclasses.replace(hooks, observe=tell), pace
+        yield dataclasses.replace(hooks, observe=notify), pace
 
 
-def forget(keep: RunFolderOptions) -> None:
-    """Removes what only a run that was stopped needs."""
+def remove_journal(keep: RunFolderOptions) -> None:
+    """Remove the journal, which only a stopped run needs."""
     shutil.rmtree(keep.folder / folders.JOURNAL, ignore_errors=True)

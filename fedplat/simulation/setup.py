@@ -1,4 +1,4 @@
-"""From a simulation file to the parts of a simulation: data, fleet, model, engine."""
+"""Building the parts of a simulation from its file: data, fleet, model, engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tell = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A simulation that may be run; `federation` is None where there is no data, `engine` says what trains."""
+    """A simulation that is ready to run; `federation` is None without data, `engine` is the engine's name or "none"."""
 
     simulation: Simulation
     federation: Federation | None
@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def choice(self) -> str:
-        """The engine's name, and what it chose if it chooses among others."""
+        """The engine's name, and the engine that it chose if it chooses among others."""
         choice = getattr(self.simulation.engine, "choice", "")
         return f"{self.engine}: {choice}" if choice else self.engine
 
@@ -45,66 +45,67 @@ class Setup:
 def prepare(
     file: SimulationFile, data: Federation | None = None, learner: Learner | None = None, tell: Tell = lambda text: None
 ) -> Generator[Setup]:
-    """Makes all parts; processes that train are ended with the block. `tell` hears what takes its time.
+    """Build all parts; the engine's processes end with the block. `tell` is called with a text before a slow step.
 
-    `data` and `learner` replace what the file says of them. Raises `JobFileError`, `DataError`, `MissingExtraError`.
+    `data` and `learner` replace the file's data and model. Raises `JobFileError`, `DataError`, `MissingExtraError`.
     """
     unsupported.check(file.job)
     options = file.simulation
-    dealt = data if data is not None else load_data(file, tell)
-    num_clients = dealt.num_clients if dealt is not None else 0
+    clients_data = data if data is not None else load_data(file, tell)
+    num_clients = clients_data.num_clients if clients_data is not None else 0
     fleet = build_fleet(options.fleet, options.seed, num_clients, file.folder)
-    if dealt is not None:
-        dealt = _holding_out(file, dealt)
-        fleet = fleet.with_examples(dealt.sizes(), dealt.sizes_held_out())
+    if clients_data is not None:
+        clients_data = _hold_out(file, clients_data)
+        fleet = fleet.with_examples(clients_data.sizes(), clients_data.sizes_held_out())
     simulation = Simulation(spec=calibrate(file.job), fleet=fleet, seed=options.seed, until_s=options.until_s)
     if not options.training:
         size = options.model_bytes or initial.of_job(file.job, file.folder).schema.file_size_bytes
-        yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), dealt, "none", 0)
+        yield Setup(dataclasses.replace(simulation, model_bytes=float(size)), clients_data, "none", 0)
         return
-    if dealt is None:
+    if clients_data is None:
         raise JobFileError(
-            "simulation.data: training needs data; add a table [simulation.data] with a source, or simulate scheduling "
-            "alone (training = false, --no-training)"
+            "simulation.data: training needs data; add a table [simulation.data] with a source, or simulate only the "
+            "scheduling (training = false, --no-training)"
         )
-    if file.job.evaluation.clients is not None and not dealt.held_out:
+    if file.job.evaluation.clients is not None and not clients_data.held_out:
         raise JobFileError(
-            "evaluation.clients: clients have no examples but those that they train on; say what part of them they "
+            "evaluation.clients: clients have no examples but those that they train on; set the part of them that they "
             "keep to score models with (simulation.held_out = 0.2), or leave the table [evaluation.clients] out"
         )
-    engine, start = _training(file, dealt, learner)
+    engine, initial_model = _open_engine(file, clients_data, learner)
     workers = getattr(engine, "num_workers", 0) or options.workers or len(os.sched_getaffinity(0))
+    simulation = dataclasses.replace(simulation, engine=engine, initial=initial_model)
     with contextlib.closing(engine):
-        yield Setup(dataclasses.replace(simulation, engine=engine, initial=start), dealt, options.engine, workers)
+        yield Setup(simulation, clients_data, options.engine, workers)
 
 
 def load_data(file: SimulationFile, tell: Tell = lambda text: None) -> Federation | None:
-    """The data that the file describes, dealt out to clients; None if it has none."""
+    """Load the data that the file describes, partitioned over clients; returns None if it describes no data."""
     options = file.simulation
     if options.data is None:
         if options.partition is not None:
-            raise JobFileError("simulation.partition: there is no data to deal out; add a table [simulation.data]")
+            raise JobFileError("simulation.partition: there is no data to partition; add a table [simulation.data]")
         return None
     tell("reading the data")
     return federation(options.data, options.partition, seed=options.seed, folder=file.folder)
 
 
-def _holding_out(file: SimulationFile, dealt: Federation) -> Federation:
-    """The data with what clients keep from training."""
+def _hold_out(file: SimulationFile, data: Federation) -> Federation:
+    """Split off the examples that clients keep from training, if `simulation.held_out` is set."""
     options = file.simulation
     if not options.held_out:
-        return dealt
-    if dealt.held_out:
+        return data
+    if data.held_out:
         raise JobFileError(
-            f"simulation.held_out = {options.held_out}: the data says itself which examples clients keep from "
+            f"simulation.held_out = {options.held_out}: the data already defines which examples clients keep from "
             "training; leave the key out"
         )
-    own = None if options.partition is None else options.partition.seed
-    return dealt.holding_out(options.held_out, options.seed if own is None else own)
+    partition_seed = None if options.partition is None else options.partition.seed
+    return data.holding_out(options.held_out, options.seed if partition_seed is None else partition_seed)
 
 
-def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
-    """What trains, and the model of round 0."""
+def _open_engine(file: SimulationFile, data: Federation, learner: Learner | None) -> tuple[Engine, Parameters]:
+    """Return the engine and the initial model."""
     try:
         import torch
     except ModuleNotFoundError as exc:
@@ -115,18 +116,18 @@ def _training(file: SimulationFile, dealt: Federation, learner: Learner | None) 
     from fedplat.pytorch.training import LocalOptions
     from fedplat.simulation.engines.client_trainer import ClientTraining
     from fedplat.simulation.engines.registry import open_engine
-    from fedplat.simulation.scenario.model import learner_of
+    from fedplat.simulation.scenario.model import build_learner
 
     options = LocalOptions.from_config(file.job.config)
     if learner is None:
-        learner, start = learner_of(file)
+        learner, initial_model = build_learner(file)
     else:
-        start = learner.initial(file.simulation.seed)
+        initial_model = learner.initial(file.simulation.seed)
     try:
-        start = build_rule(file.job).counterpart.extend(start)
+        initial_model = build_rule(file.job).counterpart.extend(initial_model)
     except ModelError as exc:
         raise JobFileError(f"model.initial = {file.job.model.initial!r}: {exc}") from exc
-    if learner.personal:  # a model without any client's layers has no score
-        dealt = dataclasses.replace(dealt, test_inputs=dealt.test_inputs[:0], test_targets=dealt.test_targets[:0])
-    task = ClientTraining(dealt, learner, options, file.simulation.seed)
-    return open_engine(file.simulation.engine, task, file.simulation.workers), start
+    if learner.personal:  # without a client's personal layers a model cannot be scored
+        data = dataclasses.replace(data, test_inputs=data.test_inputs[:0], test_targets=data.test_targets[:0])
+    task = ClientTraining(data, learner, options, file.simulation.seed)
+    return open_engine(file.simulation.engine, task, file.simulation.workers), initial_model

@@ -1,4 +1,4 @@
-"""Models of fleets: how fast clients are, when they are there, how often they fail, what they say of themselves."""
+"""Models of fleets: the speed, availability, failures and labels of clients."""
 
 from fedplat.simulation.clients.availability import Availability
 from fedplat.simulation.clients.fleet import Fleet, Label, build_fleet

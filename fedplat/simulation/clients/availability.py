@@ -1,7 +1,7 @@
-"""When clients are there: spells of time in which they ask for work, and outside of which nobody hears of them.
+"""Models of availability: the spells of time in which clients are online; outside of them they send nothing.
 
-All times are virtual seconds since the job was started. Each model answers one question for many clients at once, and
-remembers nothing, so that a million clients cost a few arrays.
+All times are virtual seconds since the start of the job. A model computes the spells of many clients at once and has
+no state, so a million clients cost a few arrays.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Protocol
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
+from typing_extensions import override
 
 from fedplat.simulation.clients.distributions import (
     Constant,
@@ -32,40 +33,43 @@ _MAX_SLOTS = 100
 
 
 class Availability(Protocol):
-    """A model of when clients are there."""
+    """A model of when clients are online."""
 
     def spells(self, clients: Clients, at: Floats) -> Spells:
-        """For each client the first spell that ends after its moment `at`: when it begins (infinite: never) and ends.
+        """Return when each client's first spell that ends after its moment `at` begins (infinite: never) and ends.
 
-        A client whose spell begins before `at` is there at that moment.
+        A client whose spell begins before `at` is online at that moment.
         """
         ...
 
 
 class AlwaysOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="always"):
-    """Everybody is always there."""
+    """All clients are always online."""
 
     def build(self, num_clients: int, rng: np.random.Generator) -> Availability:
-        """The model of a fleet."""
+        """Build the model of a fleet."""
         return Always()
 
 
 class SometimesOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="probability"):
-    """Each client is there with a probability, anew in each slot of `slot_s` seconds; each has slots of its own."""
+    """Each client is online with a probability, drawn for each of its slots of `slot_s` seconds.
+
+    The slots of different clients begin at different times.
+    """
 
     probability: Probability
     slot_s: Annotated[float, Meta(ge=1.0, le=1e9)] = 600.0
 
     def build(self, num_clients: int, rng: np.random.Generator) -> Availability:
-        """The model of a fleet."""
+        """Build the model of a fleet."""
         return Sometimes(self.probability, self.slot_s, rng.random(num_clients), int(rng.integers(2**63)))
 
 
 class DiurnalOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="diurnal"):
-    """Each client is there once a day, at night say: from an hour of its local day on, for some hours.
+    """Each client is online once a day, such as at night: for `lasts_h` hours from `begins_h` of its local day.
 
-    `offset_h` is its time zone, in hours east of UTC; the simulation begins at `start_h` hours UTC. On each day it is
-    there with `probability`.
+    `offset_h` is its time zone, in hours east of UTC; the simulation begins at `start_h` hours UTC. On each day the
+    client is online with `probability`.
     """
 
     begins_h: Distribution = UniformRange(20.0, 24.0)
@@ -79,79 +83,77 @@ class DiurnalOptions(Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             raise ValueError("lasts_h: expected no negative hours")
 
     def build(self, num_clients: int, rng: np.random.Generator) -> Availability:
-        """The model of a fleet."""
+        """Build the model of a fleet."""
         begins_h = self.begins_h.draw(num_clients, rng) - self.offset_h.draw(num_clients, rng) - self.start_h
         lasts_s = np.clip(self.lasts_h.draw(num_clients, rng) * HOUR_S, 60.0, DAY_S)
         return Diurnal(begins_h * HOUR_S % DAY_S, lasts_s, self.probability, int(rng.integers(2**63)))
 
 
 AvailabilityOptions = AlwaysOptions | SometimesOptions | DiurnalOptions
-"""The `availability` table of a fleet, whose key `kind` tells the models apart."""
+"""The `availability` table of a fleet; its key `kind` selects the model."""
 
 
-class Always:
-    """Everybody is always there."""
+class Always(Availability):
+    """All clients are always online."""
 
+    @override
     def spells(self, clients: Clients, at: Floats) -> Spells:
-        """See `Availability`."""
         return np.zeros(len(clients)), np.full(len(clients), np.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sometimes:
-    """See `SometimesOptions`; `phase` is where in a slot each client is when the simulation begins, of 1."""
+class Sometimes(Availability):
+    """See `SometimesOptions`; `phase` is the part of its slot that has passed for each client at the start, below 1."""
 
     probability: float
     slot_s: float
     phase: Floats
     seed: int
 
+    @override
     def spells(self, clients: Clients, at: Floats) -> Spells:
-        """See `Availability`; a spell is cut after a hundred slots."""
+        """Return the spells; a spell is cut after a hundred slots."""
         slot = np.floor(at / self.slot_s + self.phase[clients])
-        slot += (slot + 1.0 - self.phase[clients]) * self.slot_s <= at  # by rounding: that slot is over
-        slot = _first(slot, lambda wanted, rows: self._is_there(clients[rows], wanted))
+        slot += (slot + 1.0 - self.phase[clients]) * self.slot_s <= at  # because of rounding: that slot is over
+        slot = _first(slot, lambda slots, rows: self._is_online(clients[rows], slots))
         end = slot + 1.0
         rows = np.arange(len(clients))
         for _ in range(_MAX_SLOTS):
-            rows = rows[self._is_there(clients[rows], end[rows])]
+            rows = rows[self._is_online(clients[rows], end[rows])]
             if not len(rows):
                 break
             end[rows] += 1.0
         return (slot - self.phase[clients]) * self.slot_s, (end - self.phase[clients]) * self.slot_s
 
-    def _is_there(self, clients: Clients, slot: Floats) -> npt.NDArray[np.bool_]:
+    def _is_online(self, clients: Clients, slot: Floats) -> npt.NDArray[np.bool_]:
         return hash_uniform(self.seed, clients, slot + 1.0) < self.probability
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Diurnal:
-    """See `DiurnalOptions`; `begins_s` is the moment in each virtual day, in seconds from 0 on."""
+class Diurnal(Availability):
+    """See `DiurnalOptions`; `begins_s` is the start of each client's spell, in seconds since a virtual day's start."""
 
     begins_s: Floats
     lasts_s: Floats
     probability: float
     seed: int
 
+    @override
     def spells(self, clients: Clients, at: Floats) -> Spells:
-        """See `Availability`."""
         begins, lasts = self.begins_s[clients], self.lasts_s[clients]
         day = np.floor((at - begins) / DAY_S)
         day += at >= begins + day * DAY_S + lasts  # that spell is over
         if self.probability < 1.0:
-            day = _first(
-                day, lambda wanted, rows: hash_uniform(self.seed, clients[rows], wanted + 1.0) < self.probability
-            )
+            day = _first(day, lambda days, rows: hash_uniform(self.seed, clients[rows], days + 1.0) < self.probability)
         begin = begins + day * DAY_S
         return begin, begin + lasts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Intervals:
-    """Spells read from a trace: those of trace client k are `begins[first[k]:first[k + 1]]`, in order, and `ends`.
+class Intervals(Availability):
+    """Spells from a trace: those of trace client k begin at `begins[first[k]:first[k + 1]]`, in order; so do `ends`.
 
-    `who` is the client of the trace that each client of the fleet behaves as. With `repeat_s` all begins anew after
-    so many seconds.
+    `who` is the trace client that each client of the fleet behaves like. The trace repeats every `repeat_s` seconds.
     """
 
     first: Clients
@@ -160,23 +162,23 @@ class Intervals:
     who: Clients
     repeat_s: float = np.inf
 
+    @override
     def spells(self, clients: Clients, at: Floats) -> Spells:
-        """See `Availability`."""
         who = self.who[clients]
         lap = np.floor(at / self.repeat_s) * self.repeat_s if np.isfinite(self.repeat_s) else np.zeros(len(at))
-        found = self._first_that_ends_after(who, at, lap)
+        index = self._find_first_ending_after(who, at, lap)
         if np.isfinite(self.repeat_s):
-            over = found == self.first[who + 1]
+            over = index == self.first[who + 1]
             lap[over] += self.repeat_s
-            found[over] = self.first[who[over]]
+            index[over] = self.first[who[over]]
         begin, end = np.full(len(at), np.inf), np.full(len(at), np.inf)
-        there = found < self.first[who + 1]
-        begin[there] = lap[there] + self.begins[found[there]]
-        end[there] = lap[there] + self.ends[found[there]]
+        exists = index < self.first[who + 1]
+        begin[exists] = lap[exists] + self.begins[index[exists]]
+        end[exists] = lap[exists] + self.ends[index[exists]]
         return begin, end
 
-    def _first_that_ends_after(self, who: Clients, at: Floats, lap: Floats) -> Clients:
-        """A binary search for all at once."""
+    def _find_first_ending_after(self, who: Clients, at: Floats, lap: Floats) -> Clients:
+        """Find the index of each client's first spell that ends after `at`, by one binary search for all clients."""
         low, high = self.first[who].copy(), self.first[who + 1].copy()
         while (open_ := low < high).any():
             middle = (low + high) // 2
@@ -187,12 +189,12 @@ class Intervals:
         return low
 
 
-def _first(numbers: Floats, is_there: Callable[[Floats, Clients], npt.NDArray[np.bool_]]) -> Floats:
-    """For each row the first number, from the given one on, at which it is there."""
+def _first(numbers: Floats, is_online: Callable[[Floats, Clients], npt.NDArray[np.bool_]]) -> Floats:
+    """Return for each row the first number, from the given one on, at which it is online; infinite after 10,000."""
     numbers = numbers.copy()
     rows = np.arange(len(numbers))
     for _ in range(_MAX_TRIES):
-        rows = rows[~is_there(numbers[rows], rows)]
+        rows = rows[~is_online(numbers[rows], rows)]
         if not len(rows):
             return numbers
         numbers[rows] += 1.0

@@ -1,11 +1,11 @@
-"""How long a client takes for what it is assigned, and how that ends: the model of a device at work.
+"""The model of a device at work: how long an assignment takes, and how it ends.
 
-A task is a download (model bytes / bandwidth + latency), local training (examples x epochs / speed, times the noise),
-and an upload (update bytes / bandwidth + latency). An update of at most 256 KiB travels with its report, as the SDK
-sends it; before a larger one the client says that it begins to upload.
+An assignment is a download (model bytes / bandwidth + latency), local training (examples x epochs / speed, times the
+noise), and an upload (update bytes / bandwidth + latency). As in the SDK, an update of at most 256 KiB is part of the
+report; a larger one is uploaded first, and the client announces the upload.
 
-Everything random is drawn from the client's number and how many assignments it had before, so that it depends neither
-on the order of events nor on the computer.
+All randomness follows from the client's number and its number of earlier assignments, so it depends neither on the
+order of events nor on the computer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fedplat.simulation.engines.interface import Work
 from fedplat.wire import INLINE_BYTES
 
 _OUTCOME, _MOMENT, _NOISE, _STRAGGLES, _PART = range(5)
-SHORTEST_S = 1e-6
-SPARE = 0.01
-"""The part of its time that a client which sends partial work keeps for what it did not foresee."""
+MIN_WORK_S = 1e-6
+RESERVE = 0.01
+"""The part of the training timeout that a client with partial work keeps in reserve."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DeviceAssignment:
-    """One client at work on one assignment; `number` counts its assignments from 1 on.
+    """One client at work on one assignment; `number` counts the client's assignments from 1.
 
-    It reports at `report_at`, unless it gives up at `fails_at` or is gone from `gone_at` on (both infinite: never).
-    `begins_upload_at` is infinite where the update travels with the report. `in_time`: it will report before its
-    deadlines. `work` is what an engine is asked for, once it is.
+    It reports at `report_at`, unless it fails at `fails_at` or goes offline at `gone_at` (both infinite: never).
+    `begins_upload_at` is infinite if the update is part of the report. `in_time`: the report meets its deadlines.
+    `work` is the engine's task, once it has begun.
     """
 
     client_id: str
@@ -60,12 +60,12 @@ class DeviceAssignment:
 
     @property
     def id(self) -> AssignmentId:
-        """The name of the assignment, and of its update."""
+        """The identity of the assignment, and of its update."""
         return AssignmentId(self.key, self.client_id)
 
 
 class Sizes(NamedTuple):
-    """What travels, in bytes. `step`: of the encoded step from the version before, if the job has a downlink."""
+    """Sizes of transfers, in bytes. `step` is the encoded step from the previous version, with a downlink codec."""
 
     model: float
     update: float
@@ -74,14 +74,14 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a job asks of each client; `partial` if a report with a part of the local steps counts."""
+    """The local training of a job; `partial` if a report with a part of the local steps counts."""
 
     epochs: float
     partial: bool
 
 
 class Planner:
-    """Works out how the assignments of a moment will go, all at once."""
+    """Computes the times and outcomes of all assignments of a moment at once."""
 
     def __init__(self, fleet: Fleet, load: Load, seed: int) -> None:
         self._fleet, self._load, self._seed = fleet, load, seed
@@ -91,19 +91,22 @@ class Planner:
     def plan(
         self, assigns: Sequence[Assign], now: float, until: Floats, sizes: Sizes
     ) -> tuple[list[DeviceAssignment], Floats]:
-        """The tasks of these assignments, in order, and what each downloads; `until`: how long each client is there."""
+        """Plan assignments; returns them in order, and the bytes that each client downloads.
+
+        `until` is the moment at which each client goes offline.
+        """
         clients = np.array([int(command.client_id) for command in assigns])
         self._numbers[clients] += 1
         numbers = self._numbers[clients]
         trains = np.array([command.kind is AttemptKind.TRAIN for command in assigns])
         timeout_s = np.array([command.training_timeout_s for command in assigns])
         upload_timeout_s = np.array([command.upload_timeout_s for command in assigns])
-        bytes_down = self._to_download(clients, np.array([command.base_version for command in assigns]), sizes)
+        bytes_down = self._bytes_down(clients, np.array([command.base_version for command in assigns]), sizes)
         download_s = self._fleet.latency_s[clients] + bytes_down / self._fleet.download[clients]
         update_bytes = np.where(trains, sizes.update, 0.0)
         upload_s = self._fleet.latency_s[clients] + update_bytes / self._fleet.upload[clients]
         inline = update_bytes <= INLINE_BYTES
-        room_s = np.maximum(timeout_s * (1.0 - SPARE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
+        room_s = np.maximum(timeout_s * (1.0 - RESERVE) - download_s - np.where(inline, upload_s, 0.0), 0.0)
         examples = self._examples(clients, trains)
         work_s = self._work_s(clients, numbers, trains, examples, room_s)
         fraction = np.ones(len(clients))
@@ -127,22 +130,22 @@ class Planner:
         ]
         return tasks, bytes_down
 
-    def _to_download(self, clients: Clients, versions: Clients, sizes: Sizes) -> Floats:
-        """Nothing if the client has that version, the step if it has the one before."""
+    def _bytes_down(self, clients: Clients, versions: Clients, sizes: Sizes) -> Floats:
+        """Return 0 for clients that have the version, the step for those with the version before, else the model."""
         behind = versions - self._holds[clients]
         self._holds[clients] = versions
         step = sizes.model if sizes.step is None else sizes.step
         return np.where(behind == 0, 0.0, np.where(behind == 1, step, sizes.model))
 
     def _examples(self, clients: Clients, trains: npt.NDArray[np.bool_]) -> Floats:
-        """How many each has for what it is assigned."""
+        """Return each client's training examples, or for an evaluation its held-out ones if it has some."""
         examples, held_out = self._fleet.examples[clients], self._fleet.held_out[clients]
         return np.where(trains | (held_out == 0.0), examples, held_out)
 
     def _work_s(
         self, clients: Clients, numbers: Clients, trains: npt.NDArray[np.bool_], examples: Floats, room_s: Floats
     ) -> Floats:
-        """How long the local steps take; a straggler's time is enough for a part of them only."""
+        """Return how long the local steps take; a straggler has time for a part of them only."""
         fleet, options = self._fleet, self._fleet.options
         work_s = np.where(trains, self._load.epochs, 1.0) * examples / fleet.speed[clients]
         if options.noise:
@@ -150,14 +153,14 @@ class Planner:
         if options.stragglers:
             slow = trains & (hash_uniform(self._seed, clients, numbers, _STRAGGLES) < options.stragglers)
             part = 1.0 - hash_uniform(self._seed, clients, numbers, _PART)  # above 0, at most 1
-            # Slower by so much that its time would just do for that part.
-            work_s = np.where(slow, np.maximum(room_s, SHORTEST_S) / part, work_s)
+            # So slow that its time is just enough for that part.
+            work_s = np.where(slow, np.maximum(room_s, MIN_WORK_S) / part, work_s)
         return work_s
 
     def _ends(
         self, clients: Clients, numbers: Clients, now: float, report_at: Floats, until: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        """When clients give up, when they are gone, and when they are back after that."""
+        """Return when clients fail, when they go offline, and when they are back."""
         options = self._fleet.options
         outcome = hash_uniform(self._seed, clients, numbers, _OUTCOME)
         moment = now + (report_at - now) * hash_uniform(self._seed, clients, numbers, _MOMENT)

@@ -1,4 +1,4 @@
-"""Distributions of what clients are like, as tables of a TOML file: `speed = { kind = "lognormal", median = 50.0 }`."""
+"""Distributions of client properties, as tables of a TOML file: `speed = { kind = "lognormal", median = 50.0 }`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ AboveZero = Annotated[float, Meta(gt=0.0, le=1e15)]
 
 
 class Constant(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="constant"):
-    """The same value for all."""
+    """The same value for all clients."""
 
     value: Finite
 
     def draw(self, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values."""
+        """Draw `count` values."""
         return np.full(count, self.value)
 
 
@@ -36,7 +36,7 @@ class UniformRange(Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
             raise ValueError(f"high = {self.high}: expected at least low, which is {self.low}")
 
     def draw(self, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values."""
+        """Draw `count` values."""
         return rng.uniform(self.low, self.high, count)
 
 
@@ -47,18 +47,18 @@ class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
     sigma: Annotated[float, Meta(ge=0.0, le=10.0)] = 1.0
 
     def draw(self, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values."""
+        """Draw `count` values."""
         return rng.lognormal(math.log(self.median), self.sigma, count)
 
 
 class Pareto(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="pareto"):
-    """At least `minimum`, and above x with the probability (minimum / x)^shape: a few have very much."""
+    """At least `minimum`, and above x with the probability (minimum / x)^shape: a few values are very large."""
 
     minimum: AboveZero
     shape: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.5
 
     def draw(self, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values."""
+        """Draw `count` values."""
         return self.minimum * (1.0 + rng.pareto(self.shape, count))
 
 
@@ -73,17 +73,17 @@ class Empirical(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind
             raise ValueError(f"weights: expected {len(self.values)} numbers, as many as values, and not all of them 0")
 
     def draw(self, count: int, rng: np.random.Generator) -> Floats:
-        """`count` values."""
+        """Draw `count` values."""
         weights = np.array(self.weights) / sum(self.weights) if self.weights else None
         return np.array(self.values)[rng.choice(len(self.values), count, p=weights)]
 
 
 Distribution = Constant | UniformRange | Lognormal | Pareto | Empirical
-"""A table whose key `kind` tells the distributions apart."""
+"""A table whose key `kind` selects the distribution."""
 
 
 def smallest(distribution: Distribution) -> float:
-    """The least value that can be drawn, for checks of a whole fleet; 0 for a lognormal one."""
+    """Return the smallest value that can be drawn, to validate options; 0 for a lognormal distribution."""
     match distribution:
         case Constant():
             return distribution.value
@@ -102,10 +102,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def hash_uniform(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
-    """Uniform numbers in [0, 1) that depend on nothing but the arguments: whoever asks again gets the same ones.
+    """Return uniform numbers in [0, 1) that depend only on the arguments.
 
-    A generator for each of a million clients would cost microseconds and kilobytes each. Source: Steele et al. 2014,
-    "Fast Splittable Pseudorandom Number Generators", the finalizer of SplitMix64, applied once for each number.
+    A random generator for each of a million clients would cost microseconds and kilobytes each. Source: Steele et al.
+    2014, "Fast Splittable Pseudorandom Number Generators", the finalizer of SplitMix64, applied once for each number.
     """
     state = np.uint64(seed % 2**64)
     with np.errstate(over="ignore"):
@@ -119,6 +119,6 @@ def hash_uniform(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
 
 
 def hashed_normal(seed: int, *numbers: npt.NDArray[Any] | int) -> Floats:
-    """Standard normal numbers that depend on nothing but the arguments (Box and Muller 1958)."""
+    """Return standard normal numbers that depend only on the arguments (Box and Muller 1958)."""
     radius = np.sqrt(-2.0 * np.log1p(-hash_uniform(seed, *numbers, 0)))
     return radius * np.cos(2.0 * math.pi * hash_uniform(seed, *numbers, 1))

@@ -1,4 +1,4 @@
-"""A fleet: one array for each property, one entry for each client, drawn once from a seed."""
+"""A fleet: one array per property with one entry per client, drawn once from a seed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedplat.simulation.clients.availability import Availability, Clients
 from fedplat.simulation.clients.distributions import Floats
 from fedplat.simulation.clients.options import FleetOptions
 
-SLOWEST = 1e-9
-"""Nobody is slower than this, in examples or bytes a second: an infinite time would stand in every sum."""
+MIN_SPEED = 1e-9
+"""The lowest speed, in examples or bytes a second: a speed of 0 would make times, and their sums, infinite."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Label:
-    """The values that a label has, and the one of each client as an index into them: int16 [clients]."""
+    """The values of a label, and for each client the index of its value: int16 [clients]."""
 
     values: tuple[str, ...]
     codes: npt.NDArray[np.int16]
@@ -31,9 +31,9 @@ class Label:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Fleet:
-    """What each client is like; see `FleetOptions` for the units. All arrays have `num_clients` entries.
+    """The properties of all clients; see `FleetOptions` for the units. All arrays have `num_clients` entries.
 
-    A client trains on `examples`, and scores models with `held_out` more; where nobody has such, with the former.
+    A client trains on `examples`, and scores models on `held_out` others; if it has none of those, on the former.
     """
 
     options: FleetOptions
@@ -48,12 +48,12 @@ class Fleet:
 
     @property
     def num_clients(self) -> int:
-        """Number of clients."""
+        """The number of clients."""
         return len(self.speed)
 
     @cached_property
     def kinds(self) -> npt.NDArray[np.int64]:
-        """A number for each client, which those with the same labels share."""
+        """A number for each client that is the same for clients with the same labels."""
         kinds = np.zeros(self.num_clients, np.int64)
         for label in self.labels.values():
             kinds = kinds * len(label.values) + label.codes
@@ -61,23 +61,26 @@ class Fleet:
         return kinds
 
     def labels_of(self, client: int) -> dict[str, str]:
-        """What a client says of itself."""
+        """Return the labels of a client."""
         return {name: label.values[label.codes[client]] for name, label in self.labels.items()}
 
     def with_examples(self, examples: npt.ArrayLike, held_out: npt.ArrayLike | None = None) -> Fleet:
-        """The fleet with the numbers of examples that its data say: to train on, and to score models with."""
-        known = np.asarray(examples, np.float64)
-        kept = np.zeros_like(known) if held_out is None else np.asarray(held_out, np.float64)
-        if known.shape != (self.num_clients,) or kept.shape != known.shape:
-            raise ValueError(f"the data has {known.size} clients, and the fleet {self.num_clients}; expected as many")
-        return dataclasses.replace(self, examples=known, held_out=kept)
+        """Return the fleet with its data's numbers of examples, to train on and to score models on.
+
+        Raises `ValueError` if the data has another number of clients than the fleet.
+        """
+        train = np.asarray(examples, np.float64)
+        test = np.zeros_like(train) if held_out is None else np.asarray(held_out, np.float64)
+        if train.shape != (self.num_clients,) or test.shape != train.shape:
+            raise ValueError(f"the data has {train.size} clients, and the fleet {self.num_clients}; expected as many")
+        return dataclasses.replace(self, examples=train, held_out=test)
 
 
 def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: Path | None = None) -> Fleet:
-    """Draws a fleet; the same arguments give the same one.
+    """Draw a fleet; equal arguments return equal fleets.
 
-    `num_clients` is that of the data, if there is any; `folder` is what paths of traces are relative to. Raises
-    `JobFileError` when the numbers of clients do not agree, or a trace cannot be used.
+    `num_clients` is that of the data (0: there is no data); paths of traces are relative to `folder`. Raises
+    `JobFileError` if the numbers of clients disagree, or a trace cannot be used.
     """
     rng = np.random.default_rng(np.random.SeedSequence([seed, 0xF1EE7]))
     devices = trace.read_devices((folder or Path()) / options.trace) if options.trace else trace.Devices()
@@ -85,10 +88,10 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
     rows = _rows(devices.num_devices, count, rng)
     drawn: dict[str, Floats] = {}
     for name in ("speed", "download", "upload", "latency_s", "examples"):
-        values = getattr(options, name).draw(count, rng)  # also where a trace replaces it: the others stay the same
+        values = getattr(options, name).draw(count, rng)  # even if a trace replaces it: the other draws stay the same
         drawn[name] = devices.numbers[name][rows] if name in devices.numbers else values
     for name in ("speed", "download", "upload"):
-        drawn[name] = np.maximum(drawn[name], SLOWEST)
+        drawn[name] = np.maximum(drawn[name], MIN_SPEED)
     drawn["latency_s"] = np.maximum(drawn["latency_s"], 0.0)
     drawn["examples"] = np.maximum(np.rint(drawn["examples"]), 1.0)
     labels = {name: _drawn_label(shares, count, rng) for name, shares in sorted(options.labels.items())}
@@ -105,16 +108,16 @@ def build_fleet(options: FleetOptions, seed: int, num_clients: int = 0, folder: 
 def _count(options: FleetOptions, num_clients: int, devices: trace.Devices) -> int:
     count = options.num_clients or num_clients or devices.num_devices
     if not count:
-        raise JobFileError("simulation.fleet.num_clients: this key is required where there is neither data nor a trace")
+        raise JobFileError("simulation.fleet.num_clients: this key is required without data and without a trace")
     if num_clients and count != num_clients:
         raise JobFileError(
-            f"simulation.fleet.num_clients = {count}: the data has {num_clients}; leave the key out, or say as many"
+            f"simulation.fleet.num_clients = {count}: the data has {num_clients}; leave the key out, or set it to that"
         )
     return count
 
 
 def _rows(num_devices: int, count: int, rng: np.random.Generator) -> Clients:
-    """Which device of a trace each client is: each its own if there are as many, else drawn."""
+    """Return the device of each client: a different one each if a trace has as many devices, else drawn at random."""
     if num_devices in (0, count):
         return np.arange(count)
     return rng.integers(num_devices, size=count)
@@ -126,5 +129,5 @@ def _drawn_label(shares: Mapping[str, float], count: int, rng: np.random.Generat
 
 
 def _traced_label(values: Any, rows: Clients) -> Label:
-    known, codes = np.unique(np.asarray(values, np.str_), return_inverse=True)
-    return Label(tuple(map(str, known)), codes.astype(np.int16)[rows])
+    names, codes = np.unique(np.asarray(values, np.str_), return_inverse=True)
+    return Label(tuple(map(str, names)), codes.astype(np.int16)[rows])

@@ -1,4 +1,4 @@
-"""The table `[simulation.fleet]` of a simulation file: what the clients are like, all from one seed."""
+"""The table `[simulation.fleet]` of a simulation file: the properties of the clients, all drawn from one seed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ MAX_CLIENTS = 10_000_000
 
 
 class FleetOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the clients of a simulation are like; each client draws its own values once.
+    """The properties of the clients of a simulation; each client's values are drawn once.
 
-    `num_clients`: 0 stands for as many as there are in the data. `speed`: examples a second. `download`, `upload`:
-    bytes a second. `latency_s`: of each transfer. `examples`: how many a client has, where no data says it. `labels`:
-    for each label, the share of its values. `noise`: each training time is multiplied by exp(N(0, noise²)).
+    `num_clients`: 0 stands for the number of clients in the data. `speed`: examples a second. `download`, `upload`:
+    bytes a second. `latency_s`: of each transfer. `examples`: of each client, without data. `labels`: for each label,
+    the shares of its values. `noise`: each training time is multiplied by exp(N(0, noise²)).
 
     Of all assignments the share `fails` ends with an error that the client reports, the share `vanishes` with a client
-    that falls silent and comes back after `away_s`, and the share `stragglers` has time for a uniformly drawn part of
-    its local steps only. `trace`: a CSV or JSON-lines file, relative to the simulation file, with one device a line;
-    its columns replace the distributions. `availability_trace`: another with spells of availability, which begin anew
-    every `repeat_s` (0: never).
+    that goes offline silently for `away_s`, and the share `stragglers` has time for a uniformly drawn part of its local
+    steps only. `trace`: a CSV or JSON-lines file, relative to the simulation file, with one device a line; its columns
+    replace the distributions. `availability_trace`: such a file with spells of availability, repeated every `repeat_s`
+    (0: never).
 
-    A check-in waits `wait_s` for work. Check-ins are handed to the coordinator in batches, `batch_s` after the first of
-    each, or when something else happens (0: each at its own moment). All begin within `arrive_s` (0: as if they came
-    from pauses that the coordinator had asked for while it had no job).
+    A check-in waits `wait_s` for an assignment. Check-ins reach the coordinator in batches, `batch_s` after the first
+    of each, or when something else happens (0: each at its own moment). All clients check in for the first time within
+    `arrive_s` (0: as if they returned from pauses that the coordinator had requested while it had no job).
     """
 
     num_clients: Annotated[int, Meta(ge=0, le=MAX_CLIENTS)] = 0

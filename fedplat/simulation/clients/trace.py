@@ -1,9 +1,9 @@
-"""Fleets that were measured: files with one device, or one spell of availability, a line.
+"""Traces of measured fleets: files with one device, or one spell of availability, a line.
 
-Both are CSV with a line of names at first, or JSON lines (`.jsonl`) of objects.
+Both are CSV files with a header, or JSON lines (`.jsonl`) of objects.
 
 - Devices: `speed` (examples a second), `download`, `upload` (bytes a second), `latency_s`, `examples`, all optional;
-  every column `label.NAME` is a label; `client` names the device, for the other file. Unknown columns are errors.
+  every column `label.NAME` is a label; `client` names the device for the other file. Unknown columns are errors.
 - Spells: `client`, `begin_s`, `end_s`, in seconds since the trace began.
 """
 
@@ -29,7 +29,7 @@ _SPELL = ("client", "begin_s", "end_s")
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What a file says of its devices, by column; only those that it has."""
+    """The columns that a file of devices has."""
 
     numbers: Mapping[str, Floats] = dataclasses.field(default_factory=dict[str, Floats])
     labels: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict[str, Sequence[str]])
@@ -38,7 +38,7 @@ class Devices:
 
 
 def read_devices(path: Path) -> Devices:
-    """Reads a file of devices. Raises `JobFileError`, which names the line."""
+    """Read a file of devices. Raises `JobFileError` with the line of the mistake."""
     numbers: dict[str, list[float]] = {}
     labels: dict[str, list[str]] = {}
     names: list[str] = []
@@ -55,36 +55,40 @@ def read_devices(path: Path) -> Devices:
                 known = ", ".join((*NUMBERS, "client", "label.NAME"))
                 raise JobFileError(f"{path}, line {line}: there is no column {column!r}; known columns: {known}")
         count += 1
-        if uneven := [name for name, found in {**numbers, **labels}.items() if len(found) != count]:
-            raise JobFileError(f"{path}, line {line}: {uneven[0]} is missing here or before; expected it in all lines")
+        if uneven := [name for name, values in {**numbers, **labels}.items() if len(values) != count]:
+            raise JobFileError(
+                f"{path}, line {line}: {uneven[0]} is missing in this line or an earlier one; expected it in all lines"
+            )
     if not count:
-        raise JobFileError(f"{path}: there is no device in it")
+        raise JobFileError(f"{path}: the file has no devices; expected at least one")
     return Devices({name: np.array(values) for name, values in numbers.items()}, labels, names, count)
 
 
 def read_intervals(
     path: Path, names: Sequence[str], rows: Clients, count: int, repeat_s: float, rng: np.random.Generator
 ) -> Intervals:
-    """Reads a file of spells. Clients behave as the device of their name, or as one that is drawn.
+    """Read a file of spells.
 
-    Raises `JobFileError`, which names the line.
+    With device `names`, client i behaves like device `rows[i]`. Without, it behaves like a trace client: a different
+    one each if the trace has `count` of them, else one drawn at random. Raises `JobFileError` with the line of the
+    mistake.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_client: dict[str, list[tuple[float, float]]] = {}
     for line, row in _rows(path):
         if set(row) != set(_SPELL):
             raise JobFileError(f"{path}, line {line}: it has {', '.join(row)}; expected {', '.join(_SPELL)}")
         begin, end = (_number(path, line, column, row[column], above=False) for column in _SPELL[1:])
         if not begin < end or (repeat_s and end > repeat_s):
             raise JobFileError(
-                f"{path}, line {line}: {begin:g} to {end:g} is no spell; expected begin_s < end_s"
+                f"{path}, line {line}: the spell is from {begin:g} to {end:g}; expected begin_s < end_s"
                 + (f" <= repeat_s = {repeat_s:g}" if repeat_s else "")
             )
-        found.setdefault(str(row["client"]), []).append((begin, end))
-    if not found:
-        raise JobFileError(f"{path}: there is no spell in it")
-    order = list(names) if names else sorted(found)
-    spells = [spell for name in order for spell in _merge_spells(found.get(name, []))]
-    sizes = [len(_merge_spells(found.get(name, []))) for name in order]
+        by_client.setdefault(str(row["client"]), []).append((begin, end))
+    if not by_client:
+        raise JobFileError(f"{path}: the file has no spells; expected at least one")
+    order = list(names) if names else sorted(by_client)
+    spells = [spell for name in order for spell in _merge_spells(by_client.get(name, []))]
+    sizes = [len(_merge_spells(by_client.get(name, []))) for name in order]
     first = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
     drawn = np.arange(count) if len(order) == count else rng.integers(len(order), size=count)
     who = rows if names else drawn
@@ -93,7 +97,7 @@ def read_intervals(
 
 
 def _merge_spells(spells: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The spells in order; those that touch are one."""
+    """Sort spells, and merge those that touch or overlap."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spells):
         if merged and begin <= merged[-1][1]:
@@ -104,7 +108,7 @@ def _merge_spells(spells: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines of a file, with their numbers."""
+    """Yield the rows of a file with their line numbers."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             if path.suffix == ".jsonl":
@@ -115,12 +119,12 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
                 if None in row or None in row.values():
-                    raise JobFileError(f"{path}, line {reader.line_num}: it has not as many cells as the first line")
+                    raise JobFileError(f"{path}, line {reader.line_num}: expected as many cells as in the first line")
                 yield reader.line_num, row
     except OSError as exc:
         raise JobFileError(f"the trace {path} cannot be read: {exc.strerror or exc}") from exc
     except (ValueError, csv.Error, msgspec.MsgspecError) as exc:
-        raise JobFileError(f"{path} is no trace: {exc}; expected CSV with names in its first line, or .jsonl") from exc
+        raise JobFileError(f"{path} is not a trace: {exc}; expected CSV with a header, or .jsonl") from exc
 
 
 def _number(path: Path, line: int, column: str, value: Any, *, above: bool) -> float:

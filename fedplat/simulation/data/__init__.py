@@ -1,4 +1,4 @@
-"""The data of a simulated fleet: sources of examples, and partitioners that deal them out to clients.
+"""The data of a simulated fleet: sources of examples, and partitioners that divide them between clients.
 
 >>> import numpy as np
 >>> dataset = Dataset.from_arrays(np.zeros((10, 2), np.float32), np.arange(10) % 2)
@@ -20,13 +20,16 @@ from fedplat.simulation.data.partitioners import Partition
 from fedplat.simulation.data.sources import Source, SourcePaths, data_folder
 
 _HOLD_OUT, _DEAL = 1, 2
-"""What a generator is for: the last number of its seed sequence."""
+"""The purpose of a random generator: the last number of its seed sequence."""
 
 
 def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
-    """Deals examples out to clients; the partition's own seed goes before `seed`. Raises `DataError`."""
-    own = seed if partition.seed is None else partition.seed
-    parts = partition.split(dataset, np.random.default_rng(np.random.SeedSequence([own, _DEAL])))
+    """Divide examples between clients, by the partition's own seed or else by `seed`.
+
+    Raises `DataError` if the partition is impossible or leaves a client without an example.
+    """
+    entropy = seed if partition.seed is None else partition.seed
+    parts = partition.split(dataset, np.random.default_rng(np.random.SeedSequence([entropy, _DEAL])))
     empty = [client for client, part in enumerate(parts) if len(part) == 0]
     if empty:
         raise DataError(f"the partition leaves client {empty[0]} without an example; use fewer clients")
@@ -37,20 +40,21 @@ def deal(dataset: Dataset, partition: Partition, seed: int) -> Federation:
 
 
 def federation(source: Source, partition: Partition | None, *, seed: int = 0, folder: Path | None = None) -> Federation:
-    """The data of a fleet, as the tables `[simulation.data]` and `[simulation.partition]` describe it.
+    """Load the data of a fleet, as described by the tables `[simulation.data]` and `[simulation.partition]`.
 
-    Files are relative to `folder` (the working directory). What a source without test data holds out does not depend
-    on the seed, so that runs with different seeds are scored alike. Raises `DataError`.
+    Files are relative to `folder` (by default the working directory). If a source has no test data, the examples that
+    are held out do not depend on the seed, so that runs with different seeds have the same test data. Raises
+    `DataError`.
     """
     rng = np.random.default_rng(np.random.SeedSequence([_HOLD_OUT]))
     loaded = source.load(SourcePaths(folder or Path.cwd(), data_folder(), rng))
     if isinstance(loaded, Federation):
         if partition is not None:
-            raise DataError("the data comes dealt out to clients; leave [simulation.partition] out")
+            raise DataError("the data is already partitioned over clients; leave [simulation.partition] out")
         return loaded
     if partition is None:
         if loaded.groups is None:
-            raise DataError("the data has to be dealt out to clients: add a table [simulation.partition] with a scheme")
+            raise DataError("the data is not partitioned: add a table [simulation.partition] with a scheme")
         partition = partitioners.Natural()
     return deal(loaded, partition, seed)
 

@@ -1,7 +1,7 @@
-"""The data of a simulated fleet: examples, and who has which.
+"""The data of a simulated fleet: examples, and the examples of each client.
 
-A `Dataset` is what a source gives; a partitioner says which of its examples each client has; together they are a
-`Federation`, which training engines take. All of it is NumPy: torch is the engines' business.
+A source loads a `Dataset`; a partitioner assigns its examples to clients; together they are a `Federation`, which
+engines train on. All arrays are NumPy arrays: only engines convert them to PyTorch tensors.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fedplat.errors import DataError
 
 Array = npt.NDArray[Any]
 Part = npt.NDArray[np.int64]
-"""Indices of one client's examples."""
+"""The indices of one client's examples."""
 _KEEP = 3
-"""What a generator is for, in its seed sequence."""
+"""The purpose of a random generator, in its seed sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples before they are dealt out: `inputs[i]` belongs to `targets[i]`.
+    """Examples before they are partitioned: `inputs[i]` belongs to `targets[i]`.
 
-    `groups[i]` is the number of the natural owner of example i (a speaker, a writer), an index of `group_names`;
-    None where the data has no natural owners. Raises `ValueError` where the lengths disagree.
+    `groups[i]` is the natural owner of example i (a speaker, a writer) as an index into `group_names`; None if the data
+    has no natural owners. Raises `ValueError` if the lengths disagree or there are no examples.
     """
 
     inputs: Array
@@ -47,19 +47,19 @@ class Dataset:
 
     @classmethod
     def from_arrays(cls, inputs: Array, targets: Array, test: tuple[Array, Array] | None = None) -> Dataset:
-        """Examples without natural owners; without `test` there is nothing held out."""
+        """Create a data set without natural owners; without `test` it has no test data."""
         held_out = (inputs[:0], targets[:0]) if test is None else test
         return cls(inputs, targets, *held_out)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Federation:
-    """Examples and who has which: client i has those that `parts[i]` lists, in that order.
+    """Examples and their clients: client i trains on those that `parts[i]` lists, in that order.
 
-    The examples of `test_inputs` belong to nobody and score the model. Those that `held_out[i]` lists are client i's
-    too: it does not train on them, but scores models with them (empty: no client has such examples). `names` says what
-    clients are called where the data knows (speakers, writers). Raises `ValueError` where a client has no example, or
-    one that does not exist.
+    `test_inputs` and `test_targets` are the central test data, which no client has. Client i also has the examples that
+    `held_out[i]` lists: it does not train on them, but scores models on them (empty: no client has such examples).
+    `names` are the clients' names in the data, if it has them (speakers, writers). Raises `ValueError` if a client has
+    no example, or one that does not exist, and if lengths disagree.
     """
 
     inputs: Array
@@ -82,48 +82,49 @@ class Federation:
                 if len(part) == 0:
                     raise ValueError(f"client {client} has no{kind} examples; expected at least one for every client")
                 if part.min() < 0 or part.max() >= len(self.inputs):
-                    raise ValueError(f"client {client} has an example that is not there: {part.min()} to {part.max()}")
+                    expected = f"expected 0 to {len(self.inputs) - 1}"
+                    raise ValueError(f"client {client} has examples {part.min()} to {part.max()}; {expected}")
         if self.names and len(self.names) != len(self.parts):
             raise ValueError(f"there are {len(self.names)} names for {len(self.parts)} clients")
 
     @property
     def num_clients(self) -> int:
-        """Number of clients, each of which has data."""
+        """The number of clients, each of which has data."""
         return len(self.parts)
 
     def num_examples(self, client: int) -> int:
-        """How many examples a client trains on."""
+        """Return the number of a client's training examples."""
         return len(self.parts[client])
 
     def num_held_out(self, client: int) -> int:
-        """How many examples a client scores models with."""
+        """Return the number of a client's held-out examples."""
         return len(self.held_out[client]) if self.held_out else 0
 
     def examples(self, client: int) -> tuple[Array, Array]:
-        """The inputs and targets that a client trains on, as copies."""
+        """Return copies of the inputs and targets that a client trains on."""
         part = self.parts[client]
         return self.inputs[part], self.targets[part]
 
     def sizes(self) -> Part:
-        """How many examples each client trains on."""
+        """Return the number of training examples of each client."""
         return np.array([len(part) for part in self.parts], np.int64)
 
     def sizes_held_out(self) -> Part:
-        """How many examples each client scores models with."""
+        """Return the number of held-out examples of each client."""
         return np.array([self.num_held_out(client) for client in range(self.num_clients)], np.int64)
 
     def holding_out(self, fraction: float, seed: int) -> Federation:
-        """The same clients, each of which keeps a part of its examples from training, to score models with.
+        """Return the same clients, each of which keeps a part of its examples from training, to score models on.
 
-        It has one at least, and one at least is left. Which ones is drawn for each client by itself. Raises `DataError`
-        where a client has a single example.
+        Each client holds out at least one example and trains on at least one; they are drawn independently for each
+        client. Raises `DataError` if a client has a single example.
         """
         parts: list[Part] = []
         held_out: list[Part] = []
         for client, part in enumerate(self.parts):
             if len(part) < 2:
                 raise DataError(
-                    f"client {client} has a single example, and cannot keep one from its training; use fewer clients "
+                    f"client {client} has a single example and cannot hold it out from training; use fewer clients "
                     "or a larger min_examples, or leave simulation.held_out out"
                 )
             count = min(max(1, round(fraction * len(part))), len(part) - 1)

@@ -1,4 +1,4 @@
-"""Training engines: ways to train simulated clients that give the same weights (extra "torch").
+"""Training engines: ways to train simulated clients that return the same weights (extra "torch").
 
-`loop` is what the others are compared with; `resident` is what trains, in whatever process.
+`loop` is the reference that tests compare the others with; `client_trainer` trains clients in every process.
 """

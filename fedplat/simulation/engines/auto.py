@@ -1,7 +1,7 @@
-"""Which engine computes a task fastest, found by letting each compute the first rounds.
+"""The engine that measures which other engine is the fastest, by running the first rounds with each of them.
 
-Nothing is computed only to be measured: the rounds of a trial count like all others. An engine is changed while no
-work is under way, and only where clients remember nothing from round to round: that stays with its engine.
+The rounds of a trial count like all others: nothing is computed only to be measured. The engine changes only while no
+task is in progress and no client has a state, because each engine stores its own client states.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+
+from typing_extensions import override
 
 from fedplat.errors import EngineError
 from fedplat.model import Parameters
@@ -20,14 +22,14 @@ from fedplat.simulation.engines.processes import ProcessEngine
 from fedplat.simulation.engines.vmap import VmapEngine
 
 ROUNDS = 3
-"""Of a trial: the first ones make an engine start, allocate and record."""
+"""Rounds of a trial: in the first ones an engine starts, allocates memory and records its operations."""
 MIN_TRIAL_S = 0.5
-"""Seconds after which a trial ends with the round."""
+"""Seconds of training after which a trial ends early, at the end of the round."""
 
 
 @dataclass
 class _Candidate:
-    """An engine on trial. `best` is the most examples a second in one of its rounds."""
+    """An engine on trial; `best` is its highest throughput in a round, in examples a second."""
 
     name: str
     make: Callable[[], Engine]
@@ -38,88 +40,90 @@ class _Candidate:
     best: float = 0.0
 
 
-class AutoEngine:
+class AutoEngine(Engine):
     """Trains with `processes` (with one worker: `loop`), then with `vmap`, and from then on with the faster one.
 
-    `clock` tells seconds. `choice` says what was chosen, and why.
+    `clock` returns seconds. `choice` describes the chosen engine and the measured throughputs, for people.
     """
 
     def __init__(self, task: ClientTraining, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         first = _Candidate("loop", lambda: LoopEngine(task))
         if num_workers > 1:
             first = _Candidate("processes", lambda: ProcessEngine(task, num_workers))
-        self._open = [first, _Candidate("vmap", lambda: _vmap(task))]
+        self._untried = [first, _Candidate("vmap", lambda: _make_vmap(task))]
         self._tried: list[_Candidate] = []
-        self._current, self._clock = self._open.pop(0), clock
+        self._current, self._clock = self._untried.pop(0), clock
         self._engine = self._current.engine = self._current.make()
         self._models: dict[int, Parameters] = {}
-        self._under_way: dict[Work, None] = {}
+        self._in_progress: dict[Work, None] = {}
         self._spent = self._examples = 0.0
         self.choice = f"{first.name}, to begin with"
 
     @property
+    @override
     def num_clients(self) -> int:
-        """Number of clients that have data."""
         return self._engine.num_clients
 
+    @override
     def num_examples(self, client: int) -> int:
-        """How many examples a client trains on."""
         return self._engine.num_examples(client)
 
+    @override
     def publish(self, version: int, model: Parameters) -> None:
-        """Makes a committed version known."""
         self._models[version] = model
         self._engine.publish(version, model)
         self._current.versions.add(version)
 
+    @override
     def retire(self, version: int) -> None:
-        """No further work begins with this version."""
         del self._models[version]
         self._engine.retire(version)
         self._current.versions.discard(version)
 
+    @override
     def begin(self, works: Sequence[Work]) -> None:
-        """Begins works, with the next engine if it is time for that."""
-        if not self._under_way:
-            self._end_of_round()
-        self._under_way |= dict.fromkeys(works)
+        """Begin tasks, with the next engine if a trial has ended."""
+        if not self._in_progress:
+            self._end_round()
+        self._in_progress |= dict.fromkeys(works)
         with self._time():
             self._engine.begin(works)
 
+    @override
     def result(self, work: Work) -> LocalUpdate:
-        """Waits for a work's result."""
-        with nullcontext() if work.scores else self._time():  # engines differ in training
+        """Wait for a task. If `vmap` turns out not to support it, the engine before computes it."""
+        with nullcontext() if work.scores else self._time():  # engines differ in training only
             try:
                 trained = self._engine.result(work)
             except EngineError:
                 if self._current.name != "vmap" or not self._tried:
                     raise
-                self._give_up()
+                self._fall_back()
                 trained = self._engine.result(work)
-        del self._under_way[work]
+        del self._in_progress[work]
         if not work.scores:
             self._examples += work.fraction * trained.num_examples
         return trained
 
+    @override
     def drop(self, work: Work) -> None:
-        """Nobody will ask for this result, or its update was not merged."""
-        self._under_way.pop(work, None)
+        self._in_progress.pop(work, None)
         self._engine.drop(work)
 
+    @override
     def memories(self) -> Mapping[int, Contents]:
-        """What clients remember."""
         return self._engine.memories()
 
+    @override
     def remember(self, memories: Mapping[int, Contents]) -> None:
-        """Replaces what clients remember."""
         self._engine.remember(memories)
 
+    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Scores a model on the data that no client has."""
         return self._engine.evaluate(model)
 
+    @override
     def close(self) -> None:
-        """Ends all engines that were tried."""
         for candidate in (*self._tried, self._current):
             if candidate.engine is not None:
                 candidate.engine.close()
@@ -131,7 +135,7 @@ class AutoEngine:
         yield
         self._spent += self._clock() - start
 
-    def _end_of_round(self) -> None:
+    def _end_round(self) -> None:
         current = self._current
         if not self._examples:
             return
@@ -141,21 +145,21 @@ class AutoEngine:
         self._spent = self._examples = 0.0
         is_tried = current.rounds >= ROUNDS or current.seconds >= MIN_TRIAL_S
         if not self._is_decided and is_tried and not self._engine.memories():
-            self._next()
+            self._try_next()
 
     @property
     def _is_decided(self) -> bool:
-        return not self._open and not self._tried
+        return not self._untried and not self._tried
 
-    def _next(self) -> None:
-        """Goes on with the next candidate, or with the best when all were tried."""
+    def _try_next(self) -> None:
+        """Change to the next candidate, or to the fastest one when all were tried."""
         self._tried.append(self._current)
-        while self._open:
-            candidate = self._open.pop(0)
+        while self._untried:
+            candidate = self._untried.pop(0)
             try:
                 candidate.engine = candidate.make()
             except EngineError:
-                continue  # it cannot do this task
+                continue  # it does not support this task
             self._use(candidate)
             return
         self._decide()
@@ -168,12 +172,12 @@ class AutoEngine:
                 other.engine.close()
         self.choice = ", ".join(f"{each.name} with {each.best:,.0f} examples/s" for each in tried)
 
-    def _give_up(self) -> None:
-        """`vmap` turned out not to be able to do it: goes on with the engine before, and with the same works."""
+    def _fall_back(self) -> None:
+        """Return to the engine before `vmap`, with the same tasks."""
         self._use(self._tried[-1])
-        self._open, self._tried = [], []
-        self.choice = f"{self._current.name}: vmap cannot do it"
-        self._engine.begin(list(self._under_way))
+        self._untried, self._tried = [], []
+        self.choice = f"{self._current.name}: vmap does not support this training"
+        self._engine.begin(list(self._in_progress))
 
     def _use(self, candidate: _Candidate) -> None:
         assert candidate.engine is not None
@@ -185,8 +189,8 @@ class AutoEngine:
         candidate.versions = set(self._models)
 
 
-def _vmap(task: ClientTraining) -> Engine:
+def _make_vmap(task: ClientTraining) -> Engine:
     engine = VmapEngine(task)
     if engine.at_once < 2:
-        raise EngineError("the model is too large to train several of it at once")
+        raise EngineError("the model is too large to train several copies of it at once")
     return engine

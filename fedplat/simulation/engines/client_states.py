@@ -1,4 +1,4 @@
-"""What simulated clients remember between their trainings, in whatever form an engine keeps it."""
+"""The states of simulated clients between rounds, in the representation that an engine chooses."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Generic, TypeVar
 
 from fedplat.simulation.engines.interface import Work
 
-Note = TypeVar("Note")
+State = TypeVar("State")
 
 
-class ClientStates(Generic[Note]):
-    """One note for each client that remembers something.
+class ClientStates(Generic[State]):
+    """The state of each client that has one.
 
-    A new note counts at once, and can be undone until the client begins its next work. `release` is given each note
-    that nobody needs any more.
+    A new state takes effect at once, and can be undone until the client begins its next task. `release` is called with
+    each state that is not needed any more.
     """
 
-    def __init__(self, release: Callable[[Note], object] = lambda note: None) -> None:
+    def __init__(self, release: Callable[[State], object] = lambda state: None) -> None:
         self._release = release
-        self._now: dict[int, Note] = {}
-        self._before: dict[int, tuple[Work, Note | None]] = {}
+        self._now: dict[int, State] = {}
+        self._before: dict[int, tuple[Work, State | None]] = {}
 
-    def begin(self, work: Work) -> Note | None:
-        """What the client remembers as it begins a work; None if nothing."""
+    def begin(self, work: Work) -> State | None:
+        """Return the state that a client begins a task with, or None. The previous task can no longer be undone."""
         _, before = self._before.pop(work.client, (None, None))
         if before is not None:
             self._release(before)
         return self._now.get(work.client)
 
-    def put(self, work: Work, note: Note) -> None:
-        """A work gave the client something to remember, instead of what it began with."""
+    def put(self, work: Work, state: State) -> None:
+        """Store the state that a task ended with; the one it began with is kept for `undo`."""
         self._before[work.client] = work, self._now.get(work.client)
-        self._now[work.client] = note
+        self._now[work.client] = state
 
     def undo(self, work: Work) -> None:
-        """A work's result did not count after all."""
-        of, before = self._before.get(work.client, (None, None))
-        if of != work:
+        """Restore the state that a task began with, if the task is the last of its client to have stored one."""
+        last, before = self._before.get(work.client, (None, None))
+        if last != work:
             return
         del self._before[work.client]
         self._release(self._now.pop(work.client))
@@ -45,15 +45,15 @@ class ClientStates(Generic[Note]):
             self._now[work.client] = before
 
     def clear(self) -> None:
-        """No client remembers anything."""
-        for note in (*self._now.values(), *(before for _, before in self._before.values() if before is not None)):
-            self._release(note)
+        """Release all states."""
+        for state in (*self._now.values(), *(before for _, before in self._before.values() if before is not None)):
+            self._release(state)
         self._now, self._before = {}, {}
 
-    def replace(self, notes: Mapping[int, Note]) -> None:
-        """Gives clients these notes, instead of all that they had."""
+    def replace(self, states: Mapping[int, State]) -> None:
+        """Replace all states."""
         self.clear()
-        self._now.update(notes)
+        self._now.update(states)
 
-    def __iter__(self) -> Iterator[tuple[int, Note]]:
+    def __iter__(self) -> Iterator[tuple[int, State]]:
         return iter(self._now.items())

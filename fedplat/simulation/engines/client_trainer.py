@@ -1,4 +1,4 @@
-"""What trains clients and stays where it is: a module, the data, and the versions in the form that training wants."""
+"""Trainers of clients, each in one process for its lifetime: a module, the data, and the versions in use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fedplat.simulation.data.federation import Array, Federation
 from fedplat.simulation.engines.interface import Work
 
 Contents = Mapping[str, Parameters]
-"""What a client remembers, as `ClientState` has it."""
+"""A client state: parameters by name, as in `ClientState`."""
 
 
 NO_UPDATE = Parameters.from_arrays({})
-"""Of a work that scores."""
+"""The update of a task that scores."""
 
 
 class LocalResult(NamedTuple):
-    """What a work gave; `contents` is None where the client remembers no more than before."""
+    """The result of a task; `contents` is the new client state, or None if it did not change."""
 
     update: Parameters
     metrics: Mapping[str, float]
@@ -35,28 +35,28 @@ class LocalResult(NamedTuple):
 
 
 def num_examples(federation: Federation, work: Work) -> float:
-    """How many examples a work is about."""
+    """Return the number of examples that a task trains on or scores."""
     return float((federation.num_held_out if work.scores else federation.num_examples)(work.client))
 
 
 class ClientTraining(NamedTuple):
-    """What is trained, on which data, and how."""
+    """The model to train, the data and the options of local training."""
 
     federation: Federation
     learner: Learner
     options: LocalOptions
     seed: int = 0
-    """For what a client has for itself at first: its personal layers."""
+    """The seed of the initial values of clients' personal layers."""
 
 
 class ModuleTrainer:
-    """Trains clients one after the other with one module, on the examples that it is given."""
+    """Trains clients one after the other with one module, on the examples that the caller passes."""
 
     def __init__(self, learner: Learner, options: LocalOptions, seed: int = 0, device: str = "cpu") -> None:
         self._options = options
         self.trainee = Trainee(learner, device, seed=seed)
         if options.is_private:
-            from fedplat.pytorch import dp  # here, and not in each process that is forked later
+            from fedplat.pytorch import dp  # import it here, before workers are forked, and not once in each of them
 
             dp.check(self.trainee.module)
         self._flat = _flat_trainer(self.trainee, options)
@@ -64,13 +64,13 @@ class ModuleTrainer:
         self._schema: Schema | None = None
 
     def check(self, model: Parameters) -> None:
-        """Raises `ModelError` when a model does not fit the module."""
+        """Raise `ModelError` if a model does not fit the module."""
         if model.schema is not self._schema:
             self.trainee.load(model, ClientState())
             self._schema = model.schema
 
     def publish(self, version: int, model: Parameters) -> None:
-        """Keeps a version until it is retired. Raises `ModelError` when it does not fit the module."""
+        """Store a version until it is retired. Raises `ModelError` if it does not fit the module."""
         self.check(model)
         if self._flat is None:
             self._bases[version] = Base(model, torch.empty(0), torch.empty(0), {})
@@ -78,51 +78,56 @@ class ModuleTrainer:
             self._bases[version] = self._flat.base(model)
 
     def retire(self, version: int) -> None:
-        """Forgets a version."""
+        """Remove a version."""
         del self._bases[version]
 
     def answer_on(
         self, examples: PartExamples, work: Work, contents: Contents, buffer: Bytes | None = None
     ) -> LocalResult:
-        """A work of a client that has these examples for it; its update lies in `buffer` if there is one."""
-        base, memory = self._bases[work.version], ClientState(contents)
-        if work.scores:
-            return self.score_on(examples, base.parameters, memory)
-        with one_thread():
-            update, metrics = self._train(base, self.training_on(examples, work, memory), buffer)
-        return LocalResult(update, metrics, memory.contents if memory.changed else None)
+        """Train or score on a client's examples; the update is written to `buffer` if there is one.
 
-    def score_on(self, examples: PartExamples, model: Parameters, memory: ClientState) -> LocalResult:
-        """A work that scores, of a client that has these examples for it."""
-        return LocalResult(NO_UPDATE, self.evaluate_on(examples, model, memory), None)
+        `contents` is the client state at the start.
+        """
+        base, state = self._bases[work.version], ClientState(contents)
+        if work.scores:
+            return self.score_on(examples, base.parameters, state)
+        with one_thread():
+            update, metrics = self._train(base, self.training_on(examples, work, state), buffer)
+        return LocalResult(update, metrics, state.contents if state.changed else None)
+
+    def score_on(self, examples: PartExamples, model: Parameters, state: ClientState) -> LocalResult:
+        """Score a model on a client's examples, and return the result of the task."""
+        return LocalResult(NO_UPDATE, self.evaluate_on(examples, model, state), None)
 
     def evaluate_on(
-        self, examples: PartExamples, model: Parameters, memory: ClientState | None = None
+        self, examples: PartExamples, model: Parameters, state: ClientState | None = None
     ) -> dict[str, float]:
-        """Scores a model, with what a client remembers; empty if there are no examples."""
+        """Score a model with a client state; returns no metrics if there are no examples."""
         with one_thread():
-            return evaluate(self.trainee, model, examples, memory=memory) if len(examples) else {}
+            return evaluate(self.trainee, model, examples, memory=state) if len(examples) else {}
 
-    def training_on(self, examples: PartExamples, work: Work, memory: ClientState) -> LocalTraining:
-        """What a work means for a client that has these examples."""
+    def training_on(self, examples: PartExamples, work: Work, state: ClientState) -> LocalTraining:
+        """Return the local training of a task on a client's examples."""
         return LocalTraining(
             examples=examples,
             options=self._options,
             seed=work.seed,
             round_number=work.version + 1,
             fraction=work.fraction,
-            client_state=memory,
+            client_state=state,
             noise_seed=work.seed,
         )
 
-    def _train(self, base: Base, work: LocalTraining, buffer: Bytes | None) -> tuple[Parameters, Mapping[str, float]]:
+    def _train(
+        self, base: Base, training: LocalTraining, buffer: Bytes | None
+    ) -> tuple[Parameters, Mapping[str, float]]:
         if self._flat is not None:
             try:
-                return self._flat.train(base, work, buffer)
-            except UnsuitableError:  # known only once it is tried
+                return self._flat.train(base, training, buffer)
+            except UnsuitableError:  # only the first training shows it
                 self._flat = None
         parameters = base.parameters.copy()
-        metrics = train(self.trainee, parameters, work)
+        metrics = train(self.trainee, parameters, training)
         update = parameters.minus(base.parameters)
         if buffer is not None:
             buffer[:] = update.buffer
@@ -130,54 +135,57 @@ class ModuleTrainer:
 
 
 class InProcessTrainer(ModuleTrainer):
-    """Trains clients of a task, whose data lies here."""
+    """Trains clients on data in the memory of this process."""
 
     def __init__(self, task: ClientTraining, device: str = "cpu") -> None:
         super().__init__(task.learner, task.options, task.seed, device)
         federation = task.federation
         self._parts, self._held_out = federation.parts, federation.held_out
-        self._inputs, self._targets = tensor_of(federation.inputs, device), tensor_of(federation.targets, device)
+        self._inputs, self._targets = to_tensor(federation.inputs, device), to_tensor(federation.targets, device)
         self._test = PartExamples(
-            tensor_of(federation.test_inputs, device),
-            tensor_of(federation.test_targets, device),
+            to_tensor(federation.test_inputs, device),
+            to_tensor(federation.test_targets, device),
             np.arange(len(federation.test_targets)),
         )
 
     def answer(self, work: Work, contents: Contents, buffer: Bytes | None = None) -> LocalResult:
-        """One client's work; its update lies in `buffer` if there is one."""
+        """Train or score a client; the update is written to `buffer` if there is one."""
         return self.answer_on(self._examples(work), work, contents, buffer)
 
     def score(self, work: Work, contents: Contents, model: Parameters) -> LocalResult:
-        """One client's work that scores, with the model of its version."""
+        """Score `model`, which is the task's version, on the held-out examples of the task's client."""
         return self.score_on(self._examples(work), model, ClientState(contents))
 
     def evaluate(self, model: Parameters, start: int = 0, stop: int | None = None) -> dict[str, float]:
-        """Scores a model on the held-out examples [start, stop); empty if there are none."""
+        """Score a model on the central test examples [start, stop); returns no metrics without examples."""
         return self.evaluate_on(PartExamples(self._test.inputs, self._test.targets, self._test.part[start:stop]), model)
 
-    def training(self, work: Work, memory: ClientState) -> LocalTraining:
-        """What a work means for its client."""
-        return self.training_on(self._examples(work), work, memory)
+    def training(self, work: Work, state: ClientState) -> LocalTraining:
+        """Return the local training of a task on its client's examples."""
+        return self.training_on(self._examples(work), work, state)
 
     def _examples(self, work: Work) -> PartExamples:
         part = (self._held_out if work.scores else self._parts)[work.client]
         return PartExamples(self._inputs, self._targets, part)
 
 
-def tensor_of(array: Array, device: str = "cpu") -> torch.Tensor:
-    """Data as modules and losses want it: float32 or int64 but for types that somebody chose on purpose."""
+def to_tensor(array: Array, device: str = "cpu") -> torch.Tensor:
+    """Convert an array to a tensor: float64 to float32 and integers to int64, as modules and losses require.
+
+    Other types are kept: the user chose them on purpose.
+    """
     if array.dtype == np.float64:
         array = array.astype(np.float32)
     elif array.dtype.kind in "iu":
         array = array.astype(np.int64, copy=False)
     elif not array.flags.writeable:
-        array = array.copy()  # torch warns of what it must not write to, such as a mapped file
+        array = array.copy()  # torch warns about arrays that it must not write to, such as a mapped file
     return torch.from_numpy(array).to(device)
 
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Within it PyTorch computes on the calling thread: clients are the unit of parallel work, not their matrices."""
+    """Compute on the calling thread inside the block: engines run clients in parallel, not single operations."""
     before = torch.get_num_threads()
     if before == 1:
         yield

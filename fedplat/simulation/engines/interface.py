@@ -1,4 +1,4 @@
-"""What a simulation is made of: the driver knows these and no implementation of them."""
+"""The `Engine` protocol, which trains simulated clients, and the tasks and updates that it exchanges."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedplat.model import Parameters
 
 
 class Work(NamedTuple):
-    """One client's local training, as an assignment asks for it.
+    """The task of one client in one assignment: local training, or scoring a version if `scores` is true.
 
-    `client` is its index in the fleet, from 0 on. `version` is the model version that it begins with. `seed` decides
-    the order of its batches and all else that is random in it, so that the result does not depend on when, where and
-    beside whom it is computed. `fraction` is the part of its local steps that it has time for: 1 but for stragglers
-    whose partial work counts. A work that `scores` trains nothing: the client scores the version, with what it
-    remembers, on the examples that it keeps from training.
+    `client` is the client's index in the fleet, from 0. `version` is the model version that training starts from.
+    `seed` determines the batch order and all other randomness, so the result does not depend on when, where or together
+    with which other clients it is computed. `fraction` is the part of the local steps that the client has time for: 1
+    except for stragglers whose partial work counts. A task that scores trains nothing: the client evaluates the
+    version, with its client state, on its held-out examples.
     """
 
     client: int
@@ -28,9 +28,9 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """What local training gave: the difference from the base version, and what the client reports of it.
+    """The result of local training: the difference from the base version, and the reported metrics.
 
-    The update of a work that scores has no tensors, and its examples are those that it scored.
+    For a task that scores, `update` has no tensors and `num_examples` counts the examples that were scored.
     """
 
     update: Parameters
@@ -39,57 +39,57 @@ class LocalUpdate:
 
 
 class Engine(Protocol):
-    """Trains simulated clients. All engines give the same updates for the same works, to 1e-6.
+    """Trains simulated clients. All engines return the same updates for the same tasks, to 1e-6.
 
-    The driver publishes a version before any work names it, begins works as soon as it knows that their reports will
-    matter, as many at once as it can, and asks for each result once, in any order. A client has at most one work under
-    way; what a client remembers between rounds (a control variate, personal layers) is the engine's.
+    The driver publishes a version before any task names it, begins tasks as soon as it expects their reports to matter,
+    as many at once as it can, and fetches each result once, in any order. A client has at most one task in progress.
+    The engine stores the client states (a control variate, personal layers) between rounds.
     """
 
     @property
     def num_clients(self) -> int:
-        """Number of clients that have data."""
+        """The number of clients that have data."""
         ...
 
     def num_examples(self, client: int) -> int:
-        """How many examples a client trains on; known without training, for its time and its weight."""
+        """Return the number of a client's training examples: its duration and weight are computed from it."""
         ...
 
     def publish(self, version: int, model: Parameters) -> None:
-        """Makes a committed version known; `model` is not changed afterwards."""
+        """Add a committed version; `model` must not be changed afterwards."""
         ...
 
     def retire(self, version: int) -> None:
-        """No further work begins with this version."""
+        """Mark a version as unused by later tasks; those in progress still use it."""
         ...
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Begins works, now or when the first result is asked for, together where that is faster."""
+        """Begin tasks, now or when the first result is fetched; an engine may compute several together."""
         ...
 
     def result(self, work: Work) -> LocalUpdate:
-        """Waits for a work's result and hands it over. Raises what the training raised."""
+        """Wait for a task and return its result. Raises what the training raised."""
         ...
 
     def drop(self, work: Work) -> None:
-        """Nobody will ask for this result, or its update was not merged: what the client remembers of it is forgotten.
+        """Discard a task whose result is not needed or was not merged, and restore its client's previous state.
 
-        What it remembered before counts again. A work is dropped at most once, before or after its result.
+        A task is dropped at most once, before or after its result is fetched.
         """
         ...
 
     def memories(self) -> Mapping[int, Mapping[str, Parameters]]:
-        """What clients remember between rounds, by client and name; only those that remember something."""
+        """Return the client states by client and name; clients without a state are left out."""
         ...
 
     def remember(self, memories: Mapping[int, Mapping[str, Parameters]]) -> None:
-        """Replaces what clients remember, before any work begins: a run that was stopped goes on."""
+        """Replace all client states when a stopped run resumes, before any task begins."""
         ...
 
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Scores a model on the data that no client has; empty if there are none."""
+        """Score a model on the central test data; returns no metrics without such data."""
         ...
 
     def close(self) -> None:
-        """Ends processes and frees memory."""
+        """End the engine's processes and free its memory."""
         ...

@@ -1,4 +1,4 @@
-"""What an engine and its worker processes tell each other: small records as msgpack, and arrays by their slots."""
+"""The messages between an engine and its worker processes: small msgpack records that refer to arrays by slot."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from msgspec import Struct
 from fedplat.model import Parameters
 
 MAX_BYTES = 1 << 16
-"""Of one message."""
+"""The largest message, in bytes."""
 MAX_FAILURE = 1 << 14
-"""Characters of a failure's text."""
+"""The longest error text, in characters."""
 
 
 class Note(Struct, frozen=True, array_like=True):
-    """Where something of so many bytes lies that a client remembers."""
+    """A client state in shared memory: its slot and its size in bytes."""
 
     slot: int
     size: int
 
 
 class TrainTask(Struct, frozen=True, tag=True, array_like=True):
-    """One work. `base` is the version's slot, `update` that for the result, `after` that for what to remember.
+    """A training or scoring task of one client.
 
-    One that scores uses neither of the latter.
+    `base` is the slot of the version, `before` the client state at the start if there is one. `update` and `after` are
+    the slots to write the update and the new client state to; a task that scores uses neither.
     """
 
     number: int
@@ -41,7 +42,7 @@ class TrainTask(Struct, frozen=True, tag=True, array_like=True):
 
 
 class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):
-    """Scores the model in a slot on the held-out examples [start, stop)."""
+    """A request to score the model in slot `base` on the central test examples [start, stop)."""
 
     number: int
     base: int
@@ -50,7 +51,7 @@ class ScoreRequest(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(Struct, frozen=True, array_like=True):
-    """What came of a request. `note` is what the client remembers now, if that is new; `failure` says what failed."""
+    """The reply to a request. `note` is the new client state if it changed; `failure` is the error text, or ""."""
 
     number: int
     metrics: dict[str, float] = {}
@@ -65,10 +66,10 @@ _contents = msgspec.msgpack.Decoder(dict[str, memoryview])
 
 
 def pack_state(contents: Mapping[str, Parameters]) -> bytes:
-    """What a client remembers, as bytes."""
+    """Encode a client state."""
     return encode({name: values.to_bytes() for name, values in contents.items()})
 
 
 def unpack_state(content: bytes) -> dict[str, Parameters]:
-    """The same from its bytes."""
+    """Decode a client state that `pack_state` encoded."""
     return {name: Parameters.from_bytes(values) for name, values in _contents.decode(content).items()}

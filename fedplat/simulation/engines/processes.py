@@ -1,8 +1,8 @@
-"""Worker processes that stay: each has the module, and shares the data and all arrays with this process.
+"""Persistent worker processes: each has the module, and shares the data and all arrays with this process.
 
-Workers are forked, so they begin at once, and nothing has to be sent or pickled: not the data, not the user's module.
-They take works from one queue, the longest first, and arrays go through shared memory in both directions. The module
-must not use a GPU, which a forked process cannot share.
+Workers are forked, so they start at once, and neither the data nor the user's module is pickled or sent. They receive
+tasks from one queue, the longest first, and arrays pass through shared memory in both directions. The module must not
+use a GPU, which a forked process cannot share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from fedplat.errors import EngineError, ModelError
 from fedplat.model import Parameters, Schema
@@ -25,7 +26,7 @@ from fedplat.simulation.engines.client_trainer import (
     InProcessTrainer,
     num_examples,
 )
-from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.engines.messages import Done, Note, ScoreRequest, TrainTask
 from fedplat.simulation.engines.shared_memory import Arrays, Texts
 from fedplat.simulation.engines.version_refs import Versions
@@ -34,55 +35,57 @@ from fedplat.simulation.engines.worker import EngineWorker, Shared, serve
 from fedplat.simulation.engines.worker_pool import ForkedWorkers
 
 _WAITING = 8
-"""Requests in the queue for each worker: enough that none waits while this process is busy, and few, because a long
-work that comes later shall still go before short ones."""
+"""Queued requests for each worker: enough that no worker is idle while this process is busy, and few, so that a long
+task that is begun later still runs before short ones."""
 
 
-class ProcessEngine:
+class ProcessEngine(Engine):
     """Trains clients in `num_workers` processes, one thread each; by default one for each core.
 
-    They begin with the first version, whose schema all others must have.
+    The processes start with the first version. All versions must have its schema.
     """
 
     def __init__(self, task: ClientTraining, num_workers: int | None = None) -> None:
         self._federation = task.federation
         self._num_workers = num_workers or len(os.sched_getaffinity(0))
-        self._resident = InProcessTrainer(task)
+        self._trainer = InProcessTrainer(task)
         self._started: tuple[ForkedWorkers, Shared] | None = None
         self._versions = Versions(self._forget)
         self._slots: dict[int, int] = {}
-        self._memories = ClientStates[Note](self._release)
-        self._remembered: Mapping[int, Contents] = {}
+        self._states = ClientStates[Note](self._release)
+        self._initial_states: Mapping[int, Contents] = {}
         self._queue = WorkQueue[tuple[TrainTask, Done]](self._versions, self.num_examples)
         self._sent: dict[int, TrainTask | ScoreRequest] = {}
         self._scored: dict[int, tuple[ScoreRequest, Done]] = {}
 
     @property
+    @override
     def num_clients(self) -> int:
-        """Number of clients that have data."""
         return self._federation.num_clients
 
+    @override
     def num_examples(self, client: int) -> int:
-        """How many examples a client trains on."""
         return self._federation.num_examples(client)
 
+    @override
     def publish(self, version: int, model: Parameters) -> None:
-        """Makes a committed version known. Raises `ModelError` for one of another schema than the first."""
-        self._resident.check(model)
+        """Add a committed version. Raises `ModelError` if its schema differs from the first version's."""
+        self._trainer.check(model)
         _, shared = self._start(model.schema)
         self._slots[version] = self._place_model(model, shared)
 
+    @override
     def retire(self, version: int) -> None:
-        """No further work begins with this version."""
         self._versions.retire(version)
 
+    @override
     def begin(self, works: Sequence[Work]) -> None:
-        """Puts works into the queue."""
         self._queue.begin(works)
         self._send_works()
 
+    @override
     def result(self, work: Work) -> LocalUpdate:
-        """Waits for a work. Raises `EngineError` with the words of what failed, or when a worker has died."""
+        """Wait for a task. Raises `EngineError` with the worker's error text, or if a worker has died."""
         while not self._queue.has_answer(work):
             self._receive()
         request, done = self._queue.fetch(work)
@@ -98,38 +101,39 @@ class ProcessEngine:
         if done.note is None:
             shared.notes.release(request.after)
         else:
-            self._memories.put(work, done.note)
+            self._states.put(work, done.note)
         update = Parameters(shared.schema, shared.updates.lend(request.update))
         return LocalUpdate(update, num_examples(self._federation, work), done.metrics)
 
+    @override
     def drop(self, work: Work) -> None:
-        """Nobody will ask for this result, or its update was not merged."""
         if work not in self._queue:
-            self._memories.undo(work)
+            self._states.undo(work)
         elif answer := self._queue.drop(work):
             self._discard(answer[0])
 
+    @override
     def memories(self) -> Mapping[int, Contents]:
-        """What clients remember."""
         if self._started is None:
-            return self._remembered
+            return self._initial_states
         notes = self._started[1].notes
-        return {client: messages.unpack_state(notes.read(note.slot, note.size)) for client, note in self._memories}
+        return {client: messages.unpack_state(notes.read(note.slot, note.size)) for client, note in self._states}
 
+    @override
     def remember(self, memories: Mapping[int, Contents]) -> None:
-        """Replaces what clients remember."""
-        self._remembered = memories
+        self._initial_states = memories
         if self._started is not None:
-            self._place_memories(self._started[1])
+            self._place_states(self._started[1])
 
+    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Scores a model on the data that no client has, each worker a part of it."""
+        """Score a model on the central test data, of which each worker scores a part."""
         total = len(self._federation.test_targets)
         if not total:
             return {}
-        crew, shared = self._start(model.schema)
+        workers, shared = self._start(model.schema)
         slot = self._place_model(model, shared)
-        bounds = np.linspace(0, total, min(len(crew), total) + 1).astype(int).tolist()
+        bounds = np.linspace(0, total, min(len(workers), total) + 1).astype(int).tolist()
         requests = [ScoreRequest(self._queue.new_number(), slot, *part) for part in itertools.pairwise(bounds)]
         for request in requests:
             self._send(request)
@@ -139,11 +143,11 @@ class ProcessEngine:
         shared.versions.release(slot)
         return _mean(parts)
 
+    @override
     def close(self) -> None:
-        """Ends the workers."""
         if self._started is not None:
-            crew, shared = self._started
-            crew.close()
+            workers, shared = self._started
+            workers.close()
             for slots in (shared.versions, shared.updates, shared.notes):
                 slots.close()
             self._started = None
@@ -156,20 +160,20 @@ class ProcessEngine:
     def _start(self, schema: Schema) -> tuple[ForkedWorkers, Shared]:
         if self._started is None:
             shared = Shared(schema, Arrays(schema.size_bytes), Arrays(schema.size_bytes), Texts())
-            worker = EngineWorker(self._resident, shared)
+            worker = EngineWorker(self._trainer, shared)
             self._started = ForkedWorkers(self._num_workers, functools.partial(serve, worker)), shared
-            self._place_memories(shared)
+            self._place_states(shared)
         elif difference := schema.difference_from(self._started[1].schema):
             raise ModelError(difference)
         return self._started
 
-    def _place_memories(self, shared: Shared) -> None:
-        self._memories.clear()  # first, so that its places are free
+    def _place_states(self, shared: Shared) -> None:
+        self._states.clear()  # first, so that their slots are free
         notes: dict[int, Note] = {}
-        for client, contents in self._remembered.items():
+        for client, contents in self._initial_states.items():
             slot = shared.notes.acquire()
             notes[client] = Note(slot, shared.notes.write(slot, messages.pack_state(contents)))
-        self._memories.replace(notes)
+        self._states.replace(notes)
 
     def _release(self, note: Note) -> None:
         self._shared.notes.release(note.slot)
@@ -195,7 +199,7 @@ class ProcessEngine:
                     work.fraction,
                     self._slots[work.version],
                     shared.updates.acquire(),
-                    self._memories.begin(work),
+                    self._states.begin(work),
                     shared.notes.acquire(),
                     work.scores,
                 )
@@ -223,7 +227,7 @@ class ProcessEngine:
 
 
 def _mean(parts: list[tuple[ScoreRequest, Done]]) -> dict[str, float]:
-    """The means over all examples, of means over parts of them. Raises `EngineError` with the words of a failure."""
+    """Average the metrics of parts by their numbers of examples. Raises `EngineError` if a part failed."""
     for _, done in parts:
         if done.failure:
             raise EngineError(f"the model could not be scored: {done.failure}")

@@ -1,4 +1,4 @@
-"""Engines by the names that a simulation file has for them."""
+"""The engines, by the names of `simulation.engine` in a simulation file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ENGINES: Mapping[str, Callable[[ClientTraining, int], Engine]] = {
 
 
 def open_engine(name: str, task: ClientTraining, num_workers: int = 0) -> Engine:
-    """An engine that somebody has to close; with so many processes if it has them.
+    """Create an engine, which the caller closes; it has `num_workers` processes, unless it trains in this one.
 
-    0 is one for each core, with `ray` of the whole cluster. From then on this process keeps freed memory for its next
-    tensors, rather than to give it back. Raises `EngineError` for a task that the engine cannot do, and
-    `MissingExtraError`.
+    `num_workers` = 0 stands for one process for each core; with `ray`, for each core of the cluster. Also makes this
+    process keep freed memory for later tensors (see `malloc`). Raises `EngineError` for a task that the engine does not
+    support, and `MissingExtraError` if a package is not installed.
     """
     malloc.keep()
     return ENGINES[name](task, num_workers)

@@ -1,7 +1,7 @@
-"""Memory that a process shares with those that it forks: files that are nowhere but in memory, cut into slots.
+"""Memory that a process shares with its forked children: anonymous in-memory files, divided into slots.
 
-`acquire` and `release` are for the process that made them. Numbers of slots mean the same in those that it forked. The
-memory is gone with the last of them, however they end.
+Only the process that created a file calls `acquire` and `release`; its children use the same slot numbers. The kernel
+frees the memory when the last of these processes ends, whatever the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedplat.model import Bytes
 
 
 class _Slots:
-    """Numbers that are handed out again, the one used last first: its pages are there, and perhaps in a cache."""
+    """Reusable slot numbers; the last one released is reused first, because its pages exist and may be in a cache."""
 
     def __init__(self, stride: int) -> None:
         self._stride = stride
@@ -25,7 +25,7 @@ class _Slots:
         self._count = 0
 
     def acquire(self) -> int:
-        """A slot that nobody uses; what is in it is undefined."""
+        """Return a free slot; its content is undefined."""
         if self._free:
             return self._free.pop()
         self._count += 1
@@ -33,16 +33,16 @@ class _Slots:
         return self._count - 1
 
     def release(self, slot: int) -> None:
-        """Nobody reads or writes the slot any more."""
+        """Free a slot; no process may use it any more."""
         self._free.append(slot)
 
     def close(self) -> None:
-        """Lets go of the memory, once the last array that lies in it is gone."""
+        """Free the memory, as soon as no array refers to it."""
         os.close(self._descriptor)
 
 
 class Arrays(_Slots):
-    """Slots for arrays of one size, which processes map and work on in place."""
+    """Slots for arrays of one size, which processes map and use in place."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE)
@@ -50,19 +50,19 @@ class Arrays(_Slots):
         self._mapped: dict[int, mmap.mmap] = {}
 
     def array(self, slot: int) -> Bytes:
-        """The bytes of a slot."""
+        """Return the bytes of a slot."""
         if slot not in self._mapped:
             self._mapped[slot] = mmap.mmap(self._descriptor, self._stride, offset=slot * self._stride)
         return np.frombuffer(self._mapped[slot], np.uint8, self._size)
 
     def lend(self, slot: int) -> Bytes:
-        """The bytes of a slot, which is released when nothing refers to them any more."""
+        """Return the bytes of a slot, and release the slot when nothing refers to them any more."""
         array = self.array(slot)
         weakref.finalize(array, self.release, slot).atexit = False
         return array[:]
 
     def close(self) -> None:
-        """Lets go of the memory, once the last array that lies in it is gone."""
+        """Free the memory, as soon as no array refers to it."""
         self._mapped.clear()
         super().close()
 
@@ -71,10 +71,10 @@ class Texts(_Slots):
     """Slots for bytes of any length, which are copied in and out."""
 
     def __init__(self) -> None:
-        super().__init__(1 << 36)  # of addresses in the file; only what is written takes memory
+        super().__init__(1 << 36)  # offsets in a sparse file: only written pages use memory
 
     def write(self, slot: int, content: bytes) -> int:
-        """Replaces what is in a slot; returns the number of bytes."""
+        """Replace the content of a slot; returns its size in bytes."""
         view, start = memoryview(content), slot * self._stride
         while view:
             count = os.pwrite(self._descriptor, view, start)
@@ -82,7 +82,7 @@ class Texts(_Slots):
         return len(content)
 
     def read(self, slot: int, size: int) -> bytes:
-        """The first bytes of a slot."""
+        """Return the first `size` bytes of a slot."""
         parts: list[bytes] = []
         start = slot * self._stride
         while size:

@@ -1,4 +1,4 @@
-"""Which model versions works still need."""
+"""Reference counts of the model versions that tasks in progress use."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from fedplat.simulation.engines.interface import Work
 
 
 class Versions:
-    """Counts the works under way of each version; a retired one is forgotten when its last work ends."""
+    """Counts the tasks in progress of each version; calls `forget` for a retired version when its last task ends."""
 
     def __init__(self, forget: Callable[[int], object]) -> None:
         self._forget = forget
-        self._under_way: Counter[int] = Counter()
+        self._in_progress: Counter[int] = Counter()
         self._retired: set[int] = set()
 
     def begin(self, work: Work) -> None:
-        """A work is under way."""
-        self._under_way[work.version] += 1
+        """Count a task that has begun."""
+        self._in_progress[work.version] += 1
 
     def end(self, work: Work) -> None:
-        """A work has its result, or nobody wants it."""
-        self._under_way[work.version] -= 1
-        if not self._under_way[work.version]:
-            del self._under_way[work.version]
+        """Uncount a task that has its result or was dropped."""
+        self._in_progress[work.version] -= 1
+        if not self._in_progress[work.version]:
+            del self._in_progress[work.version]
             if work.version in self._retired:
                 self._retired.remove(work.version)
                 self._forget(work.version)
 
     def retire(self, version: int) -> None:
-        """No further work begins with it."""
-        if version in self._under_way:
+        """Forget a version that no later task uses, now or when its last task ends."""
+        if version in self._in_progress:
             self._retired.add(version)
         else:
             self._forget(version)

@@ -1,4 +1,4 @@
-"""Works for others to train: which is next, which came back, and which nobody waits for any more."""
+"""The queue of tasks that an engine hands to its workers, with the results that have arrived."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Answer = TypeVar("Answer")
 
 
 class WorkQueue(Generic[Answer]):
-    """Begun works, by number. The longest is drawn first (Graham 1969: then those trained last are short).
+    """Numbered tasks. The longest is drawn first (Graham 1969), so the tasks that run last are short.
 
-    `versions` counts a work from its beginning until it is fetched or dropped; `num_examples` are those of a client.
+    `versions` counts a task from `begin` until it is fetched or dropped; `num_examples` returns those of a client.
     """
 
     def __init__(self, versions: Versions, num_examples: Callable[[int], float]) -> None:
@@ -28,15 +28,15 @@ class WorkQueue(Generic[Answer]):
         self._dropped: dict[int, Work] = {}
 
     def __contains__(self, work: Work) -> bool:
-        """Whether a work was begun, and neither fetched nor dropped."""
+        """Return whether a task was begun, and neither fetched nor dropped."""
         return work in self._numbers
 
     def new_number(self) -> int:
-        """A number that no work has, for whatever else is sent to those who train."""
+        """Return a number that no task has, for another kind of request to the workers."""
         return next(self._count)
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Lets works wait to be drawn."""
+        """Add tasks to the queue."""
         for work in works:
             number = self._numbers[work] = self.new_number()
             self._versions.begin(work)
@@ -44,7 +44,7 @@ class WorkQueue(Generic[Answer]):
             heapq.heappush(self._waiting, (-length, number, work))
 
     def draw(self) -> tuple[int, Work] | None:
-        """The work that is to be trained next, and its number; None if there is none."""
+        """Remove and return the next task with its number; None if the queue is empty."""
         while self._waiting:
             _, number, work = heapq.heappop(self._waiting)
             if number not in self._dropped:
@@ -53,7 +53,7 @@ class WorkQueue(Generic[Answer]):
         return None
 
     def put(self, number: int, answer: Answer) -> bool:
-        """Keeps the answer to a drawn work; False if the work was dropped."""
+        """Store the answer to a drawn task; returns False if the task was dropped."""
         if number in self._dropped:
             self._versions.end(self._dropped.pop(number))
             return False
@@ -61,16 +61,16 @@ class WorkQueue(Generic[Answer]):
         return True
 
     def has_answer(self, work: Work) -> bool:
-        """Whether a work's answer has come."""
+        """Return whether the answer to a task has arrived."""
         return self._numbers[work] in self._answers
 
     def fetch(self, work: Work) -> Answer:
-        """The answer to a work, which is over with that."""
+        """Remove a finished task and return its answer."""
         self._versions.end(work)
         return self._answers.pop(self._numbers.pop(work))
 
     def drop(self, work: Work) -> Answer | None:
-        """Nobody will fetch a work. Its answer, if that has come."""
+        """Discard a task; returns its answer if that has arrived."""
         number = self._numbers.pop(work)
         if number not in self._answers:
             self._dropped[number] = work

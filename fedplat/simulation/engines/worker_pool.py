@@ -1,4 +1,4 @@
-"""Worker processes, the queue that they take requests from, and the line on which they answer."""
+"""Worker processes, the socket of their request queue, and the socket for their answers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fedplat.simulation.engines.messages import Done, ScoreRequest, TrainTask
 from fedplat.simulation.engines.worker import IDLE, NO_CLIENT
 
 Serve = Callable[[socket.socket, socket.socket, memoryview], None]
-"""What a worker does with the queue, the line for answers, and the place for what it is about."""
+"""The main function of a worker: (request queue, answer socket, the client that it trains in shared memory)."""
 
 
 class ForkedWorkers:
-    """Workers that are forked here, and end with this process at the latest.
+    """Forked worker processes, which end with this process at the latest.
 
-    Both lines are sockets that keep the borders of messages, so all workers may read and write the same one, and who
-    is free takes the next request.
+    Both sockets preserve message boundaries (SOCK_SEQPACKET), so all workers can read and write the same ones, and the
+    next free worker receives the next request.
     """
 
     def __init__(self, num_workers: int, serve: Serve) -> None:
         self._queue, queue = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._doing = memoryview(mmap.mmap(-1, 8 * num_workers)).cast("q")
+        self._current = memoryview(mmap.mmap(-1, 8 * num_workers)).cast("q")
         self._failure = ""
         context = multiprocessing.get_context("fork")
         self._processes: list[BaseProcess] = []
         for number in range(num_workers):
-            self._doing[number] = IDLE
-            arguments = (serve, queue, answers, self._doing[number : number + 1])
-            process = context.Process(target=self._work, args=arguments, name=f"trainer-{number}", daemon=True)
+            self._current[number] = IDLE
+            arguments = (serve, queue, answers, self._current[number : number + 1])
+            process = context.Process(target=self._run_worker, args=arguments, name=f"trainer-{number}", daemon=True)
             process.start()
             self._processes.append(process)
         queue.close()
@@ -46,28 +46,31 @@ class ForkedWorkers:
         return len(self._processes)
 
     def send(self, request: TrainTask | ScoreRequest) -> bool:
-        """Puts a request into the queue; False if that is full."""
+        """Put a request into the queue; returns False if the queue is full.
+
+        Raises `EngineError` if all workers have ended.
+        """
         try:
             self._queue.send(messages.encode(request), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except BrokenPipeError as exc:
-            raise EngineError("all worker processes have ended; their own messages say why") from exc
+            raise EngineError("all worker processes have ended; see their messages on stderr") from exc
         return True
 
     def receive(self) -> list[Done]:
-        """Waits for answers. Raises `EngineError` when a worker has died, from then on each time."""
+        """Wait for answers and return them. Raises `EngineError` in every call after a worker has died."""
         while not self._failure:
             sentinels = {process.sentinel: process for process in self._processes}
             ready = connection.wait([self._answers, *sentinels])
             if self._answers in ready:
                 return self._read()
             died = next(number for number, process in enumerate(self._processes) if process.sentinel in ready)
-            self._failure = _describe_death(self._processes[died], self._doing[died])
+            self._failure = _describe_exit(self._processes[died], self._current[died])
         raise EngineError(self._failure)
 
     def close(self) -> None:
-        """Ends all workers at once, whatever they are about."""
+        """Terminate all workers at once, even in the middle of a task."""
         self._queue.close()
         for process in self._processes:
             process.terminate()
@@ -77,29 +80,29 @@ class ForkedWorkers:
         self._answers.close()
 
     def _read(self) -> list[Done]:
-        found: list[Done] = []
+        replies: list[Done] = []
         while True:
             try:
-                content = self._answers.recv(messages.MAX_BYTES, 0 if not found else socket.MSG_DONTWAIT)
+                content = self._answers.recv(messages.MAX_BYTES, 0 if not replies else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return found
+                return replies
             if not content:
-                return found
-            found.append(messages.replies.decode(content))
+                return replies
+            replies.append(messages.replies.decode(content))
 
-    def _work(self, serve: Serve, queue: socket.socket, answers: socket.socket, doing: memoryview) -> None:
-        # Else a worker would hold the parent's ends open, and nobody would notice that the parent is gone.
+    def _run_worker(self, serve: Serve, queue: socket.socket, answers: socket.socket, current: memoryview) -> None:
+        # Else the worker would keep the parent's ends open, and could not detect that the parent has ended.
         self._queue.close()
         self._answers.close()
-        serve(queue, answers, doing)
+        serve(queue, answers, current)
 
 
-def _describe_death(process: BaseProcess, doing: int) -> str:
+def _describe_exit(process: BaseProcess, current: int) -> str:
     process.join()
     code = process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    about = {IDLE: "while it waited", NO_CLIENT: "while it scored a model"}.get(
-        doing, f"while it trained client {doing}"
+    activity = {IDLE: "while it was idle", NO_CLIENT: "while it scored a model"}.get(
+        current, f"while it trained client {current}"
     )
-    why = "; mostly memory runs out then: use fewer workers, or smaller batches" if code == -signal.SIGKILL else ""
-    return f"the worker process {process.pid} {how} {about}{why}"
+    hint = "; it probably ran out of memory: use fewer workers or smaller batches" if code == -signal.SIGKILL else ""
+    return f"the worker process {process.pid} {how} {activity}{hint}"

@@ -1,1 +1,1 @@
-"""Federated training in a simulation: clients' updates through the rules of the server."""
+"""Federated training in a simulation: clients' updates, aggregated by the server's rules."""

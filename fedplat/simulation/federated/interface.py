@@ -1,9 +1,11 @@
-"""What the driver asks for models, and the answer where scheduling alone is studied: there are none."""
+"""The driver's interface to training, and an implementation without models, to study scheduling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from typing_extensions import override
 
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
@@ -15,89 +17,97 @@ Report = UpdateReported | UpdateRejected
 
 
 class FederatedTraining(Protocol):
-    """What the driver asks for models; it knows nothing else of them."""
+    """The models and updates of a job, as the driver uses them."""
 
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether a report costs so much that it is asked for only once the earlier ones have been heard."""
-        ...
+    one_at_a_time: ClassVar[bool]
+    """Whether the coordinator must handle each report before the next one is computed, because a report is costly."""
 
     @property
     def sizes(self) -> Sizes:
-        """What travels now."""
+        """The current sizes of downloads and uploads."""
         ...
 
     def first_version(self) -> ModelVersion:
-        """The initial model's."""
+        """Return the record of the initial model, and make the model available to clients."""
         ...
 
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        """These tasks will be reported in time, and their reports will matter, as far as can be known."""
+        """Begin tasks that are expected to report in time and to matter, as far as this can be predicted."""
         ...
 
     def report(self, task: DeviceAssignment) -> Report:
-        """What a client reports, or why the server refuses it."""
+        """Return the report of a client, or the reason why the server rejects it."""
         ...
 
     def drop(self, task: DeviceAssignment) -> None:
-        """Nobody will ask for this task's report any more, or it was not accepted."""
+        """Discard a task whose report is not needed any more or was not accepted."""
         ...
 
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """An update that was accepted, in the attempt that assigned it, will not be in a version."""
+        """Discard an accepted update that will not be in a version; `key` is the attempt that assigned it."""
         ...
 
     def fold(self, command: Fold) -> AggregationFailed | None:
-        """An accepted update is added to its attempt's, unless the rule refuses it."""
+        """Add an accepted update to its attempt; returns a failure if the rule refuses the update."""
         ...
 
     def restart(self, command: Restart) -> None:
-        """What was folded for an attempt is folded anew by what follows, but for what was forgotten."""
+        """Undo all folds of an attempt; later commands fold its updates again, except those that were forgotten."""
         ...
 
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        """The attempt's next version."""
+        """Compute the version of an attempt."""
         ...
 
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
-        """An attempt has ended, with this version or with none; returns the version's evaluation, if there is one."""
+        """End an attempt, with its version or None; returns the version's evaluation, empty without one."""
         ...
 
 
-class Scheduling:
-    """No training: clients report what the fleet says that they have, and versions are numbers."""
+class Scheduling(FederatedTraining):
+    """No training: clients report the fleet's numbers of examples, and versions have no model."""
 
     one_at_a_time = False
 
     def __init__(self, model_bytes: float) -> None:
-        self.sizes = Sizes(model_bytes, model_bytes)
+        self._sizes = Sizes(model_bytes, model_bytes)
 
+    @property
+    @override
+    def sizes(self) -> Sizes:
+        return self._sizes
+
+    @override
     def first_version(self) -> ModelVersion:
-        """See `FederatedTraining`."""
         return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
 
+    @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        """See `FederatedTraining`."""
+        pass
 
+    @override
     def report(self, task: DeviceAssignment) -> Report:
-        """See `FederatedTraining`."""
         update_bytes = int(self.sizes.update) if task.kind is AttemptKind.TRAIN else 0
         return UpdateReported(task.key, task.client_id, "update", task.examples, update_bytes=update_bytes)
 
+    @override
     def drop(self, task: DeviceAssignment) -> None:
-        """See `FederatedTraining`."""
+        pass
 
+    @override
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """See `FederatedTraining`."""
+        pass
 
+    @override
     def fold(self, command: Fold) -> AggregationFailed | None:
-        """See `FederatedTraining`."""
+        pass
 
+    @override
     def restart(self, command: Restart) -> None:
-        """See `FederatedTraining`."""
+        pass
 
+    @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        """See `FederatedTraining`."""
         number = job.latest.version + 1
         version = ModelVersion(
             version=number,
@@ -109,6 +119,6 @@ class Scheduling:
         )
         return AttemptAggregated(command.key, version)
 
+    @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
-        """See `FederatedTraining`."""
         return {}

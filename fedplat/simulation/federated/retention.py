@@ -1,4 +1,4 @@
-"""Updates that were folded and may have to be folded again: in memory, and beyond a budget in a temporary file each."""
+"""Updates that were folded and may be folded again: in memory up to a budget, then in one temporary file each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from fedplat.model import ModelFile, Parameters, Values
 
 MEMORY_BYTES = 256 * 2**20
-"""How many bytes of updates stay in memory."""
+"""Bytes of updates that stay in memory."""
 
 
 class VersionRetention:
-    """Keeps the updates of open attempts. Encoded ones are small, and stay in memory."""
+    """Stores the updates of open attempts. Encoded updates are small and always stay in memory."""
 
     def __init__(self, budget: int = MEMORY_BYTES) -> None:
         self._left = budget
@@ -22,7 +22,7 @@ class VersionRetention:
         self._number = 0
 
     def keep(self, values: Values) -> Values:
-        """Return the same values, wherever they are from now on."""
+        """Return the same values, in memory or in a file."""
         if not isinstance(values, Parameters):
             return values
         size = values.schema.file_size_bytes
@@ -38,7 +38,7 @@ class VersionRetention:
         return ModelFile(path, values.schema)
 
     def drop(self, kept: Values) -> None:
-        """Free what `keep` returned."""
+        """Free values that `keep` returned."""
         if isinstance(kept, Parameters):
             self._left += kept.schema.file_size_bytes
         elif isinstance(kept, ModelFile):

@@ -1,4 +1,4 @@
-"""Real training in virtual time: an engine's updates, aggregated by the job's rule and codecs as the server does it."""
+"""Real training in virtual time: an engine's updates, encoded and aggregated as the server does it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from fedplat import report_validation
 from fedplat.aggregate import Accumulator, Rule, State, rebase, seed_of
@@ -21,7 +22,7 @@ from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRe
 from fedplat.rounds.states import AttemptKind
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
 from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
-from fedplat.simulation.federated.interface import Report
+from fedplat.simulation.federated.interface import FederatedTraining, Report
 from fedplat.simulation.federated.retention import VersionRetention
 
 _TRAINING, _CODEC, _NOISE = 1, 2, 3
@@ -29,33 +30,31 @@ _TRAINING, _CODEC, _NOISE = 1, 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """What a client has sent, the work that it came from, and what the client's codec has left out."""
+    """A received update, its training task, and the residual of the client's codec."""
 
     values: Values
     work: Work
-    left_out: Vector | None
+    residual: Vector | None
 
 
 @dataclasses.dataclass
-class _Sum:
-    """What is held for an attempt that has not ended. `made` is its version, once it is computed.
-
-    `folded` are its updates, in their order.
-    """
+class _OpenAttempt:
+    """The aggregation of an attempt: `folded` has its updates in order, `result` its version once that is computed."""
 
     accumulator: Accumulator
     rule: Rule
     payloads: list[bytes]
     folded: dict[AssignmentId, _Update] = dataclasses.field(default_factory=dict[AssignmentId, _Update])
-    made: tuple[Parameters, State] | None = None
+    result: tuple[Parameters, State] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a job is after a version was committed, while no update is on its way: a run can go on from here.
+    """The state of a job after a commit, while no update is received or folded: a stopped run resumes from it.
 
-    `models` are the versions that clients at work began with, and the latest; `step` the size of its encoded step, if
-    there is one. The rest is what the rule, the clients' codecs and the clients remember.
+    `models` are the latest version and those that clients in training began with; `step` is the size of the latest
+    version's encoded step, if there is one. `state` and `scalars` belong to the rule, `residuals` to the clients'
+    codecs, and `memories` are the client states.
     """
 
     version: int
@@ -67,114 +66,119 @@ class Snapshot:
     step: float | None
 
 
-class FederatedLearning:
-    """A job's models, and its clients' updates; see `Training` for what each method is asked."""
+class FederatedLearning(FederatedTraining):
+    """The models of a job and the updates of its clients, which `engine` trains."""
 
     one_at_a_time = True
 
     def __init__(self, spec: JobSpec, engine: Engine, initial: Parameters, seed: int) -> None:
         self.model = initial
         self._spec, self._engine, self._seed = spec, engine, seed
-        self._plain = build_rule(spec)
+        self._claims_rule = build_rule(spec)
         uplink = spec.compression.uplink
         self._format = Format(uplink, initial.schema) if uplink is not None else None
         self._residuals: dict[int, Vector] = {}
-        self._sums: dict[AttemptKey, _Sum] = {}
+        self._attempts: dict[AttemptKey, _OpenAttempt] = {}
         self._received: dict[AssignmentId, _Update] = {}
-        self._keeper = VersionRetention() if influence.may_refold(spec) else None
+        self._retention = VersionRetention() if influence.may_refold(spec) else None
         self._users: Counter[int] = Counter()
         self._models: dict[int, Parameters] = {}
         self._version = 0
         size = float(initial.schema.file_size_bytes)
-        self.sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
-        rule, _ = self._rule(AttemptKey(spec.name, 0, 0))
+        self._sizes = Sizes(size, float(self._format.max_bytes) if self._format is not None else size)
+        rule, _ = self._build_rule(AttemptKey(spec.name, 0, 0))
         self._state: State = rule.init(initial.schema.num_floating)
         self._scalars: Mapping[str, float] = {}
 
+    @property
+    @override
+    def sizes(self) -> Sizes:
+        return self._sizes
+
+    @override
     def first_version(self) -> ModelVersion:
-        """See `Training`."""
         self._publish(0, self.model)
         return self.version_zero()
 
     def version_zero(self) -> ModelVersion:
-        """The initial model's record, before anybody can train on it."""
-        return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self.sizes.model))
+        """Return the record of the initial model without making the model available to clients."""
+        return ModelVersion(version=0, round=0, attempt=0, digest="version-0", size_bytes=int(self._sizes.model))
 
+    @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        """See `Training`."""
         works: list[Work] = []
         for task in tasks:
             if task.work is None:
-                task.work = self._work(task)
+                task.work = self._make_work(task)
                 works.append(task.work)
         if works:
             self._engine.begin(works)
 
+    @override
     def report(self, task: DeviceAssignment) -> Report:
-        """See `Training`."""
         self.expect([task])
         assert task.work is not None
         trained = self._engine.result(task.work)
-        verdict = report_validation.validate_claims(self._plain, task.kind, trained.num_examples, trained.metrics)
+        verdict = report_validation.validate_claims(self._claims_rule, task.kind, trained.num_examples, trained.metrics)
         if task.kind is AttemptKind.EVALUATE:
             return self._report_scores(task, trained, verdict)
         if verdict.accepted:
             verdict = report_validation.validate_schema(trained.update.schema, self.model.schema)
         if not verdict.accepted:
             return _reject(task, verdict)
-        values, left_out, size = self._send(task, trained.update)
+        values, residual, size = self._encode(task, trained.update)
         norm = report_validation.measure_norm(values.to_blocks())
         if isinstance(norm, Verdict):
             return _reject(task, norm)
-        self._received[task.id] = _Update(values, task.work, left_out)
+        self._received[task.id] = _Update(values, task.work, residual)
         digest = f"update {task.client} {task.number}"
         return UpdateReported(task.key, task.client_id, digest, trained.num_examples, trained.metrics, size, norm)
 
+    @override
     def drop(self, task: DeviceAssignment) -> None:
-        """See `Training`."""
         if task.work is not None:
             self._received.pop(task.id, None)
             self._drop(task.work)
             task.work = None
 
+    @override
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """See `Training`."""
         name = AssignmentId(key, client_id)
         update = self._received.pop(name, None)
-        for found in self._sums.values():
-            if update is None and (update := found.folded.pop(name, None)) is not None:
+        for attempt in self._attempts.values():
+            if update is None and (update := attempt.folded.pop(name, None)) is not None:
                 self._free(update)
         if update is not None:
             self._drop(update.work)
 
+    @override
     def restart(self, command: Restart) -> None:
-        """See `Training`."""
-        if (found := self._sums.pop(command.key, None)) is not None:
-            self._received |= found.folded
+        if (attempt := self._attempts.pop(command.key, None)) is not None:
+            self._received |= attempt.folded
 
+    @override
     def fold(self, command: Fold) -> AggregationFailed | None:
-        """See `Training`."""
-        found = self._sum(command.key)
+        attempt = self._open(command.key)
         update = self._received.pop(command.assignment, None)
-        if update is None:  # dropped at the close of the attempt, in this very batch
+        if update is None:  # dropped when the attempt closed, in the same batch
             return None
-        values, began_with = update.values, update.work.version
-        if found.rule.from_latest and began_with != self._version:
-            values = rebase(values, self._models[began_with], self.model)
-        kept = _NOTHING if self._keeper is None else self._keeper.keep(update.values)
-        found.folded[command.assignment] = dataclasses.replace(update, values=kept)
+        values, base_version = update.values, update.work.version
+        if attempt.rule.from_latest and base_version != self._version:
+            values = rebase(values, self._models[base_version], self.model)
+        kept = _NOTHING if self._retention is None else self._retention.keep(update.values)
+        attempt.folded[command.assignment] = dataclasses.replace(update, values=kept)
         try:
-            with np.errstate(over="ignore", invalid="ignore"):  # the end looks at the sum
-                found.accumulator.fold(values, command.contribution)
+            with np.errstate(over="ignore", invalid="ignore"):  # `finish` checks the sum
+                attempt.accumulator.fold(values, command.contribution)
         except (FedplatError, ValueError) as exc:
             return AggregationFailed(command.key, str(exc))
         return None
 
+    @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        """See `Training`."""
-        found = self._sum(command.key)
+        attempt = self._open(command.key)
         try:
-            found.made = found.accumulator.finish(self.model, self._state)
+            attempt.result = attempt.accumulator.finish(self.model, self._state)
         except (FedplatError, ValueError) as exc:
             return AggregationFailed(command.key, str(exc))
         number = job.latest.version + 1
@@ -183,43 +187,43 @@ class FederatedLearning:
             round=command.key.round,
             attempt=command.key.number,
             digest=f"version-{number}",
-            size_bytes=int(self.sizes.model),
-            delta_size_bytes=len(found.payloads[-1]) if found.payloads else 0,
-            num_updates=found.accumulator.num_updates,
-            total_weight=found.accumulator.total_weight,
+            size_bytes=int(self._sizes.model),
+            delta_size_bytes=len(attempt.payloads[-1]) if attempt.payloads else 0,
+            num_updates=attempt.accumulator.num_updates,
+            total_weight=attempt.accumulator.total_weight,
         )
-        return AttemptAggregated(command.key, version, found.accumulator.published)
+        return AttemptAggregated(command.key, version, attempt.accumulator.published)
 
+    @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
-        """See `Training`."""
-        found = self._sums.pop(key, None)
-        if found is None:
+        attempt = self._attempts.pop(key, None)
+        if attempt is None:
             return {}
-        if version is None or found.made is None:
-            for update in found.folded.values():
+        if version is None or attempt.result is None:
+            for update in attempt.folded.values():
                 self._free(update)
                 self._drop(update.work)
             return {}
-        for update in found.folded.values():
+        for update in attempt.folded.values():
             self._free(update)
             self._release(update.work.version)
-            if update.left_out is not None:
-                self._residuals[update.work.client] = update.left_out
+            if update.residual is not None:
+                self._residuals[update.work.client] = update.residual
         before, self._version = self._version, version
-        self.model, self._state = found.made
-        self._scalars = found.accumulator.scalars
+        self.model, self._state = attempt.result
+        self._scalars = attempt.accumulator.scalars
         self._publish(version, self.model)
         if not self._users[before]:
             self._retire(before)
-        if found.payloads:
-            self.sizes = self.sizes._replace(step=float(len(found.payloads[-1])))
+        if attempt.payloads:
+            self._sizes = self._sizes._replace(step=float(len(attempt.payloads[-1])))
         if self._spec.evaluation.is_due(key.round, self._spec.rounds):
             return self._engine.evaluate(self.model)
         return {}
 
     def snapshot(self) -> Snapshot | None:
-        """What a run could go on from now; None while updates are on their way into a version."""
-        if self._received or self._sums:
+        """Return a state that a run can resume from; None while updates wait to be part of a version."""
+        if self._received or self._attempts:
             return None
         return Snapshot(
             version=self._version,
@@ -228,21 +232,21 @@ class FederatedLearning:
             scalars=self._scalars,
             residuals=dict(self._residuals),
             memories=self._engine.memories(),
-            step=self.sizes.step,
+            step=self._sizes.step,
         )
 
     def restore(self, snapshot: Snapshot, tasks: Sequence[DeviceAssignment]) -> None:
-        """Goes on from a snapshot; `tasks` are those under way whose reports will matter."""
+        """Restore a snapshot; `tasks` are those in progress whose reports are expected to matter."""
         self._version, self.model = snapshot.version, snapshot.models[snapshot.version]
         self._state, self._scalars = snapshot.state, snapshot.scalars
         self._residuals = dict(snapshot.residuals)
-        self.sizes = self.sizes._replace(step=snapshot.step)
+        self._sizes = self._sizes._replace(step=snapshot.step)
         self._engine.remember(snapshot.memories)
         for version, model in sorted(snapshot.models.items()):
             self._publish(version, model)
         self.expect(tasks)
 
-    def _work(self, task: DeviceAssignment) -> Work:
+    def _make_work(self, task: DeviceAssignment) -> Work:
         self._users[task.version] += 1
         if task.kind is AttemptKind.EVALUATE:
             return Work(task.client, task.version, seed=0, scores=True)
@@ -250,7 +254,7 @@ class FederatedLearning:
         return Work(task.client, task.version, int(entropy.generate_state(1, np.uint64)[0]), task.fraction)
 
     def _report_scores(self, task: DeviceAssignment, trained: LocalUpdate, verdict: Verdict) -> Report:
-        """Return the report of an evaluation, with which the client's work is over."""
+        """Return the report of an evaluation, which ends the client's task."""
         self._release(task.version)
         task.work = None
         if not verdict.accepted:
@@ -258,15 +262,15 @@ class FederatedLearning:
         return UpdateReported(task.key, task.client_id, "", trained.num_examples, trained.metrics)
 
     def _free(self, update: _Update) -> None:
-        if self._keeper is not None:
-            self._keeper.drop(update.values)
+        if self._retention is not None:
+            self._retention.drop(update.values)
 
     def _drop(self, work: Work) -> None:
         self._engine.drop(work)
         self._release(work.version)
 
     def _release(self, version: int) -> None:
-        """One work less begins, or has begun, with a version."""
+        """Uncount a task that began with a version, and retire the version if it is not used any more."""
         self._users[version] -= 1
         if not self._users[version] and version != self._version:
             self._retire(version)
@@ -279,38 +283,39 @@ class FederatedLearning:
         del self._models[version], self._users[version]
         self._engine.retire(version)
 
-    def _sum(self, key: AttemptKey) -> _Sum:
-        """What is held for an attempt; from its beginning on if it is not known yet."""
-        found = self._sums.get(key)
-        if found is None:
-            rule, payloads = self._rule(key)
-            found = self._sums[key] = _Sum(Accumulator(self.model.schema, rule, self._scalars), rule, payloads)
-        return found
+    def _open(self, key: AttemptKey) -> _OpenAttempt:
+        """Return the aggregation of an attempt; creates it at the first call."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            rule, payloads = self._build_rule(key)
+            accumulator = Accumulator(self.model.schema, rule, self._scalars)
+            attempt = self._attempts[key] = _OpenAttempt(accumulator, rule, payloads)
+        return attempt
 
-    def _rule(self, key: AttemptKey) -> tuple[Rule, list[bytes]]:
-        """The job's rule in an attempt, and where it puts its encoded steps if the job has a downlink."""
+    def _build_rule(self, key: AttemptKey) -> tuple[Rule, list[bytes]]:
+        """Return the job's rule for an attempt, and the list that it adds encoded steps to (with a downlink codec)."""
         seed, payloads = seed_of(self._spec.name, self._version + 1), list[bytes]()
-        # Of the run's seed, so that it can be repeated: noise of a simulation keeps nothing secret.
+        # The noise follows from the run's seed, so that runs are repeatable: a simulation protects no one's data.
         entropy = np.random.SeedSequence([self._seed, _NOISE, key.round, key.number])
         noise = Noise(entropy.generate_state(KEY_BYTES // 8, np.uint64).tobytes())
         return build_rule(self._spec, seed, noise, payloads.append), payloads
 
-    def _send(self, task: DeviceAssignment, update: Parameters) -> tuple[Values, Vector | None, int]:
-        """Return the update as the server has it, what the codec has left out of it, and how many bytes were sent."""
+    def _encode(self, task: DeviceAssignment, update: Parameters) -> tuple[Values, Vector | None, int]:
+        """Return the update as the server receives it, the codec's residual, and the number of bytes sent."""
         format = self._format
         if format is None:
             return update, None, update.schema.file_size_bytes
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, _CODEC, task.client, task.number]))
-        left_out: Vector | None = None
+        residual: Vector | None = None
         try:
             if format.needs_feedback:
-                pieces, left_out = format.encode_with_feedback(update, self._residuals.get(task.client), rng)
+                pieces, residual = format.encode_with_feedback(update, self._residuals.get(task.client), rng)
             else:
                 pieces = format.encode(update, rng)
             content = b"".join(pieces)
-        except CodecError:  # it is not finite, and that is what the server would say
+        except CodecError:  # the update is not finite: the server's norm check rejects it
             return update, None, 0
-        return format.decode(content), left_out, len(content)
+        return format.decode(content), residual, len(content)
 
 
 def _reject(task: DeviceAssignment, verdict: Verdict) -> UpdateRejected:
@@ -319,4 +324,4 @@ def _reject(task: DeviceAssignment, verdict: Verdict) -> UpdateRejected:
 
 
 _NOTHING = Parameters.from_arrays({})
-"""Stands for values that were folded: only their work is of interest from then on."""
+"""A placeholder for the values of folded updates that cannot be folded again: only their task is needed."""

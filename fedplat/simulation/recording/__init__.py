@@ -1,1 +1,1 @@
-"""What a simulation records: the replay log, checkpoints, statistics, and the result."""
+"""The records of a simulation: the replay log, checkpoints, statistics and the result."""

@@ -1,7 +1,8 @@
-"""What a simulation needs to go on, in a folder: written beside the last one, synced, and renamed when it is complete.
+"""Checkpoints of a simulation: folders that are written beside the last one, synced, and renamed when complete.
 
-`checkpoint-N` has `checkpoint.json`, `models-V.safetensors` for each version in use, `state.safetensors` of the rule,
-`residuals.safetensors` with a vector for each client, and `memories.safetensors` with tensors `CLIENT/NOTE/TENSOR`.
+`checkpoint-N` has `checkpoint.json`, `model-V.safetensors` for each version in use, `state.bin` of the rule,
+`residuals.safetensors` with a vector for each client, and `memories.safetensors` with the client states as tensors
+`CLIENT/NAME/TENSOR`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _RECORD, _STATE, _RESIDUALS, _MEMORIES = "checkpoint.json", "state.bin", "residu
 
 
 class _Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """`num_bytes` is how much of the file of answers comes before it."""
+    """The content of `checkpoint.json`; `num_bytes` is the size of the replay log when the checkpoint was written."""
 
     version: int
     models: list[int]
@@ -36,28 +37,28 @@ class _Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """A complete checkpoint on the disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     num_bytes: int
 
     @property
     def version(self) -> int:
-        """The latest version in it."""
+        """The latest model version in the checkpoint."""
         return int(self.folder.name.partition("-")[2])
 
 
 def find(folder: Path) -> Checkpoint | None:
-    """The last checkpoint of a folder. Raises `JournalError` when it cannot be read."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
-    if not found:
+    """Return the last checkpoint of a folder, or None. Raises `JournalError` if it cannot be read."""
+    numbered = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    if not numbered:
         return None
-    path = max(found)[1]
+    path = max(numbered)[1]
     return Checkpoint(path, _record(path).num_bytes)
 
 
 def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
-    """Write a checkpoint and remove those before it."""
+    """Write a checkpoint, and remove the earlier ones."""
     unfinished = folder / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -66,7 +67,7 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
         _RECORD: msgspec.json.encode(record),
         _STATE: state_to_bytes(snapshot.state, snapshot.scalars),
         _RESIDUALS: _to_bytes({str(client): vector for client, vector in snapshot.residuals.items()}),
-        _MEMORIES: _to_bytes(_flat(snapshot.memories)),
+        _MEMORIES: _to_bytes(_flatten(snapshot.memories)),
     }
     contents |= {_model_name(version): model.to_bytes() for version, model in snapshot.models.items()}
     for name, content in contents.items():
@@ -80,7 +81,7 @@ def write(folder: Path, snapshot: Snapshot, num_bytes: int) -> None:
 
 
 def read(checkpoint: Checkpoint) -> Snapshot:
-    """What was written. Raises `JournalError` when the files are damaged."""
+    """Read a snapshot. Raises `JournalError` if a file is missing or damaged."""
     folder, record = checkpoint.folder, _record(checkpoint.folder)
     try:
         state, scalars = state_from_bytes((folder / _STATE).read_bytes())
@@ -90,7 +91,7 @@ def read(checkpoint: Checkpoint) -> Snapshot:
             version: Parameters.from_bytes((folder / _model_name(version)).read_bytes()) for version in record.models
         }
     except (OSError, ModelError) as exc:
-        raise JournalError(f"{folder} cannot be used: {exc}; remove it to begin anew") from exc
+        raise JournalError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
     return Snapshot(
         version=record.version,
         models=models,
@@ -110,7 +111,7 @@ def _record(folder: Path) -> _Record:
     try:
         return msgspec.json.decode((folder / _RECORD).read_bytes(), type=_Record)
     except (OSError, msgspec.MsgspecError) as exc:
-        raise JournalError(f"{folder} cannot be used: {exc}; remove it to begin anew") from exc
+        raise JournalError(f"{folder} cannot be used: {exc}; remove it to start again") from exc
 
 
 def _to_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -121,21 +122,21 @@ def _from_bytes(content: bytes) -> Mapping[str, npt.NDArray[Any]]:
     return Parameters.from_bytes(content)
 
 
-def _flat(memories: Mapping[int, Mapping[str, Parameters]]) -> dict[str, npt.NDArray[Any]]:
+def _flatten(states: Mapping[int, Mapping[str, Parameters]]) -> dict[str, npt.NDArray[Any]]:
     return {
-        f"{client}/{note}/{name}": array
-        for client, notes in memories.items()
-        for note, values in notes.items()
-        for name, array in values.items()
+        f"{client}/{name}/{tensor}": array
+        for client, state in states.items()
+        for name, parameters in state.items()
+        for tensor, array in parameters.items()
     }
 
 
 def _unflatten(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[int, dict[str, Parameters]]:
     grouped: dict[int, dict[str, dict[str, npt.NDArray[Any]]]] = {}
     for path, array in arrays.items():
-        client, note, name = path.split("/", 2)
-        grouped.setdefault(int(client), {}).setdefault(note, {})[name] = array
+        client, name, tensor = path.split("/", 2)
+        grouped.setdefault(int(client), {}).setdefault(name, {})[tensor] = array
     return {
-        client: {note: Parameters.from_arrays(values) for note, values in notes.items()}
-        for client, notes in grouped.items()
+        client: {name: Parameters.from_arrays(tensors) for name, tensors in state.items()}
+        for client, state in grouped.items()
     }

@@ -1,13 +1,13 @@
-"""The folder of a run: what it was given, a line for each attempt while it runs, and its results.
+"""The folder of a run: its inputs, a line for each attempt while it runs, and its results.
 
 ```
-run.json        the simulation file as it was read, the program's versions, how training is computed
-rounds.jsonl    one attempt a line, as it ends
-results.json    everything, once the run is over; participation.safetensors: of every client
+run.json        the simulation file as it was read, and the versions of fedplat, Python, NumPy and PyTorch
+rounds.jsonl    one attempt a line, written when it ends
+results.json    all numbers, when the run is over; participation.safetensors: those of every client
 model.safetensors, *.png, tensorboard/
-journal/        what a run that was stopped goes on from, until it is over
+journal/        the data to resume a stopped run from, removed when the run is over
 ```
-Files are replaced as a whole; `rounds.jsonl` grows by whole lines, and a run that goes on writes it anew.
+Files are replaced as a whole; `rounds.jsonl` grows by whole lines, and a resumed run writes it from the start.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ RUN, ROUNDS, RESULTS, MODEL, PARTICIPATION, EVENTS, JOURNAL = (
     "journal",
 )
 
-ANYWHERE = frozenset({"simulation.engine", "simulation.workers"})
-"""Keys that may change when a run goes on: where it is computed."""
+CHANGEABLE_KEYS = frozenset({"simulation.engine", "simulation.workers"})
+"""Keys that may change when a run is resumed: they determine only where training is computed."""
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file of a run, whole or not at all, as public as the umask allows."""
+    """Write a file of a run atomically, with the permissions that the umask allows."""
     durable.write_bytes(path, content, 0o666)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run. Raises `DataError`."""
+    """Read a JSON file of a run. Raises `DataError` if it cannot be read."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as exc:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: those become null."""
+    """Replace NaN and infinities by None (null), because JSON does not have them."""
     if isinstance(value, float) and not -1.8e308 < value < 1.8e308:
         return None
     if isinstance(value, Mapping):
@@ -64,14 +64,14 @@ def finite(value: Any) -> Any:
 
 
 class Lines:
-    """`rounds.jsonl`, begun anew."""
+    """The file `rounds.jsonl`, written from the start."""
 
     def __init__(self, folder: Path) -> None:
         self._file: TextIO = (folder / ROUNDS).open("w", encoding="utf-8")
 
     def add(self, record: AttemptResult) -> None:
-        """Adds an attempt that has ended; whoever follows the file sees it at once."""
-        self._file.write(line_of(record))
+        """Write an attempt that has ended, and flush, so that readers of the file see it at once."""
+        self._file.write(format_line(record))
         self._file.flush()
 
     def __enter__(self) -> Lines:
@@ -83,48 +83,48 @@ class Lines:
         self._file.close()
 
 
-def line_of(record: AttemptResult) -> str:
-    """An attempt as one line of JSON."""
+def format_line(record: AttemptResult) -> str:
+    """Format an attempt as one line of JSON."""
     return json.dumps(finite(msgspec.to_builtins(record, str_keys=True)), allow_nan=False) + "\n"
 
 
-def begin(folder: Path, given: Mapping[str, Any]) -> None:
-    """Makes a run's folder, and says in it what the run was given. Raises `DataError` where there is a run already."""
+def begin(folder: Path, inputs: Mapping[str, Any]) -> None:
+    """Create the folder of a run and record the inputs of the run. Raises `DataError` if the folder has a run."""
     if (folder / RUN).exists():
-        raise DataError(f"{folder} has a run already; go on with it (--resume), or choose another folder (--output)")
+        raise DataError(f"{folder} has a run already; resume it (--resume), or choose another folder (--output)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / RUN, (json.dumps(given, indent=2, default=str) + "\n").encode())
+        write(folder / RUN, (json.dumps(inputs, indent=2, default=str) + "\n").encode())
     except OSError as exc:
         raise DataError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
 
 
-def resume(folder: Path, given: Mapping[str, Any]) -> None:
-    """Sees that a folder has a run of the same file that is not over. Raises `DataError`."""
+def resume(folder: Path, inputs: Mapping[str, Any]) -> None:
+    """Check that a folder has an unfinished run of the same file. Raises `DataError`."""
     if not (folder / RUN).exists():
-        raise DataError(f"there is no run in {folder} to go on with; start one without --resume")
+        raise DataError(f"there is no run to resume in {folder}; start one without --resume")
     if (folder / RESULTS).exists():
-        raise DataError(f"the run in {folder} is over, and its results are there; start another one without --resume")
-    before = dict(_flat(read_json(folder / RUN).get("simulation", {})))
-    now = dict(_flat(json.loads(json.dumps(given["simulation"], default=str))))
-    for key in sorted((before.keys() | now.keys()) - ANYWHERE):
+        raise DataError(f"the run in {folder} is over and has results; start another one without --resume")
+    before = dict(_flatten(read_json(folder / RUN).get("simulation", {})))
+    now = dict(_flatten(json.loads(json.dumps(inputs["simulation"], default=str))))
+    for key in sorted((before.keys() | now.keys()) - CHANGEABLE_KEYS):
         if before.get(key) != now.get(key):
             raise DataError(
                 f"the run in {folder} has {key} = {format_value(before.get(key))}, "
-                f"and this one {format_value(now.get(key))}; go on with the same file, seed and changes"
+                f"and this one {format_value(now.get(key))}; resume with the same file, seed and changes"
             )
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+            yield from _flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def free(default: Path) -> Path:
-    """The first of `default`, `default-2`, `default-3` ... that is no run's folder yet."""
+    """Return the first of `default`, `default-2`, `default-3` ... without a run."""
     number, folder = 1, default
     while (folder / RUN).exists():
         number += 1
@@ -133,7 +133,7 @@ def free(default: Path) -> Path:
 
 
 def latest(default: Path) -> Path:
-    """The last of `default`, `default-2` ... that is a run's folder; `default` where there is none."""
+    """Return the last of `default`, `default-2` ... with a run; `default` if none of them has one."""
     last, number = default, 2
     while (following := default.with_name(f"{default.name}-{number}")) and (following / RUN).exists():
         last, number = following, number + 1

@@ -1,11 +1,11 @@
-"""Lets a run that was stopped go on: what training answered is written down, and replayed instead of computed again.
+"""A log of the results of training, from which a stopped run resumes: they are replayed and not computed again.
 
-All that the driver does follows from the simulation and from what training answers. So a second run that is given the
-answers of the first makes the same decisions, in seconds, without training, until the last checkpoint; there models and
-memories are read back, and training goes on. The result is the same, bit for bit, as that of a run never stopped.
+Everything that the driver does follows from the simulation and from these results. So a second run that replays the
+results of the first one makes the same decisions, in seconds, up to the last checkpoint. There it reads the models and
+client states, and training continues. The result is bit-identical to that of a run that was never stopped.
 
-A folder has `answers.jsonl`, one line for each answer, and the last `checkpoint-N`: a folder itself, renamed when it is
-complete, with `checkpoint.json` and safetensors files. Lines after the checkpoint are cut off when the run goes on.
+The folder has `answers.jsonl`, one line for each result, and the last `checkpoint-N`: a folder that is renamed when it
+is complete, with `checkpoint.json` and safetensors files. A resumed run cuts off the lines after the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from fedplat.errors import JournalError
 from fedplat.rounds import AttemptKey, JobState, ModelVersion
 from fedplat.rounds.commands import Commit, Fold, Restart
 from fedplat.rounds.events import AggregationFailed, AttemptAggregated, UpdateRejected, UpdateReported
 from fedplat.rounds.states import Reason
 from fedplat.simulation.clients.device import DeviceAssignment, Sizes
-from fedplat.simulation.federated.interface import Report
+from fedplat.simulation.federated.interface import FederatedTraining, Report
 from fedplat.simulation.federated.training import FederatedLearning
 from fedplat.simulation.recording import checkpoint
 
@@ -29,11 +31,11 @@ Answer = dict[str, Any]
 ANSWERS = "answers.jsonl"
 
 
-class ReplayLog:
-    """Training whose answers are written to a folder; where the folder has some already, they are taken from there.
+class ReplayLog(FederatedTraining):
+    """Wraps training: replays the results in a folder, then computes further ones and writes them there.
 
-    `identity` is a text that equal simulations share: a folder of another one is refused with a `JournalError`. A
-    checkpoint is made with every `every`-th version, if `due` says that it is time for one.
+    `identity` is a text that equal simulations share. Raises `JournalError` for the folder of another simulation, or
+    one that cannot be read. A checkpoint is written after every `every`-th version, if `due` returns true.
     """
 
     one_at_a_time = True
@@ -49,50 +51,50 @@ class ReplayLog:
         self._learning, self._folder, self._every, self._due = learning, folder, every, due
         self._expected: dict[tuple[int, int], DeviceAssignment] = {}
         self._sizes = learning.sizes
-        self._found = checkpoint.find(folder)
+        self._checkpoint = checkpoint.find(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ANSWERS
-        self._replay = _read(path, self._found.num_bytes, identity) if self._found is not None else []
+        self._replay = _read(path, self._checkpoint.num_bytes, identity) if self._checkpoint is not None else []
         self._next = 0
-        self._file = path.open("r+b" if self._found is not None else "wb")
-        if self._found is not None:
-            self._file.truncate(self._found.num_bytes)
+        self._file = path.open("r+b" if self._checkpoint is not None else "wb")
+        if self._checkpoint is not None:
+            self._file.truncate(self._checkpoint.num_bytes)
             self._file.seek(0, 2)
         else:
             self._write({"simulation": identity})
 
     @property
     def is_replaying(self) -> bool:
-        """Whether answers are still taken from the folder."""
+        """Whether results are still read from the folder."""
         return self._next < len(self._replay)
 
     @property
+    @override
     def sizes(self) -> Sizes:
-        """See `Training`."""
         return self._sizes if self.is_replaying else self._learning.sizes
 
     @property
     def learning(self) -> FederatedLearning:
-        """What is trained; its model is the latest once nothing is replayed any more."""
+        """The wrapped training; its model is the latest one as soon as nothing is replayed any more."""
         return self._learning
 
     def close(self) -> None:
-        """Closes the file of answers; the folder stays."""
+        """Close the file of results; the folder stays."""
         self._file.close()
 
+    @override
     def first_version(self) -> ModelVersion:
-        """See `Training`."""
         return self._learning.version_zero() if self._replay else self._learning.first_version()
 
+    @override
     def expect(self, tasks: Sequence[DeviceAssignment]) -> None:
-        """See `Training`."""
         if self.is_replaying:
             self._expected |= {(task.client, task.number): task for task in tasks}
         else:
             self._learning.expect(tasks)
 
+    @override
     def report(self, task: DeviceAssignment) -> Report:
-        """See `Training`."""
         if not self.is_replaying:
             report = self._learning.report(task)
             self._write(_of_report(task, report))
@@ -100,35 +102,35 @@ class ReplayLog:
         self._expected.pop((task.client, task.number), None)
         return _to_report(task, self._take("client", task.client))
 
+    @override
     def drop(self, task: DeviceAssignment) -> None:
-        """See `Training`."""
         if self.is_replaying:
             self._expected.pop((task.client, task.number), None)
         else:
             self._learning.drop(task)
 
+    @override
     def forget(self, key: AttemptKey, client_id: str) -> None:
-        """See `Training`."""
-        self._learning.forget(key, client_id)  # while it replays, it has received nothing
+        self._learning.forget(key, client_id)  # during a replay it has received nothing
 
+    @override
     def fold(self, command: Fold) -> AggregationFailed | None:
-        """See `Training`."""
         subject = [*command.key[1:], command.assignment.client_id]
         if not self.is_replaying:
             failed = self._learning.fold(command)
-            if failed is not None:  # there is no line for all the others
+            if failed is not None:  # successful folds have no line
                 self._write({"fold": subject, "failed": failed.text})
             return failed
         if self._replay[self._next].get("fold") != subject:
             return None
         return AggregationFailed(command.key, self._take("fold", subject)["failed"])
 
+    @override
     def restart(self, command: Restart) -> None:
-        """See `Training`."""
-        self._learning.restart(command)  # while it replays, it has folded nothing
+        self._learning.restart(command)  # during a replay it has folded nothing
 
+    @override
     def commit(self, command: Commit, job: JobState) -> AttemptAggregated | AggregationFailed:
-        """See `Training`."""
         if self.is_replaying:
             answer = self._take("attempt", list(command.key[1:]))
             if "failed" in answer:
@@ -143,24 +145,24 @@ class ReplayLog:
         self._write(answer)
         return outcome
 
+    @override
     def settle(self, key: AttemptKey, version: int | None) -> Mapping[str, float]:
-        """See `Training`."""
         if not self.is_replaying:
             scores = self._learning.settle(key, version)
             self._write({"settled": list(key[1:]), "scores": dict(scores), "step": self._learning.sizes.step})
             if version is not None and version % self._every == 0 and self._due():
-                self._keep()
+                self._write_checkpoint()
             return scores
         answer = self._take("settled", list(key[1:]))
         self._sizes = self._sizes._replace(step=answer["step"])
         if not self.is_replaying:
-            assert self._found is not None
+            assert self._checkpoint is not None
             waiting = [task for task in self._expected.values() if not task.is_over]
-            self._learning.restore(checkpoint.read(self._found), waiting)
+            self._learning.restore(checkpoint.read(self._checkpoint), waiting)
             self._expected.clear()
         return answer["scores"]
 
-    def _keep(self) -> None:
+    def _write_checkpoint(self) -> None:
         snapshot = self._learning.snapshot()
         if snapshot is not None:
             self._file.flush()
@@ -175,23 +177,23 @@ class ReplayLog:
         if answer.get(name) != expected:
             raise JournalError(
                 f"{self._folder / ANSWERS}, line {self._next + 1}: expected an answer for {name} {expected}; it was "
-                "written by another version of fedplat or for other data; remove the folder to begin anew"
+                "written by another version of fedplat or for other data; remove the folder to start again"
             )
         return answer
 
 
 def _read(path: Path, num_bytes: int, identity: str) -> list[Answer]:
-    """The answers up to a checkpoint."""
+    """Return the results up to a checkpoint. Raises `JournalError`."""
     try:
         content = path.read_bytes()[:num_bytes]
         if len(content) != num_bytes:
-            raise ValueError(f"it has {len(content)} bytes, and its checkpoint {num_bytes}")
+            raise ValueError(f"it has {len(content)} bytes; its checkpoint expects at least {num_bytes}")
         head, *answers = [json.loads(line) for line in content.splitlines()]
     except (OSError, ValueError) as exc:
-        raise JournalError(f"{path} cannot be used: {exc}; remove the folder to begin anew") from exc
+        raise JournalError(f"{path} cannot be used: {exc}; remove the folder to start again") from exc
     if head != {"simulation": identity}:
         raise JournalError(
-            f"{path} belongs to another simulation; go on with the same file, seed and data, or give another folder"
+            f"{path} belongs to another simulation; resume with the same file, seed and data, or choose another folder"
         )
     return answers
 

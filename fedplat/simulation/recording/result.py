@@ -1,6 +1,6 @@
-"""What a simulation says: records of numbers, which become JSON as they are.
+"""The results of a simulation: records of numbers, which are written as JSON without changes.
 
-Moments (`…_at`) are virtual seconds since the job was started; nothing here knows how long the computer took.
+Moments (`…_at`) are virtual seconds since the start of the job; no record has a time of the computer's clock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Counts = npt.NDArray[np.int64]
 class AttemptResult(Struct, frozen=True, kw_only=True):
     """One attempt that has ended: a round's, or a federated evaluation's.
 
-    `kind` is TRAIN or EVALUATE, `phase` COMMITTED or ABANDONED. `version` is the model version that is the latest
-    afterwards. `counts` are the assignments by state (MERGED, LATE, FAILED, REJECTED, SURPLUS, DROPPED). `metrics` are
-    what clients reported, weighted; `evaluation` is the score of the committed version on the data that no client has,
-    empty where it was not asked for. `staleness` counts the merged updates by how many versions were committed since
-    the one that they began with. `bytes_down` and `bytes_up` are what its clients downloaded and sent.
+    `kind` is TRAIN or EVALUATE, `phase` COMMITTED or ABANDONED. `version` is the latest model version after the
+    attempt. `counts` are the assignments by state (MERGED, LATE, FAILED, REJECTED, SURPLUS, DROPPED). `metrics` are the
+    weighted means of the clients' metrics; `evaluation` is the score of the committed version on the central test data,
+    empty if the version was not evaluated. `staleness` counts the merged updates by the number of versions committed
+    since their base version. `bytes_down` and `bytes_up` are the clients' downloads and uploads.
     """
 
     round: int
@@ -48,15 +48,15 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
 
     @property
     def committed(self) -> bool:
-        """Whether a version came of it, or an evaluation."""
+        """Whether the attempt resulted in a version or an evaluation."""
         return self.phase == "COMMITTED"
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """Clients that have something in common, and their part of what happened; all shares are of 1.
+    """Clients with a common property, and their shares (from 0 to 1) of the fleet, the examples and the work.
 
     `name` is `speed 1/10` (the slowest tenth) to `speed 10/10`, or `label=value`. `over` is `share_of_merged`
-    divided by `share_of_fleet`: above 1 the group is over-represented.
+    divided by `share_of_fleet`: a group above 1 is over-represented.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Sums over the whole run. `assigned` counts the assignments that have ended, which `counts` has by state.
+    """Sums over the whole run. `assigned` is the number of assignments that have ended; `counts` has them by state.
 
-    `check_ins` are requests for work, `refused` those that ended without any.
-    `lost` are assignments whose client became unavailable or silent; the server counts them as LATE, unless the
-    attempt ended before their deadline. `events` is what the coordinator was told, in `batches`.
+    `check_ins` are requests for an assignment, `refused` those that ended without one. `lost` are assignments whose
+    client became unavailable or silent; the server counts them as LATE, unless the attempt ended before their deadline.
+    `events` is the number of events that the coordinator processed, in `batches`.
     """
 
     duration_s: float
@@ -95,7 +95,7 @@ class Totals(Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class ParticipationCounts:
-    """For each client, how many of its assignments have ended, and how many of them in which way: int64 [clients]."""
+    """The number of each client's assignments that have ended, in total and by outcome: int64 [clients]."""
 
     assigned: Counts
     merged: Counts
@@ -103,13 +103,13 @@ class ParticipationCounts:
     failed: Counts
 
     def to_dict(self) -> dict[str, list[int]]:
-        """The arrays as lists."""
+        """Return the arrays as lists."""
         return {field.name: getattr(self, field.name).tolist() for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The whole run. `status` is the job's at the end (RUNNING if the virtual time was over before it was done)."""
+    """The result of a run. `status` is the final status of the job (RUNNING if the virtual time ended before it)."""
 
     job: str
     seed: int
@@ -125,12 +125,12 @@ class Result:
 
     @property
     def rounds(self) -> tuple[AttemptResult, ...]:
-        """The attempts of training that were committed."""
+        """The committed attempts of training."""
         return tuple(each for each in self.attempts if each.kind == "TRAIN" and each.committed)
 
     def to_dict(self, *, clients: bool = False) -> dict[str, Any]:
-        """What JSON can hold; with `clients`, the numbers of every single client too."""
-        shown = {
+        """Return the result without the model, for JSON; with `clients`, includes the numbers of every client."""
+        fields = {
             "job": self.job,
             "seed": self.seed,
             "num_clients": self.num_clients,
@@ -142,5 +142,5 @@ class Result:
             "attempts": msgspec.to_builtins(self.attempts, str_keys=True),
         }
         if clients:
-            shown["participation"] = self.participation.to_dict()
-        return shown
+            fields["participation"] = self.participation.to_dict()
+        return fields

@@ -1,4 +1,4 @@
-"""Counts what happens in a simulation, from the very changes that a server would store."""
+"""The statistics of a simulation, counted from the changes that a server would store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DECILES = 10
 
 
 class RunStatistics:
-    """All numbers of a run; `observe` hears of each attempt that has ended, once its version is known everywhere."""
+    """All numbers of a run; `observe` is called with each attempt that has ended, after its version is published."""
 
     def __init__(self, fleet: Fleet, observe: Observer | None) -> None:
         self._fleet, self._observe = fleet, observe
@@ -36,12 +36,12 @@ class RunStatistics:
         self.bytes_down = self.bytes_up = 0.0
 
     def on_assigned(self, key: AttemptKey, now: float, bytes_down: float) -> None:
-        """Clients were assigned, and download so much."""
+        """Count the download of an assignment that was made now."""
         self._collecting_at.setdefault(key, now)
         self.bytes_down += bytes_down
 
     def on_changed(self, change: Change) -> None:
-        """Assignments have moved."""
+        """Count the assignments that have ended, and the bytes of reports."""
         for assignment in change.assignments:
             state = assignment.state
             if state in BUSY_STATES:
@@ -57,7 +57,7 @@ class RunStatistics:
                 self._by_client[state][int(assignment.client_id)] += 1
 
     def on_attempt_ended(self, job: JobState, attempt: Attempt, evaluation: Mapping[str, float]) -> None:
-        """An attempt was committed or abandoned."""
+        """Record an attempt that was committed or abandoned, and call `observe`."""
         committed = job.latest.round == attempt.key.round and job.latest.attempt == attempt.key.number
         record = AttemptResult(
             round=attempt.key.round,
@@ -84,7 +84,7 @@ class RunStatistics:
             self._observe(record)
 
     def totals(self, duration_s: float) -> Totals:
-        """The sums over the whole run."""
+        """Return the sums over the whole run."""
         counts: Counter[str] = Counter(self._counts)  # of assignments that ended after the last attempt did
         for record in self.attempts:
             counts.update(record.counts)
@@ -107,21 +107,21 @@ class RunStatistics:
         )
 
     def participation(self) -> ParticipationCounts:
-        """How often each client took part, and how that ended."""
+        """Return the number of each client's assignments, in total and by outcome."""
         merged, late, failed = (self._by_client[state] for state in _COUNTED)
         return ParticipationCounts(assigned=self._assigned, merged=merged, late=late, failed=failed)
 
 
-def staleness_of(attempts: Sequence[AttemptResult]) -> dict[int, int]:
-    """All merged updates, by their staleness."""
+def count_staleness(attempts: Sequence[AttemptResult]) -> dict[int, int]:
+    """Count all merged updates by their staleness."""
     total: Counter[int] = Counter()
     for record in attempts:
         total.update(record.staleness)
     return dict(sorted(total.items()))
 
 
-def groups_of(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
-    """Who is over-represented: tenths of the fleet by speed, and the values of each label."""
+def measure_groups(fleet: Fleet, participation: ParticipationCounts) -> tuple[Group, ...]:
+    """Return the shares of groups of clients: tenths of the fleet by speed, and the values of each label."""
     return tuple(_group(fleet, participation, name, members) for name, members in _members(fleet))
 
 

@@ -1,1 +1,1 @@
-"""What a researcher gets of a run: numbers as JSON, pictures, and event files for TensorBoard."""
+"""Reports of a run for people: summaries, plots, and event files for TensorBoard."""

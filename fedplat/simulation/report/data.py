@@ -1,4 +1,4 @@
-"""Who has which data, as numbers and as a few lines of text."""
+"""The distribution of data over clients, as numbers and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy.typing as npt
 from fedplat.simulation.data import Federation
 
 MAX_LABELS = 100
-"""Tables of more labels than these have nothing to show in a terminal."""
+"""The largest number of labels whose table is readable in a terminal."""
 _SHADES = " ░▒▓█"
 
 
 def label_table(federation: Federation) -> npt.NDArray[np.int64]:
-    """How many examples of each label (columns) each client (rows) has; one column where targets are no labels."""
+    """Count the examples of each client by label: [clients, labels], or [clients, 1] if targets are not labels."""
     targets = federation.targets
     if targets.ndim != 1 or not np.issubdtype(targets.dtype, np.integer):
         return federation.sizes()[:, None]
@@ -22,10 +22,10 @@ def label_table(federation: Federation) -> npt.NDArray[np.int64]:
 
 
 def facts(federation: Federation) -> dict[str, float]:
-    """Sizes and labels in numbers.
+    """Return statistics of the sizes and labels.
 
-    `skew` is the mean over clients of the total-variation distance between a client's labels and those of all: 0 where
-    all clients are alike, towards 1 where each has labels of its own.
+    `skew` is the mean over clients of the total-variation distance between a client's labels and those of all: 0 if all
+    clients are alike, towards 1 if each client has different labels.
     """
     sizes, table = federation.sizes(), label_table(federation)
     shares = table / table.sum(axis=1, keepdims=True)
@@ -45,18 +45,18 @@ def facts(federation: Federation) -> dict[str, float]:
 
 
 def lines(federation: Federation, width: int) -> list[str]:
-    """The same for people, with a picture of labels (rows) by clients (columns), of at most `width` characters."""
-    found, table = facts(federation), label_table(federation)
+    """Describe the data in lines of at most `width` characters, with a chart of labels (rows) by clients (columns)."""
+    numbers, table = facts(federation), label_table(federation)
     text = [
-        f"{found['clients']:,.0f} clients with {found['smallest']:,.0f} to {found['largest']:,.0f} examples "
-        f"(median {found['median']:,.0f}), {found['examples']:,.0f} in all; {found['unused']:,.0f} are nobody's, "
-        f"{found['held_out']:,.0f} held out",
+        f"{numbers['clients']:,.0f} clients with {numbers['smallest']:,.0f} to {numbers['largest']:,.0f} examples "
+        f"(median {numbers['median']:,.0f}), {numbers['examples']:,.0f} in all; {numbers['unused']:,.0f} are unused, "
+        f"{numbers['held_out']:,.0f} held out",
     ]
     if not 1 < table.shape[1] <= MAX_LABELS:
         return text
     text.append(
-        f"{found['labels']:.0f} labels, {found['labels_per_client']:.3g} on average with each client; "
-        f"skew {found['skew']:.2f} (0: all clients are alike)"
+        f"{numbers['labels']:.0f} labels, {numbers['labels_per_client']:.3g} on average with each client; "
+        f"skew {numbers['skew']:.2f} (0: all clients are alike)"
     )
     columns = np.unique(np.linspace(0, len(table) - 1, min(len(table), max(1, width - 8))).astype(np.int64))
     shares = table[columns] / table[columns].sum(axis=1, keepdims=True)

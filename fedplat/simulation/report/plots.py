@@ -1,6 +1,6 @@
-"""Pictures of a run (extra "plots"): accuracy, time, participation, staleness, and who has which data.
+"""Plots of a run (extra "plots"): accuracy, time, participation, staleness, and the distribution of data.
 
-Each function draws one figure. Nothing is shown on a screen, and pyplot's global state is left alone.
+Each function draws one figure. Nothing is shown on a screen, and pyplot's global state is not changed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 MAIN, SECOND, QUIET, BAD, SPARE = "#1f5f8b", "#d9822b", "#888888", "#a8324a", "#9db8cc"
 MAX_ROWS = 200
-"""Clients in the picture of the data; of more, so many are shown, evenly spaced."""
+"""The most clients in the plot of labels; of a larger fleet, this many evenly spaced clients are shown."""
 _MAX_GROUPS = 24
 
 
 def draw(result: Result, summary: Summary, folder: Path, federation: Federation | None = None) -> list[Path]:
-    """Draws what there is to be seen as PNG files. Raises `MissingExtraError` without matplotlib."""
+    """Draw the plots that the run has numbers for as PNG files. Raises `MissingExtraError` without matplotlib."""
     pictures: dict[str, Callable[[Figure], object]] = {}
     if any(len(each(result.attempts, summary.metric).values) for each in (series, collect_federated)):
-        pictures["accuracy"] = lambda figure: accuracy(figure, result, summary)
+        pictures["accuracy"] = lambda figure: draw_accuracy(figure, result, summary)
     if result.rounds:
-        pictures["time"] = lambda figure: time(figure, result)
+        pictures["time"] = lambda figure: draw_time(figure, result)
     if result.participation.merged.any():
-        pictures["participation"] = lambda figure: participation(figure, result)
+        pictures["participation"] = lambda figure: draw_participation(figure, result)
     if any(result.staleness):
-        pictures["staleness"] = lambda figure: staleness(figure, result)
+        pictures["staleness"] = lambda figure: draw_staleness(figure, result)
     if federation is not None:
-        pictures["data"] = lambda figure: data(figure, federation)
+        pictures["data"] = lambda figure: draw_data(figure, federation)
     return [save(folder / f"{name}.png", picture) for name, picture in pictures.items()]
 
 
 def save(path: Path, picture: Callable[[Figure], object]) -> Path:
-    """Draws one picture into a PNG file."""
+    """Draw one plot into a PNG file and return the path. Raises `MissingExtraError` without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as exc:
         raise MissingExtraError(
-            "pictures need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
+            "plots need matplotlib; install it with: pip install 'fedplat[plots]', or use --no-plots"
         ) from exc
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
@@ -61,18 +61,18 @@ def save(path: Path, picture: Callable[[Figure], object]) -> Path:
     return path
 
 
-def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
-    """The metric on held-out data, over rounds and over virtual time; beside it the clients' own, if they evaluate."""
-    named = {"held by nobody": series(result.attempts, summary.metric)}
-    named["kept by clients"] = collect_federated(result.attempts, summary.metric)
-    lines = {name: found for name, found in named.items() if len(found.values)}
-    seconds, unit = _time_unit(max(float(found.at_s.max()) for found in lines.values()))
+def draw_accuracy(figure: Figure, result: Result, summary: Summary) -> None:
+    """Plot the metric over rounds and over virtual time: on the central test data, and on clients' held-out data."""
+    named = {"central test data": series(result.attempts, summary.metric)}
+    named["clients' held-out data"] = collect_federated(result.attempts, summary.metric)
+    lines = {name: line for name, line in named.items() if len(line.values)}
+    seconds, unit = _time_unit(max(float(line.at_s.max()) for line in lines.values()))
     figure.set_size_inches(10, 4)
     axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
-    for (name, found), color in zip(lines.items(), (MAIN, SECOND), strict=False):
-        marker = "o" if len(found.values) <= 40 else None
-        for axis, steps in ((axes[0], found.rounds), (axes[1], found.at_s / seconds)):
-            axis.plot(steps, found.values, color=color, marker=marker, markersize=3, linewidth=1.5, label=name)
+    for (name, line), color in zip(lines.items(), (MAIN, SECOND), strict=False):
+        marker = "o" if len(line.values) <= 40 else None
+        for axis, steps in ((axes[0], line.rounds), (axes[1], line.at_s / seconds)):
+            axis.plot(steps, line.values, color=color, marker=marker, markersize=3, linewidth=1.5, label=name)
     for axis, label in ((axes[0], "round"), (axes[1], f"virtual {unit}")):
         if summary.target:
             axis.axhline(summary.target, linestyle="--", linewidth=1, color=QUIET)
@@ -97,20 +97,20 @@ def accuracy(figure: Figure, result: Result, summary: Summary) -> None:
         figure.suptitle(f"{result.job}: best {summary.metric} {summary.best.value:.4g} in round {summary.best.round}")
 
 
-def time(figure: Figure, result: Result) -> None:
-    """How long each round took in virtual time, with its abandoned attempts, and what became of its assignments."""
+def draw_time(figure: Figure, result: Result) -> None:
+    """Plot the virtual time of each round, with its abandoned attempts, and its assignments by outcome."""
     rounds = result.rounds
     numbers = np.array([record.round for record in rounds])
     ends = np.array([record.ended_at for record in rounds])
     seconds, unit = _time_unit(float(np.diff(ends, prepend=0.0).max(initial=0.0)))
     figure.set_size_inches(10, 5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    took, collecting = (
+    durations, collecting = (
         np.diff(ends, prepend=0.0),
         np.array([record.ended_at - record.collecting_at for record in rounds]),
     )
-    top.plot(numbers, took / seconds, color=MAIN, linewidth=1.2, label="since the round before")
-    if not np.allclose(took, collecting, rtol=0.01):  # else one line would hide the other
+    top.plot(numbers, durations / seconds, color=MAIN, linewidth=1.2, label="since the previous round")
+    if not np.allclose(durations, collecting, rtol=0.01):  # else one line would hide the other
         top.plot(numbers, collecting / seconds, color=SECOND, linewidth=1.2, label="from the first assignment on")
     top.set_ylabel(f"virtual {unit}")
     top.set_ylim(bottom=0.0)
@@ -137,8 +137,8 @@ def time(figure: Figure, result: Result) -> None:
         axis.grid(alpha=0.3)
 
 
-def participation(figure: Figure, result: Result) -> None:
-    """How evenly merged updates are spread over clients, and which groups have more than their share."""
+def draw_participation(figure: Figure, result: Result) -> None:
+    """Plot how evenly merged updates are distributed over clients, and which groups are over-represented."""
     groups = [group for group in result.groups if group.num_clients][:_MAX_GROUPS]
     figure.set_size_inches(10 if groups else 5.5, max(4.5, 0.26 * len(groups)))
     lorenz = figure.add_subplot(1, 2 if groups else 1, 1)
@@ -150,9 +150,10 @@ def participation(figure: Figure, result: Result) -> None:
     lorenz.plot([0, 1], [0, 1], color=QUIET, linestyle="--", linewidth=1)
     lorenz.set_xlabel("share of clients, those with the fewest first")
     lorenz.set_ylabel("share of merged updates")
-    taken_part = int(np.count_nonzero(merged))
+    num_participants = int(np.count_nonzero(merged))
     lorenz.set_title(
-        f"{taken_part:,} of {len(merged):,} clients have a merged update, Gini {gini(merged):.2f}", fontsize="medium"
+        f"{num_participants:,} of {len(merged):,} clients have a merged update, Gini {gini(merged):.2f}",
+        fontsize="medium",
     )
     lorenz.grid(alpha=0.3)
     if groups:
@@ -163,7 +164,7 @@ def participation(figure: Figure, result: Result) -> None:
 def _bars(axis: Axes, groups: Sequence[Group]) -> None:
     over = np.array([group.over for group in groups])
     colors = [MAIN if value >= 1.0 else SECOND for value in over]
-    # Bars begin at 1: what is to be seen is who has more than its share, and who less.
+    # Bars begin at 1, so that they show which groups have more than their share, and which have less.
     axis.barh(np.arange(len(groups)), over - 1.0, left=1.0, color=colors)
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks(np.arange(len(groups)), [_group_name(group.name) for group in groups], fontsize="small")
@@ -178,8 +179,8 @@ def _group_name(name: str) -> str:
     return {"speed 1/10": "slowest tenth", "speed 10/10": "fastest tenth"}.get(name, name)
 
 
-def staleness(figure: Figure, result: Result) -> None:
-    """How many versions were committed between an update's base and its merging."""
+def draw_staleness(figure: Figure, result: Result) -> None:
+    """Plot the staleness of merged updates: the number of versions committed since their base version."""
     figure.set_size_inches(6, 4)
     axis = figure.subplots()
     ages, counts = np.array(list(result.staleness)), np.array(list(result.staleness.values()))
@@ -195,8 +196,8 @@ def staleness(figure: Figure, result: Result) -> None:
     axis.grid(alpha=0.3, axis="y")
 
 
-def data(figure: Figure, federation: Federation) -> None:
-    """Who has which data: clients by labels where there are labels, and how many examples clients have."""
+def draw_data(figure: Figure, federation: Federation) -> None:
+    """Plot the sizes of clients' data and, if there are labels, the shares of labels of each client."""
     sizes = federation.sizes()
     table = label_table(federation)
     has_labels = table.shape[1] > 1
@@ -226,7 +227,7 @@ def data(figure: Figure, federation: Federation) -> None:
 
 
 def gini(counts: npt.NDArray[np.int64]) -> float:
-    """How uneven counts are: 0 if all are equal, towards 1 if one has everything."""
+    """Return the Gini coefficient of counts: 0 if all are equal, towards 1 if one client has everything."""
     ordered, total = np.sort(counts).astype(np.float64), float(counts.sum())
     if not total:
         return 0.0
@@ -241,7 +242,7 @@ def _whole_numbers(axis: Axes) -> None:
 
 
 def _legend_above(axis: Axes, num_columns: int) -> None:
-    """A legend that hides nothing: lines and bars may be anywhere."""
+    """Draw the legend above the plot, where it cannot hide lines or bars."""
     axis.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=num_columns, frameon=False, fontsize="small")
 
 

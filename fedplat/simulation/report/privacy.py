@@ -1,4 +1,4 @@
-"""The picture of a plan: epsilon against rounds, the noise that each cohort needs, and what the simulator expects."""
+"""The plot of a privacy plan: epsilon against rounds, the noise for each cohort size, and simulated scores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HARDLY_ANY = 100.0
-"""An epsilon beyond which nothing is promised that is worth a place in a picture."""
+MAX_EPSILON = 100.0
+"""The largest epsilon in the plot: beyond it the guarantee is almost without value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyChart:
-    """A plan; epsilon against rounds for some noise multipliers; scores by epsilon, and without noise."""
+    """The numbers to plot.
+
+    `lines` are (noise multiplier, rounds, epsilons), the job's own in the middle. `scores` are (epsilon, simulated
+    metric); `baseline` is the metric without noise.
+    """
 
     plan: PrivacyPlan
     lines: Sequence[tuple[float, Sequence[int], Sequence[float]]]
@@ -29,7 +33,7 @@ class PrivacyChart:
 
 
 def draw(figure: Figure, picture: PrivacyChart) -> None:
-    """Two panels, or three where the job was simulated."""
+    """Draw two panels, or three if the job was simulated."""
     has_scores = bool(picture.scores)
     figure.set_size_inches(15 if has_scores else 10.5, 4.6)
     axes = figure.subplots(1, 3 if has_scores else 2)
@@ -43,14 +47,14 @@ def draw(figure: Figure, picture: PrivacyChart) -> None:
 def _rounds(axes: Axes, picture: PrivacyChart) -> None:
     plan = picture.plan
     middle = len(picture.lines) // 2
-    for place, (multiplier, counts, values) in enumerate(picture.lines):
-        own = place == middle
-        colour = MAIN if own else (BAD if place < middle else SECOND)
+    for index, (multiplier, counts, values) in enumerate(picture.lines):
+        own = index == middle
+        colour = MAIN if own else (BAD if index < middle else SECOND)
         label = f"noise multiplier {multiplier:.3g}" + (" (this job)" if own else "")
         axes.plot(counts, values, color=colour, linewidth=2.4 if own else 1.4, label=label)
     axes.axhline(plan.budget, color=QUIET, linestyle="--", linewidth=1, label=f"epsilon {plan.budget:.3g}")
     axes.axvline(plan.rounds, color=QUIET, linestyle=":", linewidth=1, label=f"{plan.rounds:,} rounds")
-    axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="epsilon", title="What rounds cost")
+    axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="epsilon", title="Privacy cost of rounds")
     axes.set_ylim(bottom=min(min(values) for _, _, values in picture.lines) / 8)  # room for the legend
     axes.legend(fontsize=8, loc="lower right")
     _plain(axes)
@@ -72,7 +76,7 @@ def _cohorts(axes: Axes, plan: PrivacyPlan) -> None:
         yscale="log",
         xlabel="reports expected in a round",
         ylabel=f"noise in each entry of {'a node' if plan.mechanism.kind == 'tree' else 'the mean'} / clip norm",
-        title=f"What cohorts need for epsilon {plan.budget:.3g}",
+        title=f"Noise for epsilon {plan.budget:.3g}, by cohort size",
     )
     axes.margins(x=0.2, y=0.15)
     axes.set_xticks([each.expected_reports for each in plan.by_cohort], minor=False)
@@ -81,7 +85,7 @@ def _cohorts(axes: Axes, plan: PrivacyPlan) -> None:
 
 
 def _scores(axes: Axes, picture: PrivacyChart) -> None:
-    shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= HARDLY_ANY)
+    shown = sorted((epsilon, value) for epsilon, value in picture.scores if epsilon <= MAX_EPSILON)
     axes.plot([each[0] for each in shown], [each[1] for each in shown], color=MAIN, marker="o", linewidth=1.8)
     if picture.baseline is not None:
         axes.axhline(picture.baseline, color=QUIET, linestyle="--", linewidth=1, label="without noise")
@@ -90,14 +94,14 @@ def _scores(axes: Axes, picture: PrivacyChart) -> None:
     axes.set(
         xscale="log",
         xlabel=f"epsilon after {picture.plan.rounds:,} rounds",
-        ylabel=f"{picture.metric} at the end",
-        title="What the simulator expects",
+        ylabel=f"final {picture.metric}",
+        title="Simulated scores",
     )
     _plain(axes)
 
 
 def _plain(axes: Axes) -> None:
-    """Numbers as people write them, also on logarithmic axes, and a grid."""
+    """Write ticks as plain numbers, also on logarithmic axes, and add a grid."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -110,5 +114,5 @@ def _plain(axes: Axes) -> None:
     axes.grid(alpha=0.3)
 
 
-def _number(value: float, place: int | None) -> str:
+def _number(value: float, position: int | None) -> str:
     return f"{value:,.6g}"

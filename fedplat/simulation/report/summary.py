@@ -1,4 +1,4 @@
-"""The few numbers that a run is judged by."""
+"""The summary of a run: its most important numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric's value, and the round and the virtual second that it was reached in."""
+    """The value of a metric, and the round and virtual second in which it was reached."""
 
     value: float
     round: int
@@ -24,10 +24,10 @@ class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The last and the best value of `metric` on held-out data, and where it first reached `target`.
 
-    `rounds_to_target` is interpolated between scored rounds, along the running best, as McMahan et al. 2017 (section 3)
-    read it off their curves; None where the target was not reached, or where there is none. `of_clients` is the metric
-    that clients reported in the last round, weighted by their examples; `federated` that of the last federated
-    evaluation, on what clients keep from training.
+    `rounds_to_target` is interpolated between evaluated rounds, along the running best, as in McMahan et al. 2017
+    (section 3); None if the target was not reached or is not set. `of_clients` is the metric that clients reported in
+    the last round, weighted by their examples; `federated` is that of the last federated evaluation, on the examples
+    that clients keep from training.
     """
 
     metric: str
@@ -41,7 +41,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of the scored rounds, as arrays of equal length."""
+    """A metric of the evaluated rounds, as arrays of equal length."""
 
     rounds: Floats
     at_s: Floats
@@ -49,33 +49,33 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def series(attempts: Sequence[AttemptResult], metric: str) -> Series:
-    """A metric on held-out data, in the order of the rounds."""
+    """Return a metric on the central test data, in the order of the rounds."""
     scored = [record for record in attempts if record.committed and metric in record.evaluation]
     return _series(scored, [record.evaluation[metric] for record in scored])
 
 
 def collect_federated(attempts: Sequence[AttemptResult], metric: str) -> Series:
-    """A metric of the federated evaluations: the mean over what clients keep from training."""
+    """Return a metric of the federated evaluations: the mean over the examples that clients keep from training."""
     scored = [each for each in attempts if each.kind == "EVALUATE" and each.committed and metric in each.metrics]
     return _series(scored, [record.metrics[metric] for record in scored])
 
 
 def summarize(result: Result, metric: str = "accuracy", target: float = 0.0) -> Summary:
-    """The numbers that a run is judged by. Of a metric named loss, or ending in it, small values are good."""
-    found = series(result.attempts, metric)
+    """Summarize a run. Smaller values are better if the metric's name ends in "loss", else larger ones."""
+    central = series(result.attempts, metric)
     trained = [record for record in result.attempts if record.kind == "TRAIN" and metric in record.metrics]
     of_clients = trained[-1].metrics[metric] if trained else None
     of_evaluations = collect_federated(result.attempts, metric)
     on_clients = _score(of_evaluations, -1) if len(of_evaluations.values) else None
-    if not len(found.values):
+    if not len(central.values):
         return Summary(metric=metric, target=target, of_clients=of_clients, federated=on_clients)
     sign = -1.0 if metric.endswith("loss") else 1.0
-    best = int(np.nanargmax(sign * found.values)) if np.isfinite(found.values).any() else len(found.values) - 1
-    reached = _crossing(found, sign, target) if target else None
+    best = int(np.nanargmax(sign * central.values)) if np.isfinite(central.values).any() else len(central.values) - 1
+    reached = _find_crossing(central, sign, target) if target else None
     return Summary(
         metric=metric,
-        last=_score(found, -1),
-        best=_score(found, best),
+        last=_score(central, -1),
+        best=_score(central, best),
         target=target,
         rounds_to_target=None if reached is None else reached[0],
         seconds_to_target=None if reached is None else reached[1],
@@ -92,21 +92,21 @@ def _series(scored: Sequence[AttemptResult], values: Sequence[float]) -> Series:
     )
 
 
-def _score(found: Series, index: int) -> MetricValue:
-    return MetricValue(value=float(found.values[index]), round=int(found.rounds[index]), at_s=float(found.at_s[index]))
+def _score(line: Series, index: int) -> MetricValue:
+    return MetricValue(value=float(line.values[index]), round=int(line.rounds[index]), at_s=float(line.at_s[index]))
 
 
-def _crossing(found: Series, sign: float, target: float) -> tuple[float, float] | None:
-    """Round and moment at which the running best reaches the target, on the line between two scored rounds."""
-    best = np.fmax.accumulate(sign * found.values)
+def _find_crossing(line: Series, sign: float, target: float) -> tuple[float, float] | None:
+    """Return the round and moment at which the running best reaches the target, interpolated between two rounds."""
+    best = np.fmax.accumulate(sign * line.values)
     above = np.flatnonzero(best >= sign * target)
     if not len(above):
         return None
     index = int(above[0])
     if index == 0:
-        return float(found.rounds[0]), float(found.at_s[0])
+        return float(line.rounds[0]), float(line.at_s[0])
     before, after = best[index - 1], best[index]
     part = (sign * target - before) / (after - before) if np.isfinite(before) else 1.0
     return tuple(  # pyright: ignore[reportReturnType] - two numbers
-        float(line[index - 1] + part * (line[index] - line[index - 1])) for line in (found.rounds, found.at_s)
+        float(axis[index - 1] + part * (axis[index] - axis[index - 1])) for axis in (line.rounds, line.at_s)
     )

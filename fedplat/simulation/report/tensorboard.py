@@ -14,7 +14,10 @@ from fedplat.simulation.recording.result import AttemptResult
 
 
 class EventFile:
-    """Writes each attempt that was committed as scalars; a folder's older event files are replaced."""
+    """Writes each committed attempt as scalars; replaces the folder's older event files.
+
+    Raises `MissingExtraError` without TensorBoard.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -29,9 +32,9 @@ class EventFile:
         self._writer: Any = EventFileWriter(str(folder))
 
     def add(self, record: AttemptResult) -> None:
-        """Adds what is known of an attempt."""
+        """Write the scalars of an attempt if it was committed."""
         event: Any
-        summary: Any  # protobuf's classes are made when the modules are imported: no type checker sees them
+        summary: Any  # protobuf creates its classes at import: type checkers do not see them
         from tensorboard.compat.proto import event_pb2 as event
         from tensorboard.compat.proto import summary_pb2 as summary
 
@@ -41,7 +44,7 @@ class EventFile:
             self._writer.add_event(event.Event(wall_time=record.ended_at, step=record.round, summary=scalars))
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write buffered events and close the file."""
         self._writer.close()
 
 

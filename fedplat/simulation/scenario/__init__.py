@@ -1,1 +1,1 @@
-"""What is simulated: the simulation file, its options, and the model that clients train."""
+"""The simulation file, its options, and the model that clients train."""

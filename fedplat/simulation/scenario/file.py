@@ -1,6 +1,6 @@
-"""The simulation file: a job file with a table `[simulation]`, which says what surrounds the job.
+"""The simulation file: a job file with a table `[simulation]`, which describes the environment of the job.
 
-An operator submits the very file that was simulated: `job_text` leaves the table out, so that no server ever sees it.
+An operator submits the same file that was simulated: `job_text` removes the table, so that no server ever receives it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADER = re.compile(r"\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 
 @dataclasses.dataclass(frozen=True)
 class SimulationFile:
-    """A job and what surrounds it. `folder` is what paths and modules are relative to; `raw` is what was read."""
+    """A job and its environment. Paths and modules are relative to `folder`; `raw` is the parsed TOML."""
 
     job: JobSpec
     simulation: SimulationOptions
@@ -32,7 +32,7 @@ class SimulationFile:
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
-    """Reads a simulation file, and then changes it as `key=value` texts say. Raises `JobFileError`."""
+    """Read a simulation file and apply changes, which are `key=value` texts. Raises `JobFileError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
@@ -42,7 +42,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> SimulationFile:
 
 
 def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFile:
-    """Reads the text of a simulation file. Raises `JobFileError`, whose message has a line for each mistake."""
+    """Parse the text of a simulation file. Raises `JobFileError` with a line for each table that has a mistake."""
     raw = read_toml(text)
     for change in changes:
         _change(raw, change)
@@ -66,7 +66,10 @@ def parse(text: str, folder: Path, changes: Sequence[str] = ()) -> SimulationFil
 
 
 def job_text(text: str) -> str:
-    """A simulation file without its table `[simulation]`: a job file, as it was written. Raises `JobFileError`."""
+    """Remove the table `[simulation]` from a simulation file; the rest of the text, a job file, does not change.
+
+    Raises `JobFileError` if the table has no header of its own, as in `simulation = {...}`.
+    """
     raw = read_toml(text)
     if raw.pop(TABLE, None) is None:
         return text
@@ -88,7 +91,7 @@ def job_text(text: str) -> str:
 
 
 def _change(raw: dict[str, Any], change: str) -> None:
-    """Sets one key, in place; the value is TOML, or text where it is none."""
+    """Set one key, in place; the value is TOML, or plain text if it does not parse as TOML."""
     key, equals, value = change.partition("=")
     try:
         path = _path(tomllib.loads(f"{key.strip()} = 0"))

@@ -1,6 +1,6 @@
-"""What simulated clients learn: the module and the loss that a simulation file names, and the model to start from.
+"""The model that simulated clients train: the module and the loss that a simulation file names, and initial values.
 
-All of it can be sent to worker processes: functions of the user's own travel by name and folder, as the file has them.
+All of it can be sent to worker processes: the user's functions are pickled by name and folder.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce_with_logits": nn.functional.binary_cross_entropy_with_logits,
 }
-"""Mean losses of (outputs, targets), by their names in a simulation file."""
+"""The built-in mean losses of (outputs, targets), by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnModule:
-    """A function of the user's own that makes the module."""
+    """The user's function that creates the module."""
 
     name: str
     folder: Path
 
     def __call__(self) -> nn.Module:
-        """Make one. Raises `JobFileError` and `UserCodeError`."""
-        made = user_code.call(self.name, self.folder)
-        if not isinstance(made, nn.Module):
+        """Create a module. Raises `UserCodeError`, and `JobFileError` if the function returns something else."""
+        module = user_code.call(self.name, self.folder)
+        if not isinstance(module, nn.Module):
             raise JobFileError(
-                f"{self.name} returned a {type(made).__name__}; expected a PyTorch module. If model.initial gives "
-                'named tensors, say what makes the module: [simulation.model] module = "module:function"'
+                f"{self.name} returned a {type(module).__name__}; expected a PyTorch module. If model.initial returns "
+                'named tensors, name the function that makes the module: [simulation.model] module = "module:function"'
             )
-        return made
+        return module
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnLoss:
-    """A loss of the user's own."""
+    """The user's loss function."""
 
     name: str
     folder: Path
@@ -59,15 +59,15 @@ class OwnLoss:
             return user_code.load_function(self.name, self.folder)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         return self._function(outputs, targets)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"name": self.name, "folder": self.folder}  # the function itself belongs to this process
+        return {"name": self.name, "folder": self.folder}  # each process imports the function itself
 
 
-def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
-    """What is trained, and the model of round 0, whose random values are those of the seed.
+def build_learner(file: SimulationFile) -> tuple[Learner, Parameters]:
+    """Return the learner of a simulation file, and the initial model, whose random values follow from the seed.
 
     Raises `JobFileError` and `UserCodeError`.
     """
@@ -75,7 +75,7 @@ def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
     is_tensors = named.endswith(".safetensors")
     if is_tensors and not options.module:
         raise JobFileError(
-            f"model.initial = {named!r} has tensors and no module; say what makes the module: "
+            f"model.initial = {named!r} has tensors and no module; name the function that creates the module: "
             '[simulation.model] module = "module:function"'
         )
     loss = LOSSES.get(options.loss) or OwnLoss(options.loss, file.folder)
@@ -88,7 +88,7 @@ def learner_of(file: SimulationFile) -> tuple[Learner, Parameters]:
         with use_seed(torch.device("cpu"), seed):
             start = initial.resolve(named, file.folder)
         expected = learner.initial(seed)
-    except ValueError as exc:  # a personal layer that is none
+    except ValueError as exc:  # `personal` names a tensor that the module does not have
         raise JobFileError(f"simulation.model: {exc}") from exc
     if difference := start.schema.difference_from(expected.schema):
         raise JobFileError(f"model.initial = {named!r} does not fit {options.module}: {difference}")

@@ -1,4 +1,4 @@
-"""The table `[simulation]` of a simulation file: what is simulated around a job."""
+"""The table `[simulation]` of a simulation file: the environment of the job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ YEAR_S = 365 * 86_400.0
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The table `[simulation.model]`: what clients train.
+    """The table `[simulation.model]`: the model that clients train.
 
-    `module` is a function that makes the PyTorch module; "" is that of the job's `model.initial`. `loss` is the name of
-    a mean loss of outputs and targets, or a function. `personal` are tensors that clients keep to themselves, by name.
+    `module` is a function that creates the PyTorch module; "" stands for the job's `model.initial`. `loss` is the name
+    of a mean loss of outputs and targets, or a function. `personal` names the tensors that clients do not share.
     """
 
     module: Literal[""] | Reference = ""
@@ -26,12 +26,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulationOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is simulated: the data and who has it, the fleet, and how training is computed.
+    """The table `[simulation]`: the data and its partition, the fleet, and the engine.
 
-    `training` = false studies scheduling alone: no model is trained, and `model_bytes` is what clients download and
-    send (0: what the job's model has). `until_s` ends the simulation after so much virtual time. `target` is the value
-    of the metric `target_metric` on held-out data that the summary counts the rounds to (0: none). `held_out` is the
-    part of its examples that each client keeps from training, to score models with in a federated evaluation.
+    With `training` = false only the scheduling is simulated: no model is trained, and `model_bytes` is the size of
+    downloads and uploads (0: the size of the job's model). The simulation ends after `until_s` virtual seconds at the
+    latest. The summary counts the rounds until `target_metric` on held-out data reaches `target` (0: no target).
+    `held_out` is the part of its examples that each client keeps from training, to score models in a federated
+    evaluation.
     """
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0

@@ -87,8 +87,8 @@ def test_the_data_is_shown(here: Path) -> None:
         (["digits.toml", "--set", "selection.gaol=3"], "digits.toml: selection.gaol = 3: there is no such key"),
         (["digits.toml", "--set", "simulation.partition.clients=2000"], "needs at least"),
         (["digits.toml", "--set", "simulation.data.source=mnist"], "set FEDPLAT_DATA to the folder that has it"),
-        (["digits.toml", "--resume"], "there is no run in runs/digits to go on with"),
-        (["digits.toml", "--output", "taken"], "taken has a run already; go on with it (--resume)"),
+        (["digits.toml", "--resume"], "there is no run to resume in runs/digits"),
+        (["digits.toml", "--output", "taken"], "taken has a run already; resume it (--resume)"),
         (
             ["digits.toml", "--output", "taken", "--resume"],
             "the run in taken has aggregation.rule = 'fedavg', and this",

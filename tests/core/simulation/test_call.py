@@ -179,7 +179,7 @@ def test_modules_and_losses_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("remove", "words"),
     [
-        ('[simulation.data]\nsource = "digits"\n', r"there is no data to deal out; add a table \[simulation.data\]"),
+        ('[simulation.data]\nsource = "digits"\n', r"there is no data to partition; add a table \[simulation.data\]"),
         ("epochs = 1\n", "config.epochs: this key is required"),
     ],
 )
@@ -214,10 +214,10 @@ def test_clients_score_what_they_keep_from_training(tmp_path: Path) -> None:
     assert run.summary.federated.value == pytest.approx(accuracy, abs=1e-6)
     assert evaluations[-1].metrics["accuracy"] == run.summary.federated.value
     figure = Figure()
-    plots.accuracy(figure, run.result, run.summary)
+    plots.draw_accuracy(figure, run.result, run.summary)
     legend = figure.axes[1].get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["held by nobody", "kept by clients"]
+    assert [text.get_text() for text in legend.get_texts()] == ["central test data", "clients' held-out data"]
 
 
 def test_a_model_with_personal_layers_is_scored_by_clients_alone(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_clients_that_shall_score_keep_something_for_it(tmp_path: Path) -> None:
     text = text.replace("[simulation]", "[simulation]\nheld_out = 0.2")
     own = Dataset.from_arrays(np.zeros((40, 1, 8, 8), np.float32), np.zeros(40, np.int64))
     dealt = deal(own, partitioners.Iid(clients=20), 0)
-    with pytest.raises(JobFileError, match=r"simulation.held_out = 0.2: the data says itself"):
+    with pytest.raises(JobFileError, match=r"simulation.held_out = 0.2: the data already defines"):
         simulate(parse(text, tmp_path), data=dealt.holding_out(0.5, 0))
 
 

@@ -129,8 +129,8 @@ def test_devices_and_spells_come_from_traces(tmp_path: Path) -> None:
     [
         ("speed\n0\n", "line 2: speed is '0'; expected a number above 0"),
         ("sped\n1\n", "there is no column 'sped'; known columns"),
-        ("speed,latency_s\n1\n", "not as many cells"),
-        ("speed\n", "there is no device in it"),
+        ("speed,latency_s\n1\n", "expected as many cells as in the first line"),
+        ("speed\n", "the file has no devices"),
     ],
 )
 def test_a_trace_that_cannot_be_used_is_named(tmp_path: Path, content: str, message: str) -> None:
@@ -157,7 +157,7 @@ def test_mistakes_of_a_fleet_are_named(text: str, message: str) -> None:
 
 
 def test_the_number_of_clients_must_be_known_and_agree() -> None:
-    with pytest.raises(JobFileError, match="this key is required where there is neither data nor a trace"):
+    with pytest.raises(JobFileError, match="this key is required without data and without a trace"):
         build_fleet(FleetOptions(), seed=1)
     with pytest.raises(JobFileError, match="num_clients = 5: the data has 6"):
         build_fleet(FleetOptions(num_clients=5), seed=1, num_clients=6)

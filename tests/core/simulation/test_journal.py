@@ -88,7 +88,7 @@ def test_a_run_that_has_ended_is_replayed_without_training(tmp_path: Path) -> No
 
 def test_the_journal_of_another_simulation_is_refused(tmp_path: Path) -> None:
     play(tmp_path, Fragile(30), {})
-    with pytest.raises(JournalError, match="belongs to another simulation; go on with the same file, seed and data"):
+    with pytest.raises(JournalError, match="belongs to another simulation; resume with the same file, seed and data"):
         play(tmp_path, Fragile(30), {"aggregation": {"rule": "fedavgm"}})
 
 
@@ -103,9 +103,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"line 2: expected an answer for client|has \d+ bytes"):
         play(tmp_path, Fragile(30), {})
     answers.write_bytes(content[:-5])
-    with pytest.raises(JournalError, match="remove the folder to begin anew"):
+    with pytest.raises(JournalError, match="remove the folder to start again"):
         play(tmp_path, Fragile(30), {})
     answers.write_bytes(content)
     (folder / "state.bin").write_bytes(b"nonsense")
-    with pytest.raises(JournalError, match="remove it to begin anew"):
+    with pytest.raises(JournalError, match="remove it to start again"):
         play(tmp_path, Fragile(30), {})

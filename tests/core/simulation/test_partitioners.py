@@ -210,8 +210,8 @@ def test_what_cannot_be_dealt_is_said_in_words(partition: Partition, words: str)
 def test_labels_are_needed_for_a_partition_by_label() -> None:
     inputs = np.zeros((100, 1), np.float32)
     regression = Dataset.from_arrays(inputs, np.zeros(100, np.float32))
-    with pytest.raises(DataError, match="needs one whole number an example"):
+    with pytest.raises(DataError, match="needs one integer per example"):
         deal(regression, partitioners.Shards(clients=2), 0)
     assert deal(regression, partitioners.Iid(clients=2), 0).num_clients == 2
-    with pytest.raises(DataError, match="does not say whose"):
+    with pytest.raises(DataError, match="the data has no owners of examples"):
         deal(regression, partitioners.Natural(), 0)

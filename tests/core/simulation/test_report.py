@@ -61,7 +61,7 @@ def test_who_has_which_data() -> None:
     assert found["labels_per_client"] == 1.0
     assert found["skew"] == pytest.approx(0.75)  # each client's one label is a quarter of all
     text = data.lines(federation(), 80)
-    assert text[0].startswith("4 clients with 20 to 20 examples (median 20), 80 in all; 0 are nobody's, 0 held out")
+    assert text[0].startswith("4 clients with 20 to 20 examples (median 20), 80 in all; 0 are unused, 0 held out")
     assert text[2:6] == ["     0  █   ", "     1   █  ", "     2    █ ", "     3     █"]
     assert "2 of the clients" in data.lines(federation(), 10)[-1]
     values = Dataset.from_arrays(np.zeros((8, 1), np.float32), np.linspace(0, 1, 8, dtype=np.float32))
@@ -124,7 +124,7 @@ def test_folders_are_counted(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_with_the_same_file_wherever_it_is_computed(tmp_path: Path) -> None:
     given = {"simulation": {"rounds": 3, "simulation": {"seed": 1, "engine": "loop", "data": {"source": "digits"}}}}
-    with pytest.raises(DataError, match="there is no run in"):
+    with pytest.raises(DataError, match="there is no run to resume in"):
         folder.resume(tmp_path / "run", given)
     folder.begin(tmp_path / "run", given)
     folder.resume(tmp_path / "run", given)
@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_the_same_file_wherever_it_is_computed(tmp_path: Path
     table["engine"] = "processes"
     folder.resume(tmp_path / "run", given)
     table["seed"] = 2
-    with pytest.raises(DataError, match=r"has simulation.seed = 1, and this one 2; go on with the same file"):
+    with pytest.raises(DataError, match=r"has simulation.seed = 1, and this one 2; resume with the same file"):
         folder.resume(tmp_path / "run", given)
     (tmp_path / "run" / folder.RUN).write_text("{")
     with pytest.raises(DataError, match="cannot be read"):

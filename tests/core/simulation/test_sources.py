@@ -96,7 +96,7 @@ def test_shakespeares_speakers_are_clients(folder: Path) -> None:
     # Held out is what shares no character with what is trained on: from 64 + 10 on.
     assert len(found.test_inputs) == 86 - 74
     assert "".join(text.CHARACTERS[code] for code in found.test_inputs[0]) == "to die tha"
-    with pytest.raises(DataError, match="nobody in"):
+    with pytest.raises(DataError, match="no speaker in"):
         federation(sources.Shakespeare(), None)
 
 
@@ -180,9 +180,9 @@ def test_leaf_mistakes(folder: Path) -> None:
     with pytest.raises(DataError, match=r"has no .json files"):
         federation(sources.Leaf("none"), None, folder=folder)
     cases = {
-        "uneven": ({"u": ([[1]], [1, 2])}, "has not as many x as y"),
+        "uneven": ({"u": ([[1]], [1, 2])}, "has different numbers of x and y"),
         "empty": ({"u": ([], [])}, "no user in"),
-        "ragged": ({"u": ([[1], [1, 2]], [1, 2])}, "neither all numbers of one shape"),
+        "ragged": ({"u": ([[1], [1, 2]], [1, 2])}, "expected values that are all numbers of one shape"),
         "texts": ({"u": (["a", "ab"], ["a", "b"])}, "expected all of one length"),
     }
     for name, (users, words) in cases.items():
@@ -190,7 +190,7 @@ def test_leaf_mistakes(folder: Path) -> None:
         with pytest.raises(DataError, match=words):
             federation(sources.Leaf(name), None, folder=folder)
     (folder / "empty/train/a.json").write_text("{}")
-    with pytest.raises(DataError, match="is no LEAF file"):
+    with pytest.raises(DataError, match="is not a LEAF file"):
         federation(sources.Leaf("empty"), None, folder=folder)
     write_leaf(folder / "shape/train/a.json", {"u": ([[1, 2, 3]], [1])})
     with pytest.raises(DataError, match=r"shape = \[2, 2\] does not fit"):
@@ -217,7 +217,7 @@ def test_hugging_face_from_the_disk(folder: Path) -> None:
         (sources.HuggingFace("two"), "has no column 'image'; it has pixels, label, writer"),
         (sources.HuggingFace("two", train_split="all"), "has no split 'all'; it has train, test"),
         (sources.HuggingFace("two", inputs="writer"), "does not hold numbers"),
-        (sources.HuggingFace("none"), "is not what datasets' save_to_disk writes"),
+        (sources.HuggingFace("none"), "is not a data set that datasets' save_to_disk wrote"),
     ):
         with pytest.raises(DataError, match=words):
             federation(wrong, IID, folder=folder)

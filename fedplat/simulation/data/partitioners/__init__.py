@@ -1,8 +1,8 @@
-"""Partitioners: which examples each client has, as records of a simulation file's `[simulation.partition]`.
+"""Partitioners: they assign examples to clients, as `[simulation.partition]` of a simulation file describes.
 
 To add one: write one new file (the paper in its docstring, a frozen record with `split()`), add its record to
 `Partition` below, and one row to the table of `tests/core/simulation/test_partitioners.py`.
-Each gives every example to at most one client, and the same parts for the same generator.
+Each assigns every example to at most one client, and returns the same parts for the same generator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedplat.simulation.data.partitioners.quantity import Quantity
 from fedplat.simulation.data.partitioners.shards import Shards
 
 Partition = Iid | Shards | Dirichlet | Hsu | Quantity | Classes | FedProx | Natural
-"""The `[simulation.partition]` table: a union that its key `scheme` tells apart."""
+"""The `[simulation.partition]` table; its key `scheme` selects the partitioner."""
 
 __all__ = [
     "Classes",

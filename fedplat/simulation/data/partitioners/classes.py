@@ -23,7 +23,7 @@ class Classes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client. Examples of a class that nobody has are nobody's."""
+        """Return the examples of each client; the examples of a class that no client has are unused."""
         pools = members(class_labels(dataset), rng)
         if self.classes_per_client > len(pools):
             raise DataError(f"classes_per_client = {self.classes_per_client}: the data has {len(pools)} classes")

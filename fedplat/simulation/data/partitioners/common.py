@@ -1,4 +1,4 @@
-"""What partitioners share: labels, pieces of a whole, and their errors."""
+"""Functions that partitioners share."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ Clients = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Examples = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 SomeExamples = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 MAX_DRAWS = 10_000
-"""How often a random split that leaves a client with too little is drawn again before that is an error."""
+"""The number of draws of a random split after which a client with too few examples is an error."""
 
 
 def class_labels(dataset: Dataset) -> npt.NDArray[np.int64]:
-    """The class of each example, from 0 on in the order of the labels. Raises `DataError` without classes."""
+    """Return the class of each example, from 0 in the order of the labels. Raises `DataError` without classes."""
     targets = dataset.targets
     if targets.ndim != 1 or not np.issubdtype(targets.dtype, np.integer):
         raise DataError(
-            f"targets are {targets.dtype}{list(targets.shape)}; a partition by label needs one whole number an example"
+            f"targets are {targets.dtype}{list(targets.shape)}; a partition by label needs one integer per example"
         )
     return np.unique(targets, return_inverse=True)[1].astype(np.int64)
 
 
 def members(labels: npt.NDArray[np.int64], rng: np.random.Generator) -> list[Part]:
-    """The examples of each class, shuffled."""
+    """Return the examples of each class, shuffled."""
     return [rng.permutation(np.flatnonzero(labels == label)) for label in range(int(labels.max()) + 1)]
 
 
 def cut(indices: Part, sizes: npt.NDArray[np.int64] | Sequence[int]) -> list[Part]:
-    """Consecutive pieces of `indices` of the given sizes; what is left over is nobody's."""
+    """Return consecutive pieces of `indices` of the given sizes, and drop the rest."""
     ends = np.cumsum(sizes)
     return [indices[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def require(num_examples: int, needed: int, what: str) -> None:
-    """Raises `DataError` where there are fewer examples than a partition needs."""
+    """Raise `DataError` if there are fewer examples than a partition needs."""
     if num_examples < needed:
         raise DataError(f"{what} needs at least {needed} examples; there are {num_examples}")
 
 
 def whole_sizes(shares: npt.NDArray[np.float64], total: int, minimum: int) -> npt.NDArray[np.int64]:
-    """Whole numbers proportional to `shares` that add up to `total`, each at least `minimum`.
+    """Return integers proportional to `shares` that add up to `total`, each at least `minimum`.
 
-    The minimum is given to all first and the rest is divided; what rounding leaves goes to the largest fractions.
+    Each client gets the minimum first, then its share of the rest, rounded by the largest-remainder method.
     """
     exact = shares / shares.sum() * (total - minimum * len(shares))
     sizes = np.floor(exact).astype(np.int64)

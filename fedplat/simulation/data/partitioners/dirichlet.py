@@ -1,8 +1,8 @@
-"""Dirichlet by label, as NIID-Bench has it (Li et al. 2022, arXiv 2102.02079, section 4.1; Yurochkin et al. 2019).
+"""Dirichlet by label, as in NIID-Bench (Li et al. 2022, arXiv 2102.02079, section 4.1; Yurochkin et al. 2019).
 
 The examples of each class are divided over the clients by proportions from Dirichlet(alpha). As in the benchmark's
-published code, a client that has its fair share already gets nothing of the classes to come, and the whole partition
-is drawn again until every client has `min_examples`. Sizes differ between clients, and so do the labels.
+published code, a client that already has its fair share gets no examples of later classes, and the whole partition is
+drawn again until every client has `min_examples`. Clients differ in their sizes and in their labels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedplat.simulation.data.partitioners.common import (
 
 
 class Dirichlet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="dirichlet"):
-    """A small `alpha` gives each client few classes; a large one approaches IID labels."""
+    """Partition by Dirichlet proportions. A small `alpha` gives each client few classes; a large one is nearly IID."""
 
     clients: Clients
     alpha: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 0.5
@@ -35,7 +35,7 @@ class Dirichlet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         labels = class_labels(dataset)
         require(
             len(labels), self.clients * self.min_examples, f"{self.min_examples} for each of {self.clients} clients"
@@ -54,13 +54,13 @@ class Dirichlet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return [np.concatenate(pieces) for pieces in zip(*by_class, strict=True)]
 
     def _sizes(self, counts: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """How many examples of each class (rows) each client (columns) has."""
+        """Draw the number of examples of each class (rows) of each client (columns)."""
         sizes = np.zeros((len(counts), self.clients), np.int64)
         fair_share = counts.sum() / self.clients
         for label, count in enumerate(counts):
             shares = rng.dirichlet(np.full(self.clients, self.alpha))
             shares = shares * (sizes.sum(axis=0) < fair_share)
-            if shares.sum() == 0.0:  # those that have room drew nothing, with a tiny alpha
+            if shares.sum() == 0.0:  # with a tiny alpha, clients below their fair share may all draw 0
                 shares = (sizes.sum(axis=0) < fair_share).astype(np.float64)
             ends = (np.cumsum(shares / shares.sum()) * count).astype(np.int64)
             ends[-1] = count

@@ -1,7 +1,7 @@
 """Two classes and a power law of sizes (Li et al. 2020, FedProx, arXiv 1812.06127, appendix C.1).
 
 As in the paper's published code: client i has the classes i, i + 1 ... (mod their number), `base` examples of each,
-and then a lognormal share of what is left of each class. Examples that rounding leaves over are nobody's.
+and then a lognormal share of the rest of each class. Examples that remain after rounding are unused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedplat.simulation.data.partitioners.common import Clients, class_labels, c
 
 
 class FedProx(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="fedprox"):
-    """The paper's MNIST: 1,000 clients, two digits each, sizes by lognormal(0, 2), which spread as a power law does."""
+    """By default the paper's MNIST: 1,000 clients, two digits each, sizes by lognormal(0, 2), close to a power law."""
 
     clients: Clients = 1000
     classes_per_client: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 2
@@ -26,7 +26,7 @@ class FedProx(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         pools = members(class_labels(dataset), rng)
         if self.classes_per_client > len(pools):
             raise DataError(f"classes_per_client = {self.classes_per_client}: the data has {len(pools)} classes")

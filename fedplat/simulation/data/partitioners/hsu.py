@@ -1,7 +1,7 @@
 """Dirichlet by client (Hsu, Qi and Brown 2019, arXiv 1909.06335, section 3).
 
-Every client draws its own mixture of classes, Dirichlet(alpha * p) around the classes' frequencies p, and then its
-examples one by one without replacement. All clients have the same number of examples.
+Every client draws its own mixture of classes, Dirichlet(alpha * p) for class frequencies p, and then its examples one
+by one without replacement. All clients have the same number of examples.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from fedplat.simulation.data.partitioners.common import Clients, Examples, class
 
 
 class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="hsu"):
-    """`examples` is how many each client has; 0: as many as go round.
+    """Partition by a Dirichlet mixture per client.
 
-    A class that is used up is taken out of the mixtures of those that still choose.
+    `examples` is the number of each client (0: as many as possible). A class without unused examples is
+    removed from the mixtures of later clients.
     """
 
     clients: Clients
@@ -27,7 +28,7 @@ class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="sc
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         labels = class_labels(dataset)
         size = self.examples or len(labels) // self.clients
         require(len(labels), self.clients * max(size, 1), f"{self.clients} clients with {max(size, 1)} examples each")
@@ -40,7 +41,7 @@ class Hsu(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="sc
             wanted = np.zeros(len(pools), np.int64)
             while (missing := size - int(wanted.sum())) > 0:
                 open_classes = np.where(left > wanted, mixture, 0.0)
-                if open_classes.sum() == 0.0:  # the mixture names used-up classes alone
+                if open_classes.sum() == 0.0:  # no class of the mixture has unused examples
                     open_classes = (left - wanted).astype(np.float64)
                 drawn = rng.multinomial(missing, open_classes / open_classes.sum())
                 wanted = np.minimum(wanted + drawn, left)

@@ -1,4 +1,4 @@
-"""IID: examples are shuffled and dealt out evenly (McMahan et al. 2017, arXiv 1602.05629, section 3)."""
+"""IID: examples are shuffled and divided evenly (McMahan et al. 2017, arXiv 1602.05629, section 3)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fedplat.simulation.data.partitioners.common import Clients, Examples, cut, 
 
 
 class Iid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="iid"):
-    """Every client has the same number of examples (at most one more or less), drawn alike.
+    """Every client has the same number of examples (at most one more or less), drawn at random.
 
-    `examples` is how many a client has; 0 divides them all.
+    `examples` is the number of each client (0: all examples, divided evenly).
     """
 
     clients: Clients
@@ -20,7 +20,7 @@ class Iid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="sc
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         total = len(dataset.targets)
         if self.examples:
             require(total, self.clients * self.examples, f"{self.clients} clients with {self.examples} examples each")

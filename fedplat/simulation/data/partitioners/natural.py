@@ -1,4 +1,4 @@
-"""Natural: the data itself says whose each example is (a speaker, a writer, a hospital)."""
+"""Natural: the data itself has an owner for each example (a speaker, a writer, a hospital)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedplat.simulation.data.partitioners.common import SomeExamples
 
 
 class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="natural"):
-    """Every owner with at least `min_examples` is a client; with `clients` only so many of them, drawn at random.
+    """Every owner with at least `min_examples` is a client, or only `clients` of them, drawn at random.
 
-    Examples keep the order that they have in the data.
+    Examples keep their order in the data.
     """
 
     clients: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
@@ -23,9 +23,9 @@ class Natural(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client, in the order of `owners`."""
+        """Return the examples of each client, in the order of the owners' numbers."""
         if dataset.groups is None:
-            raise DataError("the data does not say whose each example is; use another scheme than natural")
+            raise DataError("the data has no owners of examples; use another scheme than natural")
         order = np.argsort(dataset.groups, kind="stable").astype(np.int64)
         owners, starts = np.unique(dataset.groups[order], return_index=True)
         parts = [part for part in np.split(order, starts[1:]) if len(part) >= self.min_examples]

@@ -1,4 +1,4 @@
-"""Quantity skew: clients differ in how much they have, not in what (NIID-Bench, arXiv 2102.02079, section 4.3)."""
+"""Quantity skew: clients differ in their numbers of examples only (NIID-Bench, arXiv 2102.02079, section 4.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Sizes follow a distribution; labels are IID.
 
     `spread` is its parameter: the sigma of "lognormal", the exponent of "powerlaw" (the client of rank r has a share
-    proportional to r ** -spread), the concentration of "dirichlet" (NIID-Bench's own; smaller is more unequal).
+    proportional to r ** -spread), the concentration of "dirichlet" (as in NIID-Bench; smaller is more unequal).
     """
 
     clients: Clients
@@ -25,7 +25,7 @@ class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         total = len(dataset.targets)
         require(total, self.clients * self.min_examples, f"{self.min_examples} for each of {self.clients} clients")
         match self.distribution:

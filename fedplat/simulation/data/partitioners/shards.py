@@ -14,8 +14,9 @@ from fedplat.simulation.data.partitioners.common import Clients, Examples, class
 class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="scheme", tag="shards"):
     """Examples are sorted by label and cut into equal shards, of which every client gets `shards_per_client`.
 
-    With MNIST and 100 clients: 200 shards of 300, two for each, so that most clients see two digits only.
-    `shard_size` is the examples of a shard; 0: as many as go round. What does not fill a shard is nobody's.
+    With MNIST and 100 clients: 200 shards of 300, two for each client, so that most clients have two digits only.
+    `shard_size` is the number of examples in a shard (0: as many as possible). Examples that do not fill a
+    shard are unused.
     """
 
     clients: Clients
@@ -24,7 +25,7 @@ class Shards(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     seed: int | None = None
 
     def split(self, dataset: Dataset, rng: np.random.Generator) -> list[Part]:
-        """The examples of each client."""
+        """Return the examples of each client."""
         labels = class_labels(dataset)
         count = self.clients * self.shards_per_client
         size = self.shard_size or len(labels) // count

@@ -1,7 +1,7 @@
-"""Sources: where examples come from, as records of a simulation file's `[simulation.data]`.
+"""Sources of examples, as `[simulation.data]` of a simulation file describes.
 
 To add one: write one new file (a frozen record with `load()`), add its record to `Source` and one row to `SOURCES`
-below. Nothing is downloaded, and no file is ever run or unpickled; only `function` runs code, the user's own.
+below. No source downloads, executes or unpickles a file; only `function` runs code, the user's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedplat.simulation.data.sources.paths import SourcePaths, data_folder
 from fedplat.simulation.data.sources.shakespeare import Shakespeare
 
 Source = Mnist | Shakespeare | Digits | Npz | Function | Leaf | HuggingFace
-"""The `[simulation.data]` table: a union that its key `source` tells apart."""
+"""The `[simulation.data]` table; its key `source` selects the source."""
 
 SOURCES: Mapping[str, type[Source]] = {
     "mnist": Mnist,

@@ -1,4 +1,4 @@
-"""1,797 handwritten digits of 8 x 8 pixels, which come with scikit-learn."""
+"""1,797 handwritten digits of 8 x 8 pixels, a data set in scikit-learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Digits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     test_fraction: Fraction = 0.2
 
     def load(self, place: SourcePaths) -> Dataset:
-        """The data set. Raises `MissingExtraError` without scikit-learn."""
+        """Load the data set. Raises `MissingExtraError` without scikit-learn."""
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError as exc:

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` (extra "datasets"), from the disk: what `Dataset.save_to_disk` wrote."""
+"""Hugging Face `datasets` (extra "datasets") in local folders that `Dataset.save_to_disk` wrote."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_ou
 class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="huggingface"):
     """Columns of the splits of `path`, which is relative to the simulation file.
 
-    `groups` names the column that says whose each example is. A folder of one split has no names for splits; of that,
-    and without a `test_split`, `test_fraction` is held out. `scale` "unit" divides inputs by 255.
+    `groups` names the column with the owner of each example. If the folder is a single data set without named splits,
+    or has no `test_split`, `test_fraction` of the examples are held out. `scale` "unit" divides inputs by 255.
     """
 
     path: str
@@ -29,7 +29,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     scale: Literal["none", "unit"] = "none"
 
     def load(self, place: SourcePaths) -> Dataset:
-        """The data set. Raises `DataError`, and `MissingExtraError` without `datasets`."""
+        """Load the data set. Raises `DataError`, and `MissingExtraError` without `datasets`."""
         train, test = self._splits(place)
         inputs, targets = self._arrays(train)
         test_arrays = (inputs[:0], targets[:0]) if test is None else self._arrays(test)
@@ -46,12 +46,12 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
             ) from exc
         path = place.folder / self.path
         try:
-            found = datasets.load_from_disk(str(path))
+            loaded = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as exc:
-            raise DataError(f"{path} is not what datasets' save_to_disk writes: {exc}") from exc
-        if not isinstance(found, datasets.DatasetDict):
-            return found, None
-        splits = {str(name): split for name, split in found.items()}
+            raise DataError(f"{path} is not a data set that datasets' save_to_disk wrote: {exc}") from exc
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded, None
+        splits = {str(name): split for name, split in loaded.items()}
         if self.train_split not in splits:
             raise DataError(f"{path} has no split {self.train_split!r}; it has {', '.join(splits)}")
         return splits[self.train_split], splits.get(self.test_split)
@@ -72,7 +72,7 @@ class HuggingFace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 def _array(column: Any, name: str) -> Array:
-    """A column as one array; images without a channel get one, and those with channels have them first."""
+    """Return a column as one array, images as [n, channels, height, width]. Raises `DataError` without numbers."""
     array = np.asarray(column)
     if array.dtype == object or array.dtype.kind in "US":
         raise DataError(f"the column {name!r} does not hold numbers of one shape")

@@ -1,4 +1,4 @@
-"""LEAF's folders: JSON files that say what each user has (Caldas et al. 2018, arXiv 1812.01097)."""
+"""LEAF's folders: JSON files with the examples of each user (Caldas et al. 2018, arXiv 1812.01097)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _File(msgspec.Struct):
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="leaf"):
-    """`path`/train/*.json and `path`/test/*.json; every user of the training files is an owner.
+    """The files `path`/train/*.json and `path`/test/*.json; every user of the training files is an owner.
 
-    Numbers become float32 inputs of the given `shape` ([]: as they are) and int64 targets; texts become rows of
-    character codes (`text.CHARACTERS`). Without a folder test, `test_fraction` of the examples are held out.
+    Numbers become float32 inputs of the given `shape` ([]: unchanged) and int64 targets; texts become rows of character
+    codes (`text.CHARACTERS`). Without a folder "test", `test_fraction` of the examples are held out.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="s
     test_fraction: Fraction = 0.2
 
     def load(self, place: SourcePaths) -> Dataset:
-        """The data set. Raises `DataError`."""
+        """Load the data set. Raises `DataError`."""
         folder = place.folder / self.path
         users = _users(folder / "train")
         inputs, targets = self._arrays(list(users.values()))
@@ -67,14 +67,14 @@ def _users(folder: Path) -> dict[str, _User]:
     users: dict[str, _User] = {}
     for path in paths:
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_File)
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
         except (OSError, msgspec.MsgspecError) as exc:
-            raise DataError(f"{path} is no LEAF file: {exc}") from exc
-        for name in found.users:
-            if name not in found.user_data or len(found.user_data[name].x) != len(found.user_data[name].y):
-                raise DataError(f"{path}: the user {name!r} has not as many x as y")
-            if found.user_data[name].y:
-                users[name] = found.user_data[name]
+            raise DataError(f"{path} is not a LEAF file: {exc}") from exc
+        for name in file.users:
+            if name not in file.user_data or len(file.user_data[name].x) != len(file.user_data[name].y):
+                raise DataError(f"{path}: the user {name!r} has different numbers of x and y; expected as many of each")
+            if file.user_data[name].y:
+                users[name] = file.user_data[name]
     if not users:
         raise DataError(f"no user in {folder} has examples")
     return users
@@ -88,4 +88,4 @@ def _array(values: list[Any], dtype: type[np.generic]) -> Array:
         is_whole = np.issubdtype(array.dtype, np.integer) and dtype is np.int64
         return array.astype(dtype if is_whole or dtype is np.float32 else np.float32)
     except (ValueError, TypeError) as exc:
-        raise DataError(f"values are neither all numbers of one shape nor all texts: {exc}") from exc
+        raise DataError(f"expected values that are all numbers of one shape or all texts: {exc}") from exc

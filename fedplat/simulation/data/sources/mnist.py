@@ -1,4 +1,4 @@
-"""MNIST: 60,000 handwritten digits of 28 x 28 pixels and 10,000 for the test (LeCun et al. 1998)."""
+"""MNIST: 60,000 handwritten digits of 28 x 28 pixels, and 10,000 test digits (LeCun et al. 1998)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from fedplat.simulation.data.federation import Array, Dataset
-from fedplat.simulation.data.sources.paths import SourcePaths, read_arrays, well_known
+from fedplat.simulation.data.sources.paths import SourcePaths, find_data_file, read_arrays
 
-_HOW_TO_GET = "It holds x_train, y_train, x_test and y_test as uint8 arrays, as Keras publishes them."
+_HOW_TO_GET = "It has the uint8 arrays x_train, y_train, x_test and y_test, as Keras publishes them."
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 
 
 class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="mnist"):
-    """`mnist.npz` of the data folder as float32 images [n, 1, 28, 28].
+    """The file `mnist.npz` of the data folder, as float32 images [n, 1, 28, 28].
 
     `scale` is "unit" for pixels in [0, 1], or "standard" for mean 0 and deviation 1.
     """
@@ -23,9 +23,9 @@ class Mnist(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     scale: Literal["unit", "standard"] = "unit"
 
     def load(self, place: SourcePaths) -> Dataset:
-        """The data set. Raises `DataError` where the file is missing."""
+        """Load the data set. Raises `DataError` if the file is missing."""
         names = ("x_train", "y_train", "x_test", "y_test")
-        arrays = read_arrays(well_known(place.data, "mnist.npz", _HOW_TO_GET), names)
+        arrays = read_arrays(find_data_file(place.data, "mnist.npz", _HOW_TO_GET), names)
         train, test = self._images(arrays["x_train"]), self._images(arrays["x_test"])
         return Dataset(train, arrays["y_train"].astype(np.int64), test, arrays["y_test"].astype(np.int64))
 

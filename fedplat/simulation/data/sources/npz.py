@@ -1,4 +1,4 @@
-"""Any `.npz` file: plain arrays by name."""
+"""Any `.npz` file of plain arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedplat.simulation.data.sources.paths import Fraction, SourcePaths, hold_ou
 
 
 class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="source", tag="npz"):
-    """Arrays of `path`, which is relative to the simulation file.
+    """Arrays of the file `path`, which is relative to the simulation file.
 
-    `groups` names an array that says whose each example is, for the scheme "natural". With `test_inputs` = "" a
-    `test_fraction` of the examples is held out. `scale` "unit" divides inputs by 255 and makes them float32.
+    `groups` names an array with the owner of each example, for the scheme "natural". With `test_inputs` = "",
+    `test_fraction` of the examples are held out. `scale` "unit" divides inputs by 255 and converts them to float32.
     """
 
     path: str
@@ -29,7 +29,7 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
     scale: Literal["none", "unit"] = "none"
 
     def load(self, place: SourcePaths) -> Dataset:
-        """The data set. Raises `DataError`."""
+        """Load the data set. Raises `DataError`."""
         test_names = (self.test_inputs, self.test_targets) if self.test_inputs else ()
         names = [self.inputs, self.targets, *test_names, *([self.groups] if self.groups else [])]
         path = place.folder / self.path
@@ -50,5 +50,5 @@ class Npz(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="so
 
 
 def _labels(targets: Array) -> Array:
-    """Whole numbers of any width as int64, as losses want them; other targets as they are."""
+    """Convert integers of any width to int64, which losses require; returns other targets unchanged."""
     return targets.astype(np.int64) if np.issubdtype(targets.dtype, np.integer) else targets

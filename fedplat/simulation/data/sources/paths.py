@@ -1,4 +1,4 @@
-"""Where sources look for files, and what they share."""
+"""The folders of sources, and functions that sources share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ DEFAULT_FOLDER = Path("../shared/data")
 
 @dataclasses.dataclass(frozen=True)
 class SourcePaths:
-    """`folder` is the simulation file's, `data` that of well-known data sets; `rng` chooses what is held out."""
+    """The folders of the simulation file (`folder`) and of well-known data sets (`data`).
+
+    `rng` draws the examples that are held out.
+    """
 
     folder: Path
     data: Path
@@ -29,12 +32,12 @@ class SourcePaths:
 
 
 def data_folder() -> Path:
-    """The folder of well-known data sets: `FEDPLAT_DATA`, or `../shared/data`."""
+    """Return the folder of well-known data sets: `FEDPLAT_DATA`, or `../shared/data`."""
     return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
 
 
-def well_known(data: Path, name: str, how_to_get: str) -> Path:
-    """A file of the data folder. Raises `DataError`, which says how to get it."""
+def find_data_file(data: Path, name: str, how_to_get: str) -> Path:
+    """Return the path of a file in the data folder. Raises `DataError`, with `how_to_get`, if it is missing."""
     path = data / name
     if not path.is_file():
         raise DataError(
@@ -44,19 +47,19 @@ def well_known(data: Path, name: str, how_to_get: str) -> Path:
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:
-    """The named arrays of an `.npz` file. Raises `DataError`; nothing in the file is ever run."""
+    """Read the named arrays of an `.npz` file, without unpickling. Raises `DataError` if one cannot be read."""
     try:
-        with np.load(path, allow_pickle=False) as found:
-            missing = [name for name in names if name not in found]
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in names if name not in file]
             if missing:
-                raise DataError(f"{path} has no array {', '.join(missing)}; it has {', '.join(found) or 'none'}")
-            return {name: found[name] for name in names}
-    except (OSError, ValueError, EOFError) as exc:  # no file, no zip, or an array of Python objects
+                raise DataError(f"{path} has no array {', '.join(missing)}; it has {', '.join(file) or 'none'}")
+            return {name: file[name] for name in names}
+    except (OSError, ValueError, EOFError) as exc:  # no file, not a zip file, or an array of Python objects
         raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {exc}") from exc
 
 
 def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:
-    """A part of the examples, drawn at random, as test data; as it is if there is test data or `fraction` is 0."""
+    """Move a random part of the examples to the test data, unless there is test data or `fraction` is 0."""
     count = round(fraction * len(dataset.inputs))
     if len(dataset.test_inputs) or not count:
         return dataset
@@ -74,6 +77,6 @@ def hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dat
 
 
 def number_owners(owners: Array) -> tuple[Part, tuple[str, ...]]:
-    """Owners of any kind as numbers and their names."""
+    """Return the number of each example's owner, and the owners' names."""
     names, groups = np.unique(owners, return_inverse=True)
     return groups.astype(np.int64), tuple(str(name) for name in names)

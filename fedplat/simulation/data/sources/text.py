@@ -8,7 +8,7 @@ import numpy.typing as npt
 from fedplat.errors import DataError
 
 CHARACTERS = "\x00 \n!\"$&'(),-.0123456789:;?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz|{}>\ufffd"
-"""LEAF's alphabet and the line's end; the first one stands for nothing (padding), the last for every other one."""
+"""LEAF's alphabet and the newline; the first character is padding, the last stands for all other characters."""
 _OTHER = len(CHARACTERS) - 1
 _CODES = np.full(0x110000, _OTHER, np.uint8)
 for _code, _character in enumerate(CHARACTERS):
@@ -16,12 +16,12 @@ for _code, _character in enumerate(CHARACTERS):
 
 
 def codes(text: str) -> npt.NDArray[np.uint8]:
-    """Each character's place in `CHARACTERS`."""
+    """Return the index of each character in `CHARACTERS`."""
     return _CODES[np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)]
 
 
 def code_rows(texts: list[str]) -> npt.NDArray[np.uint8]:
-    """Texts of one length as rows of codes. Raises `DataError` where their lengths differ."""
+    """Encode texts of one length as rows of codes. Raises `DataError` if their lengths differ."""
     lengths = {len(text) for text in texts}
     if len(lengths) > 1:
         raise DataError(f"texts have {min(lengths)} to {max(lengths)} characters; expected all of one length")

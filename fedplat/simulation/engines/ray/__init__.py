@@ -1,1 +1,1 @@
-"""The engine that trains clients on the machines of a Ray cluster."""
+"""An engine that trains clients on the machines of a Ray cluster."""

@@ -1,6 +1,6 @@
-"""The Ray cluster of this process: one that is there, or one of its own on this machine, which ends with its last user.
+"""The Ray cluster of this process: an existing one, or a local one that this process starts and its last user ends.
 
-Members of a cluster send each other pickled objects: whoever can reach its ports can run code on all of its machines.
+Members of a cluster exchange pickled objects: any program that can reach its ports can run code on all its machines.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from typing import Any
 from fedplat.errors import EngineError, MissingExtraError
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
-"""No reports to Ray's makers, and no warnings of what we do not do."""
+"""Settings against usage reports to Ray's developers, and against warnings that do not apply here."""
 _FOR_MODELS = 1 << 30
-"""Bytes of a cluster of our own for versions and updates; what does not fit into its memory goes to the disk."""
+"""Bytes of a local cluster's object store for versions and updates; what does not fit is written to disk."""
 _MAX_MEMORY_SHARE = 0.3
-"""Of this machine's memory, for objects."""
+"""The largest part of this machine's memory that a local cluster uses for objects."""
 
 
 class _State:
-    """Engines of this process that use Ray; `home` is where a cluster of our own keeps its files."""
+    """The number of engines of this process that use Ray; `home` is the folder of a local cluster's files."""
 
     users = 0
     home: tempfile.TemporaryDirectory[str] | None = None
 
 
 class Cluster:
-    """A place in the cluster that this process uses: that of `address` or RAY_ADDRESS, or one of its own.
+    """One use of this process's cluster: the one at `address` or RAY_ADDRESS, or a local one.
 
-    `data_bytes` go into a cluster of our own. Raises `MissingExtraError`, and `EngineError` where there is no cluster.
+    A local cluster has room for `data_bytes` of data. Raises `MissingExtraError` without Ray, and `EngineError` if
+    there is no cluster at the address or it has too few cores.
     """
 
     def __init__(self, num_workers: int, data_bytes: int, address: str | None = None) -> None:
         self.ray = _import_ray()
         address = address or os.environ.get("RAY_ADDRESS")
         if not self.ray.is_initialized():
-            with _as_it_was():
-                self._join(address) if address else self._begin(num_workers or _cores(), data_bytes)
+            with _restored_settings():
+                self._join(address) if address else self._start(num_workers or _cores(), data_bytes)
         _State.users += 1
         self._is_left = False
         self.is_own = _State.home is not None
@@ -55,7 +56,7 @@ class Cluster:
             )
 
     def leave(self) -> None:
-        """Ends the cluster if it is our own and nobody uses it any more."""
+        """End this use, and the cluster if it is local and has no other user."""
         if self._is_left:
             return
         self._is_left = True
@@ -75,11 +76,11 @@ class Cluster:
             reason = str(exc).strip().partition("\n")[0]
             raise EngineError(
                 f'engine = "ray": no Ray cluster answers at {address}: {reason}. Start one with `ray start --head`, or '
-                "unset RAY_ADDRESS to use this machine alone"
+                "unset RAY_ADDRESS to use only this machine"
             ) from exc
 
-    def _begin(self, num_workers: int, data_bytes: int) -> None:
-        # A short name: Ray has sockets in there, whose paths end at 107 bytes.
+    def _start(self, num_workers: int, data_bytes: int) -> None:
+        # A short name: Ray creates sockets in this folder, and the path of a socket has at most 107 bytes.
         home = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:
@@ -100,7 +101,7 @@ class Cluster:
 
 
 def _import_ray() -> Any:
-    with _as_it_was():
+    with _restored_settings():
         try:
             import ray  # pyright: ignore[reportMissingImports]
         except ModuleNotFoundError as exc:
@@ -115,8 +116,8 @@ def _cores() -> int:
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Generator[None]:
-    """Ray reads its settings from the environment, and takes SIGTERM from whoever handles it."""
+def _restored_settings() -> Generator[None]:
+    """Set `_QUIET` in the environment, where Ray reads it; restore it and the SIGTERM handler, which Ray replaces."""
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     is_main = threading.current_thread() is threading.main_thread()

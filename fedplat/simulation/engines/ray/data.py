@@ -1,4 +1,4 @@
-"""Clients' examples in Ray's object store: a machine fetches those of the clients that it trains, and keeps them."""
+"""Clients' examples in Ray's object store: a machine fetches and caches those of the clients that it trains."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from fedplat.simulation.data.federation import Federation, Part
-from fedplat.simulation.engines.ray.worker import Piece, piece_of
+from fedplat.simulation.engines.ray.worker import Piece, make_piece
 
 _PIECE = 1 << 24
-"""Bytes of a piece, about: few objects, none of which holds much that a machine does not need."""
+"""The approximate size of a piece in bytes: few objects, and little in each that a machine does not need."""
 
 
 class DataShards:
-    """Pieces of some clients' `parts` each; `put` places one in the store, and gives the reference."""
+    """Pieces with the `parts` of several clients each; `put` stores a piece and returns its reference."""
 
     def __init__(self, federation: Federation, parts: Sequence[Part], put: Callable[[Piece], Any]) -> None:
-        self._places: list[tuple[Any, tuple[int, int]]] = []
+        self._spans: list[tuple[Any, tuple[int, int]]] = []
         size = max(1, federation.inputs[0].nbytes + federation.targets[0].nbytes)
         waiting: list[Part] = []
         num_waiting = 0
@@ -33,11 +33,11 @@ class DataShards:
             self._place(federation, waiting, put)
 
     def place(self, client: int) -> tuple[Any, tuple[int, int]]:
-        """Where a client's examples are: the piece, and where they begin and end in it."""
-        return self._places[client]
+        """Return the reference of the piece with a client's examples, and their range (start, stop) in it."""
+        return self._spans[client]
 
     def _place(self, federation: Federation, parts: list[Part], put: Callable[[Piece], Any]) -> None:
-        whole = np.concatenate(parts)
-        reference = put(piece_of(federation.inputs[whole], federation.targets[whole]))
+        indices = np.concatenate(parts)
+        reference = put(make_piece(federation.inputs[indices], federation.targets[indices]))
         ends = np.cumsum([0, *map(len, parts)]).tolist()
-        self._places += [(reference, (start, stop)) for start, stop in itertools.pairwise(ends)]
+        self._spans += [(reference, (start, stop)) for start, stop in itertools.pairwise(ends)]

@@ -1,7 +1,7 @@
-"""Several machines: actors of Ray that stay, each with the module, trained clients' data, and the versions in use.
+"""Several machines: persistent Ray actors, each with the module, the data of clients it trained, and versions in use.
 
-Works go to whichever actor has the least to do, the longest first, with what their client remembers, and come back
-with what it remembers then. Versions and data lie in Ray's object store, which brings them to each machine once.
+Tasks are sent to the actor with the fewest tasks, the longest first, with their client's state; the answer has the new
+state. Versions and data are in Ray's object store, which copies them to each machine once.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from fedplat.errors import EngineError
 from fedplat.model import Parameters, Schema
 from fedplat.simulation.engines import messages
 from fedplat.simulation.engines.client_states import ClientStates
 from fedplat.simulation.engines.client_trainer import NO_UPDATE, ClientTraining, Contents, ModuleTrainer, num_examples
-from fedplat.simulation.engines.interface import LocalUpdate, Work
+from fedplat.simulation.engines.interface import Engine, LocalUpdate, Work
 from fedplat.simulation.engines.ray.cluster import Cluster
 from fedplat.simulation.engines.ray.data import DataShards
-from fedplat.simulation.engines.ray.worker import Answer, RayWorker, piece_of
+from fedplat.simulation.engines.ray.worker import Answer, RayWorker, make_piece
 from fedplat.simulation.engines.version_refs import Versions
 from fedplat.simulation.engines.work_queue import WorkQueue
 
 _AHEAD = 2
-"""Works that an actor has at once: it trains one while the other's data is on its way."""
+"""Tasks of an actor at once: it trains one while the data of the other is transferred."""
 _START_S = 120.0
-"""Until all actors answer."""
+"""The time within which all actors must start."""
 
 
 class _Sent(NamedTuple):
@@ -37,11 +38,11 @@ class _Sent(NamedTuple):
     worker: int
 
 
-class RayEngine:
-    """Trains clients in `num_workers` actors, one thread each; 0 is one for each core of the cluster.
+class RayEngine(Engine):
+    """Trains clients in `num_workers` actors, one thread each; 0 stands for one for each core of the cluster.
 
-    `address` or RAY_ADDRESS names the cluster; without, one is started on this machine and ended with the engine.
-    Raises `MissingExtraError`, and `EngineError` for a cluster or actors that do not answer.
+    `address` or RAY_ADDRESS names the cluster; without either, the engine starts a local cluster and ends it in
+    `close`. Raises `MissingExtraError`, and `EngineError` for a cluster or actors that do not answer.
     """
 
     def __init__(self, task: ClientTraining, num_workers: int = 0, address: str | None = None) -> None:
@@ -64,38 +65,39 @@ class RayEngine:
         self._test: list[tuple[int, Any]] = []
         self._models: dict[int, Any] = {}
         self._versions = Versions(self._forget)
-        self._memories = ClientStates[bytes]()
+        self._states = ClientStates[bytes]()
         self._queue = WorkQueue[Answer](self._versions, self.num_examples)
         self._sent: dict[Any, _Sent] = {}
         self._schema: Schema | None = None
         self._failure = ""
 
     @property
+    @override
     def num_clients(self) -> int:
-        """Number of clients that have data."""
         return self._federation.num_clients
 
+    @override
     def num_examples(self, client: int) -> int:
-        """How many examples a client trains on."""
         return self._federation.num_examples(client)
 
+    @override
     def publish(self, version: int, model: Parameters) -> None:
-        """Puts a committed version into the object store."""
         self._trainer.check(model)
         self._schema = model.schema
         self._models[version] = self._ray.put((model.schema, model.buffer))
 
+    @override
     def retire(self, version: int) -> None:
-        """No further work begins with this version."""
         self._versions.retire(version)
 
+    @override
     def begin(self, works: Sequence[Work]) -> None:
-        """Sends works to the actors, as many as they may have."""
         self._queue.begin(works)
         self._send()
 
+    @override
     def result(self, work: Work) -> LocalUpdate:
-        """Waits for a work. Raises `EngineError` with the words of what failed, or when an actor was lost."""
+        """Wait for a task. Raises `EngineError` with the actor's error text, or if an actor was lost."""
         while not self._queue.has_answer(work):
             self._receive()
         answer = self._queue.fetch(work)
@@ -104,31 +106,32 @@ class RayEngine:
                 f"the {'scoring' if work.scores else 'training'} of client {work.client} failed: {answer.failure}"
             )
         if answer.note is not None:
-            self._memories.put(work, answer.note)
+            self._states.put(work, answer.note)
         if work.scores:
             return LocalUpdate(NO_UPDATE, num_examples(self._federation, work), answer.metrics)
         assert self._schema is not None
-        # A copy, because memory of the store is gone with the cluster, and must not be written to.
+        # A copy, because the store's memory is read-only and is freed with the cluster.
         update = Parameters(self._schema, answer.update.copy())
         return LocalUpdate(update, num_examples(self._federation, work), answer.metrics)
 
+    @override
     def drop(self, work: Work) -> None:
-        """Nobody will ask for this result, or its update was not merged."""
         if work in self._queue:
             self._queue.drop(work)
         else:
-            self._memories.undo(work)
+            self._states.undo(work)
 
+    @override
     def memories(self) -> Mapping[int, Contents]:
-        """What clients remember."""
-        return {client: messages.unpack_state(note) for client, note in self._memories}
+        return {client: messages.unpack_state(note) for client, note in self._states}
 
+    @override
     def remember(self, memories: Mapping[int, Contents]) -> None:
-        """Replaces what clients remember."""
-        self._memories.replace({client: messages.pack_state(contents) for client, contents in memories.items()})
+        self._states.replace({client: messages.pack_state(contents) for client, contents in memories.items()})
 
+    @override
     def evaluate(self, model: Parameters) -> Mapping[str, float]:
-        """Scores a model on the data that no client has, each actor a part of it."""
+        """Score a model on the central test data, of which each actor scores a part."""
         total = len(self._federation.test_targets)
         if not total:
             return {}
@@ -148,39 +151,40 @@ class RayEngine:
                 scores[name] = scores.get(name, 0.0) + value * size / total
         return scores
 
+    @override
     def close(self) -> None:
-        """Ends the actors, and the cluster if it was started for them."""
+        """End the actors, and the cluster if it is local and has no other user."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []
         self._cluster.leave()
 
     def _start(self, task: ClientTraining) -> None:
-        """Starts all actors, one core each; in a cluster of our own they are all that it is for."""
+        """Start all actors, one core each; in a local cluster they reserve none, because it runs nothing else."""
         num_cpus = 0 if self._cluster.is_own else 1
         make = self._ray.remote(RayWorker).options(num_cpus=num_cpus, scheduling_strategy="SPREAD")
         self._actors = [make.remote(list(sys.path)) for _ in range(self.num_workers)]
         try:
-            # Pickled only now, that is once the actors know where the user's modules are.
+            # Pickled only now: the actors' sys.path must have the folders of the user's modules first.
             placed = self._ray.put((task.learner, task.options, task.seed))
             loaded = [actor.load.remote(placed) for actor in self._actors]
             self._names = self._ray.get(loaded, timeout=_START_S)
         except self._ray.exceptions.GetTimeoutError as exc:
             raise EngineError(
-                f'engine = "ray": not all of {self.num_workers} actors began within {_START_S:.0f} s; others may use '
-                "the cluster's cores. Use fewer workers, or wait"
+                f'engine = "ray": not all of {self.num_workers} actors started within {_START_S:.0f} s; other programs '
+                "may use the cluster's cores. Use fewer workers, or wait"
             ) from exc
         except self._ray.exceptions.RayError as exc:
-            raise EngineError(f'engine = "ray": an actor could not begin: {_last_line(exc)}') from exc
+            raise EngineError(f'engine = "ray": an actor could not start: {_last_line(exc)}') from exc
         except TypeError as exc:
-            reason = exc.__cause__ or exc  # Ray's own words are a page
+            reason = exc.__cause__ or exc  # Ray's own message is a page long
             raise EngineError(f'engine = "ray": the module or its loss cannot be sent to actors: {reason}') from exc
 
     def _place_test(self, total: int) -> None:
         data = self._federation
         bounds = np.linspace(0, total, min(self.num_workers, total) + 1).astype(int).tolist()
         for start, stop in itertools.pairwise(bounds):
-            piece = piece_of(data.test_inputs[start:stop], data.test_targets[start:stop])
+            piece = make_piece(data.test_inputs[start:stop], data.test_targets[start:stop])
             self._test.append((stop - start, self._ray.put(piece)))
 
     def _forget(self, version: int) -> None:
@@ -194,7 +198,7 @@ class RayEngine:
             worker = self._loads.index(min(self._loads))
             piece, span = (self._held_out if work.scores else self._pieces).place(work.client)
             answer = self._actors[worker].answer
-            reference = answer.remote(work, span, self._memories.begin(work), self._models[work.version], piece)
+            reference = answer.remote(work, span, self._states.begin(work), self._models[work.version], piece)
             self._sent[reference] = _Sent(number, work, worker)
             self._loads[worker] += 1
 
@@ -204,7 +208,7 @@ class RayEngine:
         ready, _ = self._ray.wait(list(self._sent), num_returns=1)
         for reference in ready:
             sent = self._sent[reference]
-            first = next(each for each in self._sent.values() if each.worker == sent.worker)  # they are in order
+            first = next(each for each in self._sent.values() if each.worker == sent.worker)  # an actor works in order
             answer = self._answer(reference, sent.worker, f"while it trained client {first.work.client}")
             del self._sent[reference]
             self._loads[sent.worker] -= 1
@@ -212,14 +216,14 @@ class RayEngine:
         self._send()
 
     def _answer(self, reference: Any, worker: int, about: str) -> Answer:
-        """What an actor answered. Raises `EngineError` when it was lost, and from then on each time."""
+        """Return an actor's answer. Raises `EngineError` in every call after an actor was lost."""
         if not self._failure:
             try:
                 return self._ray.get(reference)
             except self._ray.exceptions.RayError as exc:
                 self._failure = (
-                    f"the Ray actor {self._names[worker]} was lost {about} ({type(exc).__name__}); mostly memory runs "
-                    "out then, or the machine is gone: use fewer workers, or smaller batches"
+                    f"the Ray actor {self._names[worker]} was lost {about} ({type(exc).__name__}); it probably ran out "
+                    "of memory, or its machine failed: use fewer workers or smaller batches"
                 )
                 raise EngineError(self._failure) from exc
         raise EngineError(self._failure)

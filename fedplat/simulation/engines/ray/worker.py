@@ -1,4 +1,4 @@
-"""What lies in one of Ray's actors: a module, and the versions that it has met. Data comes with each work."""
+"""The Ray actor: it has a module and the versions that it has received. The data arrives with each task."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedplat.pytorch.training import Learner, LocalOptions
 from fedplat.pytorch.vectorized.examples import PartExamples
 from fedplat.simulation.data.federation import Array
 from fedplat.simulation.engines import malloc, messages
-from fedplat.simulation.engines.client_trainer import ModuleTrainer, tensor_of
+from fedplat.simulation.engines.client_trainer import ModuleTrainer, to_tensor
 from fedplat.simulation.engines.interface import Work
 
 Piece = tuple[Array, Array]
-"""Inputs and targets, as they lie in Ray's object store."""
+"""Inputs and targets, as they are stored in Ray's object store."""
 Model = tuple[Schema, Bytes]
-"""A model as it lies in Ray's object store: pickled itself, it would be many arrays."""
+"""A model as it is stored in Ray's object store; pickled `Parameters` would be many arrays."""
 
 
 class Answer(NamedTuple):
-    """What came of a request. `note` is what the client remembers now, if that is new; `failure` says what failed."""
+    """The reply to a request. `note` is the new client state if it changed; `failure` is the error text, or ""."""
 
     metrics: dict[str, float]
     update: Bytes | None = None
@@ -36,37 +36,40 @@ class Answer(NamedTuple):
 
 
 class RayWorker:
-    """Answers requests, one after the other and on one thread. What fails is an answer: not all errors can travel."""
+    """Answers requests one after the other, on one thread. Failures are answers too: not all exceptions can be pickled.
+
+    `path` is the engine's `sys.path`.
+    """
 
     def __init__(self, path: Sequence[str]) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]  # where the user's modules are
         torch.set_num_threads(1)
         malloc.keep()
-        # What lies in the object store must not be written to, and is not: batches are copies.
+        # Arrays in the object store are read-only. Batches are copies, so nothing writes to the arrays.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        self._known: set[int] = set()
+        self._loaded: set[int] = set()
 
     def load(self, task: tuple[Learner, LocalOptions, int]) -> str:
-        """Makes the module; says where this is."""
+        """Create the module; returns a description of this process for error messages."""
         self._trainer = ModuleTrainer(*task)
         self._schema: Schema | None = None
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def answer(self, work: Work, span: tuple[int, int], note: bytes | None, model: Model, piece: Piece) -> Answer:
-        """Does a client's work, whose examples for it are those of `span` in `piece`."""
+        """Train or score a client on its examples, the range `span` of `piece`."""
         try:
-            if work.version not in self._known:
+            if work.version not in self._loaded:
                 self._trainer.publish(work.version, self._parameters(model))
-                self._known.add(work.version)
+                self._loaded.add(work.version)
             contents = {} if note is None else messages.unpack_state(note)
             outcome = self._trainer.answer_on(_examples(piece, span), work, contents)
-        except Exception as exc:  # the boundary of the process: the engine raises it
+        except Exception as exc:  # the process boundary: the engine raises it
             return _make_failure(exc)
         after = None if outcome.contents is None else messages.pack_state(outcome.contents)
         return Answer(dict(outcome.metrics), outcome.update.buffer, after)
 
     def score(self, model: Model, piece: Piece) -> Answer:
-        """Scores a model."""
+        """Score a model on all examples of a piece."""
         try:
             examples = _examples(piece, (0, len(piece[1])))
             return Answer(self._trainer.evaluate_on(examples, self._parameters(model)))
@@ -74,16 +77,16 @@ class RayWorker:
             return _make_failure(exc)
 
     def retire(self, version: int) -> None:
-        """Forgets a version, if it was ever met."""
-        if version in self._known:
-            self._known.remove(version)
+        """Remove a version, if this actor has loaded it."""
+        if version in self._loaded:
+            self._loaded.remove(version)
             self._trainer.retire(version)
 
     def _parameters(self, model: Model) -> Parameters:
         schema, buffer = model
         if self._schema is None or self._schema != schema:
             self._schema = schema
-        return Parameters(self._schema, buffer.copy())  # the store may drop its own when the version is retired
+        return Parameters(self._schema, buffer.copy())  # the store may free its own when the version is retired
 
 
 def _examples(piece: Piece, span: tuple[int, int]) -> PartExamples:
@@ -91,9 +94,9 @@ def _examples(piece: Piece, span: tuple[int, int]) -> PartExamples:
     return PartExamples(inputs, targets, np.arange(*span))
 
 
-def piece_of(inputs: Array, targets: Array) -> Piece:
-    """Examples in the types that training wants."""
-    return tensor_of(inputs).numpy(), tensor_of(targets).numpy()
+def make_piece(inputs: Array, targets: Array) -> Piece:
+    """Convert examples to the types that training requires."""
+    return to_tensor(inputs).numpy(), to_tensor(targets).numpy()
 
 
 def _make_failure(exc: Exception) -> Answer:
