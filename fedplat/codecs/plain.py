@@ -1,4 +1,4 @@
-"""No compression: float32 as it is; with zstd behind it, the lossless codec."""
+"""No compression: float32 unchanged. With zstd as the outer stage it is the lossless codec."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedplat.model import Blocks, Vector, blocks
 
 
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="none"):
-    """Options of the codec that changes nothing: 32 bits a parameter."""
+    """Options of the codec without compression: 32 bits per parameter."""
 
     zstd: bool = False
-    """Whether zstd packs the payload: about 28 bits, since the exponents of an update are alike."""
+    """Whether the payload is compressed with zstd: about 28 bits, since the exponents of an update are similar."""
 
     def build(self) -> Codec:
-        """The codec."""
+        """Return the codec with these options."""
         codec = Codec(write=_write, read=_read, max_bytes=lambda size: 4 * size)
         return zstd(codec, item_bytes=4) if self.zstd else codec
 
