@@ -46,7 +46,7 @@ def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "") 
 
 
 def _mistakes_of_record(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
-    """Yield a line for each unknown, missing or invalid key; if there is none, the error of the record's own check."""
+    """Yield a line for each unknown, missing or invalid key; if all are valid, the error of the record's own check."""
     known = {field.encode_name: field for field in struct_fields(record)}
     is_valid = True
     for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), _mistakes_of_values(raw, known, prefix)):
