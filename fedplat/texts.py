@@ -38,15 +38,15 @@ def quote(text: str) -> str:
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Return integers as a list in text; an integer of more than 128 bits is shown by its size.
+    """Return integers as a list in text, each as by `format_number`.
 
     >>> format_numbers([3, 10**4000])
     '[3, (a number of 13288 bits)]'
     """
-    return f"[{', '.join(map(numeral, numbers))}]"
+    return f"[{', '.join(map(format_number, numbers))}]"
 
 
-def numeral(number: int) -> str:
+def format_number(number: int) -> str:
     """Return an integer as text, or its size if it has more than 128 bits."""
     return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"
 

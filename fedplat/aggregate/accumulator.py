@@ -53,14 +53,14 @@ class ResultPart(NamedTuple):
 class Shard(NamedTuple):
     """The columns of an accumulator that has only some of them (see `fedplat.model.shards`).
 
-    `across` sums over all shards. Exactly one shard `carries`: it also has the entries that are not floating-point. The
-    sum of the updates is kept in `memory`, a vector of zeros or a device accumulator; if it is None, or the rule
-    gathers, the accumulator allocates its own.
+    Exactly one shard `owns_carried`, the entries that are not floating-point. The sum of the updates is kept in
+    `memory`, a vector of zeros or a device accumulator; if it is None, or the rule gathers, the accumulator allocates
+    its own.
     """
 
     columns: range
-    across: ShardReduce = single_shard
-    carries: bool = True
+    reduce_shards: ShardReduce = single_shard
+    owns_carried: bool = True
     memory: Vector | DeviceAccumulator | None = None
 
 
@@ -146,7 +146,7 @@ class Accumulator:
         """
         self._check(update, "update")
         self._partial = self._rule.fold(self._partial, update.to_blocks(self._shard.columns), contribution)
-        if self._schema.carry == "max" and self._shard.carries:
+        if self._schema.carry == "max" and self._shard.owns_carried:
             self._carry_largest(update)
 
     def finish(self, base: Parameters, state: State) -> tuple[Parameters, State]:
@@ -164,8 +164,8 @@ class Accumulator:
         """Return an accumulator in which the updates of a rule that gathers are reduced to one total of weight 1.
 
         A sum on a device is copied to memory; otherwise returns this accumulator. `state` are the columns of the last
-        state, which are read more than once. Calls the shard's `across`. Raises `ValueError` if the rule cannot reduce
-        the updates; if there are too few of them, before any update is read.
+        state, which are read more than once. Calls the shard's `reduce_shards`. Raises `ValueError` if the rule cannot
+        reduce the updates; if there are too few of them, before any update is read.
         """
         rule, size = self._rule, len(self._shard.columns)
         if (device := self._partial.device) is not None:
@@ -180,10 +180,10 @@ class Accumulator:
     def merge_shards(self, totals: Iterable[Vector]) -> Accumulator:
         """Return an accumulator of all columns from the totals of all shards, in order.
 
-        Call `reduce_updates` on every shard first, and this only on the shard that carries. It is for rules that are
-        not blockwise, whose result is computed in one place.
+        Call `reduce_updates` on every shard first, and this only on the shard that `owns_carried`. It is for rules that
+        are not blockwise: their result is computed in one place.
         """
-        assert self._shard.carries
+        assert self._shard.owns_carried
         shard = Shard(range(self._schema.num_floating), memory=np.concatenate([*totals]))
         return self._with(self._rule, self._partial, shard)
 
@@ -195,16 +195,16 @@ class Accumulator:
 
     @classmethod
     def merge_partials(
-        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[PartialSummary], shard: Shard
+        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], summaries: Iterable[PartialSummary], shard: Shard
     ) -> Accumulator:
         """Merge accumulators by their summaries; `shard.memory` is the sum of their sums."""
         empty = np.empty(0, np.float32)
         result = cls(schema, rule, scalars, shard)
         partial = dataclasses.replace(result._partial, total=empty)
-        for tally in tallies:
-            other = Partial(empty, tally.weight, tally.num_updates, tally.sums)
+        for summary in summaries:
+            other = Partial(empty, summary.weight, summary.num_updates, summary.sums)
             partial = rule.merge(partial, other)
-            result._carry_all(tally.carried)
+            result._carry_all(summary.carried)
         result._partial = dataclasses.replace(partial, total=result.total)
         return result
 
@@ -263,7 +263,7 @@ class Accumulator:
             yield result
 
     def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        if not self._shard.carries:
+        if not self._shard.owns_carried:
             return iter(())
         largest = self._carried.get(run)
         return (
@@ -290,7 +290,7 @@ class Accumulator:
 
 def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
     """Return the partial result with the shard's columns and memory."""
-    partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.across)
+    partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.reduce_shards)
     if shard.memory is None or rule.gather is not None:
         return partial
     if isinstance(shard.memory, np.ndarray):

@@ -40,9 +40,9 @@ def clip_by_norm(max_norm: float) -> Wrapper:
     return wrap
 
 
-def finite_norm(update: Blocks, across: ShardReduce = single_shard) -> float:
+def finite_norm(update: Blocks, reduce_shards: ShardReduce = single_shard) -> float:
     """Return the L2 norm of an update. Raises `ValueError` if it is not finite."""
-    norm = l2_norm(update, across)
+    norm = l2_norm(update, reduce_shards)
     if not math.isfinite(norm):
         raise ValueError("the update has NaN or infinite entries and cannot be clipped")
     return norm

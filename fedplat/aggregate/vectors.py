@@ -11,12 +11,12 @@ from fedplat.model import BLOCK, Blocks, Vector
 from fedplat.model.shards import ShardReduce, Terms, single_shard
 
 
-def l2_norm(vector: Blocks, across: ShardReduce = single_shard) -> float:
+def l2_norm(vector: Blocks, reduce_shards: ShardReduce = single_shard) -> float:
     """Return the Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
 
-    If `vector` is a shard's part of an update, `across` must be `Partial.reduce_shards`.
+    If `vector` is a shard's part of an update, `reduce_shards` must be that of the `Partial`.
     """
-    return math.sqrt(across(np.zeros(1), _squares(vector)).item())
+    return math.sqrt(reduce_shards(np.zeros(1), _squares(vector)).item())
 
 
 def _squares(vector: Blocks) -> Iterator[Terms]:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
 from fedplat.model import BLOCK, Blocks, Vector, blocks
@@ -66,4 +66,4 @@ def _read(source: Source, size: int) -> Iterator[Vector]:
     scratch = np.empty(min(BLOCK, size), np.float32)
     for block in blocks(size):
         count = block.stop - block.start
-        yield from_bf16(array(source, "<u2", count), scratch[:count])
+        yield from_bf16(read_array(source, "<u2", count), scratch[:count])

@@ -107,7 +107,7 @@ class Codec:
         return _Decoded(self, content, size)
 
 
-def array(source: Source, dtype: str, count: int) -> npt.NDArray[Any]:
+def read_array(source: Source, dtype: str, count: int) -> npt.NDArray[Any]:
     """Read the next `count` numbers of a payload as a read-only array."""
     kind = np.dtype(dtype)
     return np.frombuffer(source.take(count * kind.itemsize), kind)

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.hadamard import Rows, hadamard
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.codecs.zstd import zstd
@@ -86,7 +86,7 @@ def eden(bits: int) -> Codec:
         for block in blocks(size):
             count = block.stop - block.start
             dimension, num_columns = _shape(count)
-            scales = array(source, "<f4", num_columns).astype(np.float32)
+            scales = read_array(source, "<f4", num_columns).astype(np.float32)
             if not ((scales >= 0) & (scales <= _largest_scale(dimension, centroids))).all():
                 raise CodecError("the payload has a scale that is negative, NaN or too large")
             codes = unpack(source, dimension * num_columns, bits)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
 from fedplat.model import Blocks, Vector, blocks
@@ -31,7 +31,7 @@ def _write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
 
 def _read(source: Source, size: int) -> Iterator[Vector]:
     for block in blocks(size):
-        values = array(source, "<f4", block.stop - block.start).astype(np.float32, copy=False)
+        values = read_array(source, "<f4", block.stop - block.start).astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise CodecError("the payload has NaN or infinite entries")
         yield values

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
@@ -63,7 +63,7 @@ def quantize(bits: int) -> Codec:
     def read(source: Source, size: int) -> Iterator[Vector]:
         for block in blocks(size):
             count = block.stop - block.start
-            largest = array(source, "<f4", -(-count // BUCKET)).astype(np.float32)
+            largest = read_array(source, "<f4", -(-count // BUCKET)).astype(np.float32)
             if not (np.isfinite(largest) & (largest >= 0)).all():
                 raise CodecError("the payload has a scale that is negative, NaN or infinite")
             codes = unpack(source, count, bits)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.bf16 import from_bf16, to_bf16
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.packing import pack, unpack
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
@@ -135,12 +135,12 @@ def _pack_indices(indices: Indices, bits: int) -> bytes:
 
 def _unpack_indices(source: Source, most: int, size: int, bits: int) -> Indices:
     """Decode the indices of a block of `size` entries: at most `most`, increasing, and in range."""
-    count, num_unary = (int(number) for number in array(source, "<u4", 2))
+    count, num_unary = (int(number) for number in read_array(source, "<u4", 2))
     if count > most:
         raise CodecError(f"the payload has {count} entries in a block; expected at most {most}")
     if num_unary > (count + (size >> bits)) // 8 + 1:
         raise CodecError(f"the payload has {num_unary} bytes of gaps; expected fewer")
-    ends = np.flatnonzero(np.unpackbits(array(source, "u1", num_unary), bitorder="little")) + 1
+    ends = np.flatnonzero(np.unpackbits(read_array(source, "u1", num_unary), bitorder="little")) + 1
     if ends.size != count or num_unary != (-(-int(ends[-1]) // 8) if count else 0):
         raise CodecError(f"the payload has {ends.size} gaps in {num_unary} bytes; expected {count} and no byte more")
     gaps = (np.diff(ends, prepend=0) - 1) << bits
@@ -154,8 +154,8 @@ def _unpack_indices(source: Source, most: int, size: int, bits: int) -> Indices:
 
 def _values(source: Source, count: int, half: bool) -> Vector:
     if half:
-        return from_bf16(array(source, "<u2", count), np.empty(count, np.float32))
-    values = array(source, "<f4", count).astype(np.float32)
+        return from_bf16(read_array(source, "<u2", count), np.empty(count, np.float32))
+    values = read_array(source, "<f4", count).astype(np.float32)
     if not np.isfinite(values).all():
         raise CodecError("the payload has NaN or infinite entries")
     return values

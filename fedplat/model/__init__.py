@@ -186,7 +186,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return (values[block] for block in blocks(values.size))
 
     def reader(self, longest: int) -> AbstractContextManager[Read]:
-        """Return a reader of the flat buffer whose results are views, of any length."""
+        """Return a reader of the flat buffer that returns views of any length."""
         return nullcontext(self._read)
 
     def _read(self, start: int, size: int) -> Bytes:

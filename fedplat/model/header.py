@@ -14,7 +14,7 @@ import msgspec
 
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
-from fedplat.texts import numeral, quote
+from fedplat.texts import format_number, quote
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_METADATA = 1_000
@@ -71,7 +71,7 @@ def _read_layout(text: bytes, body_size: int) -> FileHeader:
         start, stop = entry.data_offsets
         if start != end or stop - start != spec.size_bytes:
             raise ModelError(
-                f"tensor {quote(name)} claims the bytes {numeral(start)} to {numeral(stop)}; "
+                f"tensor {quote(name)} claims the bytes {format_number(start)} to {format_number(stop)}; "
                 f"expected {end} to {end + spec.size_bytes}"
             )
         tensors.append(spec)

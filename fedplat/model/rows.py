@@ -47,16 +47,16 @@ def allocate_rows(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDAr
     return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
 
 
-def gram(rows: Sequence[Blocks], across: ShardReduce = single_shard) -> Matrix:
+def gram(rows: Sequence[Blocks], reduce_shards: ShardReduce = single_shard) -> Matrix:
     """Compute the inner products of all pairs of rows, [rows, rows], in one pass.
 
     They are float64: the error of a distance computed from them is about 1e-8 of the rows' norms, no more than the
     float32 rounding of the rows. The bits are the same on the same machine for any number of threads; another processor
-    may differ in the last bits. If the rows belong to a shard, `across` adds the products of the other shards.
+    may differ in the last bits. If the rows belong to a shard, `reduce_shards` adds the products of the other shards.
     """
     zero = np.zeros((len(rows), len(rows)))
     with _pool() as pool:
-        lower = across(zero, _window_products(rows, zero, pool))
+        lower = reduce_shards(zero, _window_products(rows, zero, pool))
     return lower + np.tril(lower, -1).T
 
 
@@ -162,7 +162,7 @@ def _tiles(columns: Columns, length: int, dtype: type[Any]) -> npt.NDArray[Any]:
     filled = allocate_rows(num_rows, width, dtype)
     filled[:, :count] = columns
     filled[:, count:] = 0
-    # A view whose rows keep their distance in memory, which BLAS accepts without a copy.
+    # A view in which rows keep their distance in memory: BLAS accepts it without a copy.
     step, item = filled.strides
     return np.lib.stride_tricks.as_strided(filled, (width // length, num_rows, length), (length * item, step, item))
 

@@ -101,7 +101,9 @@ def privatize(release: Release, noise: Noise | None) -> Wrapper:
         def remember(partial: Partial) -> Mapping[str, float]:
             scalars = dict(inner.remember(partial))
             if isinstance(release.clip, AdaptiveClip):
-                scalars[CLIP_NORM] = next_clip_norm(release.clip, partial, _noised_share(release, partial, _certain(noise)))
+                scalars[CLIP_NORM] = next_clip_norm(
+                    release.clip, partial, _noised_share(release, partial, _certain(noise))
+                )
             if release.tree is not None:
                 scalars |= release.tree.after(partial.scalars, _certain(noise))
             return scalars

@@ -25,7 +25,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat.sampling.candidates import Candidates
-from fedplat.sampling.uniform import some_of
+from fedplat.sampling.uniform import draw_uniformly
 
 OVERFLOW = 1e-15
 """Upper bound of the probability, per round, that the cap takes effect."""
@@ -48,7 +48,7 @@ class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
         """
         total = len(candidates)
         drawn = int(rng.binomial(total, self.rate))
-        return some_of(total, min(drawn, self.cap(total)), rng)
+        return draw_uniformly(total, min(drawn, self.cap(total)), rng)
 
     def cap(self, total: int) -> int:
         """Return the maximum number drawn from `total`: the least c with P[X > c] ≤ `OVERFLOW` by Chernoff's bound.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from fedplat.sampling.candidates import Candidates
-from fedplat.sampling.uniform import some_of
+from fedplat.sampling.uniform import draw_uniformly
 
 _Counts = npt.NDArray[np.int64]
 _Shares = npt.NDArray[np.float64]
@@ -44,16 +44,16 @@ class Stratified(Struct, frozen=True, forbid_unknown_fields=True, tag_field="pol
             strata.setdefault(value, []).append(index)
         members = list(strata.values())
         sizes = np.array([len(stratum) for stratum in members], np.int64)
-        shares = sizes * (count / sizes.sum()) if self.shares == "proportional" else equal_shares(sizes, count)
+        shares = sizes * (count / sizes.sum()) if self.shares == "proportional" else divide_equally(sizes, count)
         numbers = round_shares(shares, count, rng)
         return [
             stratum[i]
             for stratum, number in zip(members, numbers.tolist(), strict=True)
-            for i in some_of(len(stratum), number, rng)
+            for i in draw_uniformly(len(stratum), number, rng)
         ]
 
 
-def equal_shares(sizes: _Counts, count: int) -> _Shares:
+def divide_equally(sizes: _Counts, count: int) -> _Shares:
     """Divide `count` equally over the strata, at most its size to each: the remainder is divided over the others."""
     shares, remaining = np.zeros(len(sizes)), float(count)
     order = np.argsort(sizes, kind="stable")

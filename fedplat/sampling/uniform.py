@@ -18,10 +18,10 @@ class Uniform(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         """Draw `count` of the candidates, or all if there are not more than that."""
-        return some_of(len(candidates), count, rng)
+        return draw_uniformly(len(candidates), count, rng)
 
 
-def some_of(total: int, count: int, rng: np.random.Generator) -> list[int]:
+def draw_uniformly(total: int, count: int, rng: np.random.Generator) -> list[int]:
     """Draw `count` of the numbers below `total`; if `count` is a small part, time grows with `count` only."""
     if count >= total:
         return list(range(total))

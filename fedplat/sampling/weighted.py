@@ -46,8 +46,8 @@ class Weighted(Struct, frozen=True, forbid_unknown_fields=True, tag_field="polic
         """Draw `count` of the candidates, or all if there are not more than that."""
         if count >= len(candidates):
             return list(range(len(candidates)))
-        weights = as_weights(candidates.values_of(self.label)) if self.label else _example_weights(candidates)
-        return by_weight(fill_missing_weights(np.minimum(weights, self.max_weight)), count, rng)
+        weights = to_weights(candidates.values_of(self.label)) if self.label else _example_weights(candidates)
+        return draw_by_weight(fill_missing_weights(np.minimum(weights, self.max_weight)), count, rng)
 
 
 def _example_weights(candidates: Candidates) -> Weights:
@@ -57,7 +57,7 @@ def _example_weights(candidates: Candidates) -> Weights:
     return weights
 
 
-def as_weights(values: Sequence[str | None]) -> Weights:
+def to_weights(values: Sequence[str | None]) -> Weights:
     """Convert labels to weights of at most `LARGEST_WEIGHT`; 0 if a label is missing, not a number, or negative."""
     return np.array([_as_weight(value) for value in values], np.float64)
 
@@ -76,7 +76,7 @@ def fill_missing_weights(weights: Weights) -> Weights:
     return np.where(positive, weights, weights[positive].mean() if positive.any() else 1.0)
 
 
-def by_weight(weights: Weights, count: int, rng: np.random.Generator) -> list[int]:
+def draw_by_weight(weights: Weights, count: int, rng: np.random.Generator) -> list[int]:
     """Draw `count` different indices, one after the other in proportion to the remaining weights.
 
     Weights are finite and not negative; indices with weight 0 are drawn, uniformly, after all others.

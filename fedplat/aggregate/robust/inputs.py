@@ -32,13 +32,15 @@ class Rows:
     products: Callable[[], Matrix]
 
     @classmethod
-    def of(cls, updates: Sequence[Blocks], extra: Sequence[Blocks] = (), across: ShardReduce = single_shard) -> Rows:
+    def of(
+        cls, updates: Sequence[Blocks], extra: Sequence[Blocks] = (), reduce_shards: ShardReduce = single_shard
+    ) -> Rows:
         """Return one row for each update. The `extra` vectors are not rows; see `with_vector`.
 
-        If all vectors are a shard's parts, `across` adds the inner products of the other shards.
+        If all vectors are a shard's parts, `reduce_shards` adds the inner products of the other shards.
         """
         vectors = [*updates, *extra]
-        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors, across)))
+        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors, reduce_shards)))
 
     def __len__(self) -> int:
         return len(self.mixing)
