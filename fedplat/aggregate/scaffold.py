@@ -104,6 +104,6 @@ def _misfit(schema: Schema) -> str:
     if is_float32 and [(t.name, t.dtype, t.shape) for t in floating[len(own) :]] == expected:
         return ""
     return (
-        f"the rule {NAME} needs a model of F32 tensors, and for each NAME of them a tensor {CONTROL}NAME after all of "
-        "its own; `fedplat job submit` and fedplat.aggregate.scaffold.with_control() add them"
+        f"the rule {NAME} needs a model of F32 tensors, followed by a tensor {CONTROL}NAME for each tensor NAME; "
+        "`fedplat job submit` and fedplat.aggregate.scaffold.with_control() add them"
     )

@@ -46,8 +46,8 @@ def options_from_text(text: str) -> codecs.Options:
     try:
         return msgspec.json.decode(text, type=codecs.Options)
     except (msgspec.DecodeError, ValueError) as exc:
-        known = ", ".join(codecs.CODECS)
-        raise CodecError(f"the codec {text[:200]!r} is not known here ({exc}); known codecs: {known}") from exc
+        names = ", ".join(codecs.CODECS)
+        raise CodecError(f"the codec {text[:200]!r} is not supported ({exc}); supported codecs: {names}") from exc
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,9 +65,7 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, num_updates: int) -> None:
         """Raise `ValueError` if there are too few updates to tolerate the byzantine ones, or too many."""
         if num_updates > MAX_ROBUST_UPDATES:
-            raise ValueError(
-                f"{num_updates} updates cannot be read side by side; expected at most {MAX_ROBUST_UPDATES}"
-            )
+            raise ValueError(f"a robust rule got {num_updates} updates; expected at most {MAX_ROBUST_UPDATES}")
         rows, text = num_updates, f"{num_updates} updates"
         for mixing in self.before:
             rows = mixing.rows_of(rows)
