@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 
 MIN_EXAMPLES, MAX_EXAMPLES = 1e-6, 1e15
-"""Within these bounds, sums and quotients of weights are numbers in float32."""
+"""Within these bounds, sums and quotients of weights are finite in float32."""
 MAX_NAME_BYTES = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricLimits:
-    """How many metrics a report may have, and how many bytes their names in UTF-8, all together."""
+    """Limits on a report: the number of metrics, and the bytes of UTF-8 that their names have in total."""
 
     num_metrics: int = 64
     name_bytes: int = 4096
@@ -23,7 +23,7 @@ DEFAULT_LIMITS = MetricLimits()
 
 
 def check_examples(num_examples: float) -> str:
-    """Return what is wrong with a claimed number of examples; empty if nothing is.
+    """Return what is wrong with a claimed number of examples, or "".
 
     >>> check_examples(0.0)
     'num_examples is 0; expected a number from 1e-06 to 1e+15'
@@ -34,7 +34,7 @@ def check_examples(num_examples: float) -> str:
 
 
 def check_metrics(metrics: Mapping[str, float], limits: MetricLimits = DEFAULT_LIMITS) -> str:
-    """Return what is wrong with reported metrics; empty if nothing is."""
+    """Return what is wrong with reported metrics, or ""."""
     if len(metrics) > limits.num_metrics:
         return f"{len(metrics)} metrics; at most {limits.num_metrics} are accepted"
     name_bytes = 0

@@ -1,4 +1,4 @@
-"""What a client remembers of a job from round to round: a control variate, personal layers."""
+"""Client state: what a client stores between the rounds of one job, such as a control variate or personal layers."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 
 
 class ClientState:
-    """A client's notes of one job, by name, while it works on one assignment.
+    """A client's state for one job while it works on one assignment: named entries.
 
-    What is written counts only once the server has merged the update that it belongs to: then `contents` are kept, and
-    given to the `ClientState` of the client's next assignment. Else they are thrown away, because the training is done
-    again.
+    Changes take effect once the server has merged the update that they belong to: then `contents` are stored and passed
+    to the `ClientState` of the client's next assignment. Otherwise they are discarded: the training is repeated.
 
     >>> import numpy as np
-    >>> memory = Memory()
-    >>> memory.put("seen", Parameters.from_arrays({"count": np.array(1)}))
-    >>> later = Memory(memory.contents)
+    >>> state = ClientState()
+    >>> state.put("seen", Parameters.from_arrays({"count": np.array(1)}))
+    >>> later = ClientState(state.contents)
     >>> int(later.get("seen")["count"])
     1
     """
 
     def __init__(self, contents: Mapping[str, Parameters] | None = None) -> None:
-        """`contents` is what was kept before; it is not changed."""
-        self._before = dict(contents or {})
-        self._now = dict(self._before)
+        """Start from the stored `contents`, which are not modified."""
+        self._stored = dict(contents or {})
+        self._entries = dict(self._stored)
 
     def get(self, name: str) -> Parameters | None:
-        """What was noted by that name, to be read only; None if nothing was."""
-        return self._now.get(name)
+        """Return the entry of that name, which must not be modified, or None."""
+        return self._entries.get(name)
 
     def put(self, name: str, values: Parameters) -> None:
-        """Notes values, which are not to be changed afterwards. Raises `ValueError` for a name that is none."""
+        """Set an entry; `values` must not be modified afterwards. Raises `ValueError` for an invalid name."""
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} cannot name a note; expected at most 63 letters, digits, '_', '.' and '-'")
-        self._now[name] = values
+            raise ValueError(
+                f"{name!r} is not a valid name of client state; expected 1 to 63 letters, digits, '_', '.' and '-'"
+            )
+        self._entries[name] = values
 
     def forget(self, name: str) -> None:
-        """Throws a note away, if there is one."""
-        self._now.pop(name, None)
+        """Delete an entry if it exists."""
+        self._entries.pop(name, None)
 
     @property
     def contents(self) -> Mapping[str, Parameters]:
-        """All notes, as they are now."""
-        return dict(self._now)
+        """All current entries."""
+        return dict(self._entries)
 
     @property
     def changed(self) -> bool:
-        """Whether something was written."""
-        return self._now.keys() != self._before.keys() or any(
-            values is not self._before[name] for name, values in self._now.items()
+        """Whether any entry was set or deleted."""
+        return self._entries.keys() != self._stored.keys() or any(
+            values is not self._stored[name] for name, values in self._entries.items()
         )

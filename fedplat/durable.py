@@ -1,7 +1,7 @@
-"""Durable files: whole or not there, even if the process is killed or the power fails.
+"""Durable files: complete or absent, even if the process is killed or the power fails.
 
-A file is written under a temporary name, synced and renamed, and its folder is synced, so that readers see the old file
-or the new one. A crash may leave a temporary file, `.fedplat-*.tmp`.
+A file is written under a temporary name, synced and renamed, and its folder is synced, so readers see either the old
+file or the new one. A crash may leave a temporary file, `.fedplat-*.tmp`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 @contextlib.contextmanager
 def atomic_write(path: Path, mode: int = 0o600, *, overwrite: bool = True) -> Generator[BinaryIO]:
-    """Yield a file that becomes `path` when the block ends; after an error `path` is as it was.
+    """Yield a file that becomes `path` when the block ends; after an error `path` is unchanged.
 
-    `mode` is subject to the umask. Raises `OSError`, and `FileExistsError` for a path that exists if `overwrite` is
-    False.
+    `mode` is subject to the umask. Raises `OSError`, or `FileExistsError` if `path` exists and `overwrite` is False.
     """
     temporary = path.with_name(f".fedplat-{secrets.token_hex(8)}.tmp")
     try:
@@ -32,7 +31,7 @@ def atomic_write(path: Path, mode: int = 0o600, *, overwrite: bool = True) -> Ge
         if overwrite:
             temporary.replace(path)
         else:
-            os.link(temporary, path)  # unlike a rename, it refuses to replace a file
+            os.link(temporary, path)  # unlike a rename, a link never replaces a file
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
@@ -53,21 +52,22 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def create(path: Path, mode: int = 0o600) -> int:
-    """Make a new file, and open it for writing. Raises `FileExistsError` for a path that exists."""
+    """Create a file, open it for writing and return its descriptor. Raises `FileExistsError` if the path exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def write_all(descriptor: int, data: Bytes) -> None:
-    """Write all of the data: one call of the operating system may write less."""
+    """Write all of the data; a single system call may write less."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's entries, survive a power failure.
+    """Flush a file's bytes, or a folder's entries, to disk so that they survive a power failure.
 
-    An error is final: the kernel may have dropped what it could not write, and a second call would succeed.
+    Do not retry after an error: the kernel may have dropped the data that it could not write, and a second call would
+    succeed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

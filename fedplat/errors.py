@@ -2,23 +2,23 @@
 
 ```
 FedplatError
-├── JobFileError      a job file that cannot be used: names the key, the value and what was expected
-├── ModelError        bytes that are no model, or a model that does not fit its schema
+├── JobFileError      an invalid job file: names the key, the value and what was expected
+├── ModelError        bytes that do not encode a model, or a model that does not fit its schema
 ├── CodecError        a compressed vector that cannot be read, or a vector that cannot be compressed
-├── UserCodeError     a function of the user's own that is not found, or raised an exception
-├── LabelError        an expression over client labels that cannot be read
-├── DataError         data for a simulation that is missing, or does not fit what shall be done with it
-├── JournalError      a simulation that cannot go on from what was written of it
-├── EngineError       local training in a simulation that failed, or an engine that cannot do what is asked
-├── TrainingError     training on the server's own data that cannot be done as its trainer is
-├── TicketError       a line that is no ticket, or a damaged one
-├── MissingExtraError an optional package is needed and not installed
+├── UserCodeError     a user's function that is not found or raised an exception
+├── LabelError        an invalid expression over client labels
+├── DataError         data for a simulation that is missing or unsuitable
+├── JournalError      a simulation that cannot resume from its run folder
+├── EngineError       local training in a simulation failed, or an engine does not support the request
+├── TrainingError     training on the server's own data failed, because of its trainer or its data
+├── TicketError       a malformed or damaged ticket
+├── MissingExtraError a required optional package is not installed
 ├── PrivacyLimitError a training that would cost more privacy than the owner of the data allows
-├── ProfileError      an operator's profile or certificates that are missing or cannot be used
-└── ServerUnreachableError, ServerRefusedError   of calls of an operator (fedplat.admin)
+├── ProfileError      an operator's profile or certificates are missing or invalid
+└── ServerUnreachableError, ServerRefusedError   from calls of an operator (fedplat.admin)
 ```
-Each distribution above the core has one base error of its own below `FedplatError`: `fedplat_server.errors`
-and `fedplat_client.errors` draw theirs.
+Each distribution above the core has one base error of its own below `FedplatError`; see `fedplat_server.errors` and
+`fedplat_client.errors`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class FedplatError(Exception):
 
 
 class JobFileError(FedplatError):
-    """A job file that cannot be used; the message lists every mistake that was found."""
+    """An invalid job file; the message lists every mistake that was found."""
 
 
 class ModelError(FedplatError):
-    """Bytes that are no model, or a model that does not fit its schema."""
+    """Bytes that do not encode a model, or a model that does not fit its schema."""
 
 
 class UserCodeError(FedplatError):
-    """User code (a function that a file or an option names) that is not found, or raised an exception."""
+    """User code (a function that a file or an option names) that is not found or raised an exception."""
 
 
 class CodecError(FedplatError):
@@ -45,45 +45,46 @@ class CodecError(FedplatError):
 
 
 class LabelError(FedplatError):
-    """An expression over client labels that cannot be read."""
+    """An invalid expression over client labels."""
 
 
 class DataError(FedplatError):
-    """Data for a simulation that is missing, or does not fit what shall be done with it."""
+    """Data for a simulation that is missing or unsuitable."""
 
 
 class JournalError(FedplatError):
-    """A simulation that cannot go on from what was written of it."""
+    """A simulation that cannot resume from its run folder."""
 
 
 class EngineError(FedplatError):
-    """Local training in a simulation that failed, or that an engine cannot do."""
+    """Local training in a simulation failed, or the engine does not support it."""
 
 
 class TrainingError(FedplatError):
-    """Training on the server's own data that cannot be done as its trainer, or its data, are; the same on all ranks."""
+    """Training on the server's own data failed, because of its trainer or its data; raised alike on all ranks."""
 
 
 class TicketError(FedplatError):
-    """A line that is no ticket of an operator; the message does not show it."""
+    """A malformed or damaged ticket; the message does not show it."""
 
 
 class MissingExtraError(FedplatError):
-    """An optional package is needed; the message says what to install."""
+    """A required optional package is not installed; the message names what to install."""
 
 
 class PrivacyLimitError(FedplatError):
-    """A training that would cost more privacy than the owner of the data allows: nothing of it is done."""
+    """A training that would cost more privacy than the owner of the data allows; it is not started."""
 
 
 class ProfileError(FedplatError):
-    """An operator's profile, or the certificates that it trusts, are missing or cannot be used."""
+    """An operator's profile, or the certificates that it trusts, are missing or invalid."""
 
 
 class ServerUnreachableError(FedplatError):
     """No server answers at the address.
 
-    `reason` is the short form for a sentence. `is_lasting`: trying again does not help, as with a wrong certificate.
+    `reason` is a short form of the message, for use within a sentence. `is_lasting` is true if a retry does not help,
+    as with a wrong certificate.
     """
 
     def __init__(self, message: str, *, reason: str = "", is_lasting: bool = False) -> None:
@@ -93,4 +94,4 @@ class ServerUnreachableError(FedplatError):
 
 
 class ServerRefusedError(FedplatError):
-    """The server answered, and said no; the message is the server's reason."""
+    """The server refused the call; the message is the server's reason."""

@@ -1,8 +1,8 @@
 """The model that a job starts from: `[model] initial` of a job file, resolved where the job is submitted.
 
-It is a `.safetensors` file or a function (`fedplat/user_code.py`), both relative to the job file. The function may
-return `Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only
-when the function's own code has imported it.
+It is a `.safetensors` file or a function (`fedplat/user_code.py`), relative to the job file. The function may return
+`Parameters`, a mapping of NumPy arrays, a torch `state_dict` or an `nn.Module`; torch is imported here only if the
+function's own code has imported it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedplat.model import Parameters
 
 
 def of_job(spec: JobSpec, folder: Path) -> Parameters:
-    """The model that a job starts from, with what its rule keeps in it. Raises `JobFileError`."""
+    """Return the model that a job starts from, with the tensors that its rule adds. Raises `JobFileError`."""
     parameters = resolve(spec.model.initial, folder)
     try:
         return build_rule(spec).counterpart.extend(parameters)
@@ -30,10 +30,10 @@ def of_job(spec: JobSpec, folder: Path) -> Parameters:
 
 
 def resolve(initial: str, folder: Path) -> Parameters:
-    """The parameters that `initial` names, relative to `folder`.
+    """Return the parameters that `initial` names, relative to `folder`.
 
-    Raises `JobFileError` when there are none, when they are not finite, or when the function fails. Runs the code of
-    the job's author, with `folder` first on `sys.path` for that time.
+    Runs the code of the job's author, with `folder` first on `sys.path` meanwhile. Raises `JobFileError` if the model
+    has no tensors or is not finite, or if the function fails.
     """
     try:
         if initial.endswith(".safetensors"):
@@ -61,7 +61,7 @@ def _from_function(name: str, folder: Path) -> Parameters:
 
 
 def convert_result(value: object, function_name: str) -> Parameters:
-    """What a user's function returned as `Parameters`. Raises `JobFileError`."""
+    """Convert the return value of a user's function to `Parameters`. Raises `JobFileError`."""
     if isinstance(value, Parameters):
         return value
     torch = sys.modules.get("torch")

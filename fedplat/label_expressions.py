@@ -1,10 +1,10 @@
 """Expressions over client labels, such as `region == 'eu' and memory_mb >= 4096`.
 
-The language is a small part of Python's: comparisons (`== != < <= > >= in not in`), `and`, `or`, `not`,
-parentheses, names (labels), strings, numbers, and lists of those. It is read with Python's own parser and
-interpreted here, node by node; nothing is ever evaluated as Python. Labels are text: beside a number they are
-read as a number. A comparison with a label that the client does not have is false, and so is one with a label
-that is no number where one is needed; `x not in [...]` is true when the client has x and x equals no member.
+The language is a small subset of Python: comparisons (`== != < <= > >= in not in`), `and`, `or`, `not`, parentheses,
+names (labels), strings, numbers, and lists of strings and numbers. Python's parser reads it, and this module interprets
+the tree; nothing is ever evaluated as Python. Labels are text; compared with a number, a label is parsed as a number.
+A comparison is false if the client does not have the label, or if the label must be a number and is not one.
+`x not in [...]` is true if the client has x and x equals no member.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 @lru_cache(maxsize=256)
 def compile_expression(text: str) -> Predicate:
-    """The predicate that `text` stands for; empty text accepts every client.
+    """Compile an expression to a predicate over labels; empty text accepts every client.
 
-    Raises `LabelError`, which shows the part that was not understood.
+    Raises `LabelError`, which shows the part that is invalid.
 
     >>> compile_expression("memory_mb >= 4096")({"memory_mb": "8192"})
     True
@@ -51,7 +51,7 @@ def compile_expression(text: str) -> Predicate:
         return _predicate(tree.body)
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError) as exc:
         raise LabelError(
-            f"{text!r} is no expression over labels ({exc}); "
+            f"{text!r} is not an expression over labels ({exc}); "
             "expected, for instance: region == 'eu' and memory_mb >= 4096"
         ) from exc
 
@@ -75,7 +75,7 @@ def _predicate(node: ast.expr) -> Predicate:
             return lambda labels: all(link(labels) for link in links)
         case _:
             raise LabelError(
-                f"{ast.unparse(node)!r} is no condition; expected a comparison such as region == 'eu', "
+                f"{ast.unparse(node)!r} is not a condition; expected a comparison such as region == 'eu', "
                 "joined by and, or, not"
             )
 
@@ -88,19 +88,19 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Predicate:
         numbers = [member for member in members if not isinstance(member, str)]
 
         def contains(labels: Labels) -> bool:
-            found = value(labels)
-            if found is None:
+            actual = value(labels)
+            if actual is None:
                 return False
-            if isinstance(found, str):  # a label: text equals text alone, and it is asked for at every check-in
-                is_member = found in texts or any(_compare(operator.eq, found, number) for number in numbers)
+            if isinstance(actual, str):  # a label; text equals only text, and this runs at every check-in
+                is_member = actual in texts or any(_compare(operator.eq, actual, number) for number in numbers)
             else:
-                is_member = any(_compare(operator.eq, found, member) for member in members)
+                is_member = any(_compare(operator.eq, actual, member) for member in members)
             return is_member is wanted
 
         return contains
     compare = _OPERATORS.get(type(op))
     if compare is None:
-        raise LabelError(f"the operator {type(op).__name__} is not known; expected == != < <= > >= in, not in")
+        raise LabelError(f"the operator {type(op).__name__} is not supported; expected == != < <= > >= in, not in")
     first, second = _scalar(left), _scalar(right)
 
     def holds(labels: Labels) -> bool:
@@ -111,7 +111,7 @@ def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Predicate:
 
 
 def _compare(compare: Callable[[Any, Any], bool], left: _Scalar, right: _Scalar) -> bool:
-    """Compares as numbers when one side is a number, else as text."""
+    """Compare as numbers if either side is a number, else as text."""
     if isinstance(left, str) and isinstance(right, str):
         return compare(left, right)
     try:
@@ -132,7 +132,7 @@ def _scalar(node: ast.expr) -> Callable[[Labels], _Scalar | None]:
 def _members(node: ast.expr) -> list[_Scalar]:
     if isinstance(node, ast.List | ast.Tuple):
         return [_constant(element) for element in node.elts]
-    raise LabelError(f"{ast.unparse(node)!r} is no list; expected, for instance: region in ['eu', 'us']")
+    raise LabelError(f"{ast.unparse(node)!r} is not a list; expected, for instance: region in ['eu', 'us']")
 
 
 def _constant(node: ast.expr) -> _Scalar:
@@ -147,4 +147,4 @@ def _constant(node: ast.expr) -> _Scalar:
             return -float(number)
         case _:
             pass
-    raise LabelError(f"{ast.unparse(node)!r} is no label, text or number")
+    raise LabelError(f"{ast.unparse(node)!r} is not a label, text or number")

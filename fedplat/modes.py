@@ -1,9 +1,9 @@
-"""When updates become a version: in synchronous rounds, or whenever a buffer of them is full.
+"""Training modes: updates become a version in synchronous rounds, or whenever a buffer of updates is full.
 
 Buffered asynchronous training is FedBuff: Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous
-Aggregation", arXiv 2106.06639, Algorithm 1. An update counts for less the more versions were committed since the one
-that its client began with. The weights s(τ) are those of Xie et al. 2019, "Asynchronous Federated Optimization", arXiv
-1903.03934, section 5.2; FedBuff's is the polynomial one with a = 1/2.
+Aggregation", arXiv 2106.06639, Algorithm 1. The weight of an update decreases with the number of versions committed
+since the version that its client started from. The weights s(τ) are those of Xie et al. 2019, "Asynchronous Federated
+Optimization", arXiv 1903.03934, section 5.2; FedBuff's is the polynomial one with a = 1/2.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ Versions = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
 class Sync(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sync"):
-    """Rounds: a cohort begins with one version, and its updates make the next."""
+    """Synchronous rounds: a cohort starts from one version, and its updates make the next."""
 
     def weight(self, staleness: int) -> float:
-        """What an update counts for: there are no stale ones."""
+        """Return the weight of an update: 1, because no update is stale."""
         return 1.0
 
 
 class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="buffered"):
-    """Clients work all the time, each with the version that is the latest when it begins.
+    """Buffered asynchronous training: clients train continuously, each from the version that is then the latest.
 
     `selection.goal` updates fill the buffer and make a version. The staleness τ of an update is the number of versions
-    that were committed since its client began.
+    committed since its client started.
 
     >>> [Buffered(concurrency=1).weight(tau) for tau in (0, 3)]
     [1.0, 0.5]
     """
 
     concurrency: Annotated[int, Meta(ge=1, le=1_000_000)]
-    """Number of clients at work at the same time."""
+    """Number of clients that train at the same time."""
     max_staleness: Versions | None = None
-    """A client whose base version is more versions old is stopped (`TOO_STALE`); none: never."""
+    """Largest accepted staleness: a client with an older base version is stopped (`TOO_STALE`); unset: no limit."""
     staleness: Literal["polynomial", "constant", "hinge"] = "polynomial"
     """Factor of an update's weight: `"polynomial"`: (1 + τ)^-`exponent`; `"constant"`: 1; `"hinge"`: 1 up to τ =
     `grace`, then 1 / (`slope` (τ - `grace`) + 1)."""
     exponent: Exponent | None = None
-    """With `"polynomial"`; when it is not set: 0.5, FedBuff's 1/√(1 + τ)."""
+    """Only with `"polynomial"`; unset: 0.5, FedBuff's 1/√(1 + τ)."""
     slope: Slope | None = None
-    """With `"hinge"`; when it is not set: 10."""
+    """Only with `"hinge"`; unset: 10."""
     grace: Versions | None = None
-    """With `"hinge"`; when it is not set: 4."""
+    """Only with `"hinge"`; unset: 4."""
 
     def __post_init__(self) -> None:
         for name, owner in (("exponent", "polynomial"), ("slope", "hinge"), ("grace", "hinge")):
@@ -58,7 +58,7 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
                 )
 
     def weight(self, staleness: int) -> float:
-        """What an update counts for whose base version is `staleness` versions old; 1 for a fresh one."""
+        """Return the weight of an update with a base version that is `staleness` versions old; 1 for a fresh one."""
         if self.staleness == "polynomial":
             return (1.0 + staleness) ** -(0.5 if self.exponent is None else self.exponent)
         if self.staleness == "constant":
@@ -67,5 +67,5 @@ class Buffered(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"
         return 1.0 if beyond <= 0 else 1.0 / ((10.0 if self.slope is None else self.slope) * beyond + 1.0)
 
     def is_too_stale(self, staleness: int) -> bool:
-        """Whether an update of this staleness is refused."""
+        """Return whether an update of this staleness is refused."""
         return self.max_staleness is not None and staleness > self.max_staleness

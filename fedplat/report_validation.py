@@ -1,10 +1,9 @@
-"""What a report may claim and what its update must be; the daemon and the simulator accept the same reports.
+"""Validation of reports and their updates; the daemon and the simulator accept the same reports.
 
 A report names an assignment (`Assignment.kind`), a number of examples, metrics, and the digest of an update if the
-client trained. An update's file must begin with the very header of its base version, an encoded one with the lines that
-follow from the job's codec and that header (`fedplat.codecs.container`). So nothing of a foreign header is parsed or
-believed unless the update is refused anyway, and then only to say why. Norms and weights are judged beside those of
-other clients, by the coordinator (`rounds.influence`).
+client trained. An update's file must begin with exactly the header of its base version; an encoded one with the lines
+that follow from the job's codec and that header (`fedplat.codecs.container`). A different header is parsed only for the
+message of the refusal. The coordinator compares norms and weights with those of other clients (`rounds.influence`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from fedplat.rounds.states import AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 
 _SPARE_BYTES = 2**20
-"""An upload may announce so much more than the exact size, so that a misfit is refused by name."""
+"""Bytes that an upload may announce beyond the exact size, so that the refusal can name the difference."""
 _SPARE_HEADER_BYTES = 64 * 2**10
-"""How much longer than twice the expected header another one may be, to be read for the sake of a good reason."""
+"""Bytes beyond twice the expected header up to which a different header is read, to state why it is refused."""
 
 
 def validate_claims(
@@ -39,7 +38,7 @@ def validate_claims(
     digest: str = "",
     limits: MetricLimits = claims.DEFAULT_LIMITS,
 ) -> Verdict:
-    """Return whether a report's numbers are acceptable for an assignment of this kind; `rule` is the job's."""
+    """Validate the numbers of a report for an assignment of this kind; `rule` is the job's."""
     if problem := claims.check_examples(num_examples):
         return Verdict(Reason.REJECTED_WEIGHT, problem)
     if problem := claims.check_metrics(metrics, limits):
@@ -52,22 +51,25 @@ def validate_claims(
 
 
 def validate_schema(update: Schema, expected: Schema) -> Verdict:
-    """Return whether an update has the tensors of its base version."""
+    """Check that an update has the tensors of its base version."""
     difference = update.difference_from(expected)
     return Verdict(Reason.REJECTED_SCHEMA, difference) if difference else ACCEPTED
 
 
 def measure_norm(values: Blocks) -> float | Verdict:
-    """Return the L2 norm of float32 values, which is finite in float64 if and only if all of them are; or a refusal."""
+    """Return the L2 norm of float32 values, or a refusal if any of them is not finite.
+
+    Summed in float64, the norm is finite if and only if all values are.
+    """
     with np.errstate(invalid="ignore"):
         norm = l2_norm(values)
     return norm if math.isfinite(norm) else Verdict(Reason.REJECTED_NONFINITE)
 
 
 def validate_file(update: Path, base: Path, codec: codecs.Options | None) -> float | Verdict:
-    """Return the L2 norm of the update in a file, or its refusal. Reads it once at most; memory does not grow with it.
+    """Return the L2 norm of the update in a file, or a refusal.
 
-    `base` is the file of a version of the job.
+    Reads the file at most once; memory does not grow with its size. `base` is the file of a version of the job.
     """
     expected = Parameters.open(base).schema
     if codec is not None:
@@ -84,14 +86,14 @@ def validate_file(update: Path, base: Path, codec: codecs.Options | None) -> flo
 
 @lru_cache(maxsize=256)
 def size_limit(base: Path, codec: codecs.Options | None) -> int:
-    """Return the most bytes that an upload may announce. `base` is the file of a version, which never changes."""
+    """Return the maximum bytes that an upload may announce. `base` is the file of a version, which is immutable."""
     if codec is None:
         return 2 * base.stat().st_size + _SPARE_BYTES
     return Format(codec, Parameters.open(base).schema).max_bytes + _SPARE_BYTES
 
 
 def _describe_difference(update: Path, expected: Schema) -> str:
-    """Return what differs, by the update's header alone; one that is far longer than expected is not read either."""
+    """Describe how the update's header differs; a header that is far longer than expected is not read."""
     try:
         with update.open("rb") as file:
             size_bytes = update.stat().st_size

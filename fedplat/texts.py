@@ -1,4 +1,4 @@
-"""Text for people: durations, and foreign text, bounded before it is stored, logged, shown or sent on."""
+"""Text for people: durations, and untrusted text, bounded before it is stored, logged, shown or forwarded."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterable
 
 MAX_TEXT_BYTES = 2_000
-"""The most bytes of UTF-8 that a reason or any other text for people has, wherever it is kept."""
+"""Maximum size in bytes of UTF-8 of a reason or any other text for people, wherever it is stored."""
 _MAX_QUOTED = 200
 _CUT = "..."
 
 
 def shorten(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    r"""Return the text without control characters, with at most `max_bytes` bytes of UTF-8.
+    r"""Return the text without control characters, cut to at most `max_bytes` bytes of UTF-8.
 
-    Characters that could steer a terminal become U+FFFD; line feeds stay. What is cut off ends with three dots.
+    Characters that could control a terminal become U+FFFD; line feeds stay. Text that was cut ends with three dots.
 
-    >>> shortened("far too long", 8)
+    >>> shorten("far too long", 8)
     'far t...'
-    >>> shortened("\x1b[2J")
+    >>> shorten("\x1b[2J")
     '\ufffd[2J'
     """
     if text.isascii() and text.isprintable() and len(text) <= max_bytes:
@@ -38,16 +38,16 @@ def quote(text: str) -> str:
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Return whole numbers as a list in text; one of more than 128 bits is named by its size.
+    """Return integers as a list in text, each as by `format_number`.
 
-    >>> listed([3, 10**4000])
+    >>> format_numbers([3, 10**4000])
     '[3, (a number of 13288 bits)]'
     """
-    return f"[{', '.join(map(numeral, numbers))}]"
+    return f"[{', '.join(map(format_number, numbers))}]"
 
 
-def numeral(number: int) -> str:
-    """Return a whole number as text, or its size if it has more than 128 bits."""
+def format_number(number: int) -> str:
+    """Return an integer as text, or its size if it has more than 128 bits."""
     return str(number) if number.bit_length() <= 128 else f"(a number of {number.bit_length()} bits)"
 
 

@@ -1,6 +1,6 @@
-"""Reads TOML as frozen records, and says all that is wrong with it at once, in the words of the file.
+"""Parsing of TOML into frozen records, with all mistakes reported at once in the terms of the file.
 
-Each mistake is named by its key, its value and what was expected, with names that are near. Unknown keys are errors.
+Each mistake names its key, its value, what was expected, and similar valid names. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from msgspec.structs import fields as struct_fields
 from fedplat.errors import JobFileError
 
 MAX_MISTAKES = 20
-"""Mistakes that one error names; a server's answer has room for about so many."""
+"""Maximum number of mistakes in one error; about as many fit into a server's reply."""
 
 Record = TypeVar("Record", bound=Struct)
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises `JobFileError`."""
+    """Parse a TOML text into its tables. Raises `JobFileError`."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as exc:  # ValueError: invalid TOML, or a number with thousands of digits
@@ -35,9 +35,9 @@ def read_toml(text: str) -> dict[str, Any]:
 
 
 def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "") -> Record:
-    """A table as a record. Raises `JobFileError`, whose message has a line for each mistake.
+    """Convert a table to a record. Raises `JobFileError` with one line for each mistake.
 
-    `prefix` is put before the keys that the message names, for a table that is a part of a file.
+    `prefix` precedes the keys in the message, for a table within a file.
     """
     mistakes = list(itertools.islice(_mistakes_of_record(raw, record, prefix), MAX_MISTAKES))
     if mistakes:
@@ -46,17 +46,17 @@ def read_record(raw: Mapping[str, Any], record: type[Record], prefix: str = "") 
 
 
 def _mistakes_of_record(raw: Mapping[str, Any], record: type[Struct], prefix: str) -> Iterator[str]:
-    """A line for each key that is unknown, missing or wrong; then what the record says of its keys together."""
+    """Yield a line for each unknown, missing or invalid key; if all are valid, the error of the record's own check."""
     known = {field.encode_name: field for field in struct_fields(record)}
-    found = False
+    is_valid = True
     for mistake in itertools.chain(_mistakes_of_keys(raw, record, prefix), _mistakes_of_values(raw, known, prefix)):
-        found = True
+        is_valid = False
         yield mistake
-    if not found:
+    if is_valid:
         try:
             msgspec.convert(raw, record)
         except msgspec.ValidationError as exc:
-            # A record's own rule begins its message with the key that it is about.
+            # The message of a record's own check begins with the key concerned.
             yield f"{prefix}{exc}"
 
 
@@ -79,7 +79,7 @@ def _mistakes_of_values(raw: Mapping[str, Any], known: Mapping[str, FieldInfo], 
 
 
 def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
-    options = get_args(annotation) or (annotation,)  # of a union, its members
+    options = get_args(annotation) or (annotation,)  # the members of a union
     records = [option for option in options if isinstance(option, type) and issubclass(option, Struct)]
     is_mapping, tables = get_origin(annotation) is dict, _tables_in(annotation)
     if (records or is_mapping) and not isinstance(value, dict):
@@ -101,7 +101,7 @@ def _mistakes_of_value(value: Any, annotation: Any, path: str) -> Iterator[str]:
 
 
 def _tables_in(annotation: Any) -> Any:
-    """The records that a list holds as tables; None for any other type."""
+    """Return the record types of a list of tables; None for any other type."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     if get_origin(plain) not in (list, tuple):
         return None
@@ -111,7 +111,7 @@ def _tables_in(annotation: Any) -> Any:
 
 
 def _mistakes_of_table(table: Mapping[str, Any], records: list[type[Struct]], prefix: str) -> Iterator[str]:
-    """Mistakes of a table that is read as a record; of a tagged union as the one that its tag names."""
+    """Yield the mistakes of a table as a record; for a tagged union, as the record that its tag names."""
     tag = records[0].__struct_config__.tag_field
     if tag is None:
         yield from _mistakes_of_record(table, records[0], prefix)
@@ -135,7 +135,7 @@ _WORDS: Mapping[str, str] = {
 
 
 def _expectation(sentence: str, value: Any, annotation: Any) -> str:
-    """What was expected of a value, in the words of a job file rather than of Python."""
+    """Return what was expected of a value, in the terms of a job file rather than of Python."""
     if get_origin(annotation) is Literal:
         return _one_of([str(choice) for choice in get_args(annotation)], value)
     if "matching regex" in sentence:
@@ -149,7 +149,7 @@ def _expectation(sentence: str, value: Any, annotation: Any) -> str:
             _WORDS.get(name, name) for name in names if name != "null" and not (name == "int" and "float" in names)
         )
 
-    # What was got is shown already.
+    # The line already shows the actual value.
     expected = re.sub(r"`([\w| ]+)`", words, sentence.partition(", got ")[0])
     return expected[:1].lower() + expected[1:]
 
@@ -164,12 +164,12 @@ def _near(name: str, known: Collection[str]) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A key as a job file has it."""
+    """Return a key in TOML notation."""
     return key if re.fullmatch(r"[\w-]{1,60}", key, re.ASCII) else format_value(key)
 
 
 def format_value(value: Any) -> str:
-    """A value as a job file has it, shortened."""
+    """Return a value in TOML notation, shortened."""
     match value:
         case dict() | list():
             return "{…}" if isinstance(value, dict) else "[…]"

@@ -1,7 +1,7 @@
 """User code: the functions and objects that a file or an option names.
 
 A reference is `module:name` or `path/to/file.py:name`, where `name` may have dots. Modules and relative paths are
-looked for in a given folder first, then among what is installed. The code runs on the machine of its owner (a job's
+searched in a given folder first, then among the installed packages. The code runs on the machine of its owner (a job's
 author, a researcher, an operator, the owner of a client), never on a server because a job or a client names it.
 """
 
@@ -31,7 +31,7 @@ _EXPECTED = "expected module:name or /path/to/file.py:name"
 def call(reference: str, folder: Path, arguments: Mapping[str, object] | None = None) -> object:
     """Call a function with keyword `arguments`; `folder` is first on `sys.path` meanwhile.
 
-    Raises `UserCodeError` if it is not found, or raises an exception; the message names the line.
+    Raises `UserCodeError` if the function is not found or raises an exception; the message names the line.
     """
     name = split(reference)[1]
     with importable(reference, folder), wrap_errors(f"{name}()"):
@@ -40,16 +40,17 @@ def call(reference: str, folder: Path, arguments: Mapping[str, object] | None = 
 
 def load_function(reference: str, folder: Path = Path()) -> Callable[..., Any]:
     """Return the function that `reference` names, as `load` does. Raises `UserCodeError`."""
-    found = load(reference, folder)
-    if not callable(found):
-        raise UserCodeError(f"{split(reference)[1]!r} is a {type(found).__name__}; expected a function")
-    return found
+    function = load(reference, folder)
+    if not callable(function):
+        raise UserCodeError(f"{split(reference)[1]!r} is a {type(function).__name__}; expected a function")
+    return function
 
 
 def load(reference: str, folder: Path = Path()) -> Any:
-    """Import what `reference` names. `folder`, or that of the file, stays on `sys.path`, except within `importable`.
+    """Import the object that `reference` names.
 
-    Raises `UserCodeError` if it is not found, or if its module raises an exception.
+    `folder`, or the folder of the file, stays on `sys.path`, except within `importable`. Raises `UserCodeError` if the
+    object is not found or its module raises an exception.
     """
     module_name, name = split(reference)
     folder, file = _locate(module_name, folder)
@@ -65,7 +66,7 @@ def load(reference: str, folder: Path = Path()) -> Any:
 
 
 def check(reference: str) -> None:
-    """Raise `UserCodeError` if `reference` names nothing; only the source text is read, and nothing runs."""
+    """Raise `UserCodeError` if `reference` does not exist; reads only the source text and runs no code."""
     module_name, name = split(reference)
     file = _find_source(module_name)
     if file is None:
@@ -80,7 +81,7 @@ def check(reference: str) -> None:
 
 
 def make_absolute(reference: str) -> str:
-    """Return the reference with an absolute path; that of a module is returned as it is."""
+    """Return the reference with an absolute path; a reference to a module is returned unchanged."""
     module_name, name = split(reference)
     return f"{Path(module_name).resolve()}:{name}" if module_name.endswith(".py") else reference
 
@@ -88,7 +89,7 @@ def make_absolute(reference: str) -> str:
 def split(reference: str) -> tuple[str, str]:
     """Return the module, or the path of a file, and the name in it. Raises `UserCodeError`."""
     module_name, _, name = reference.rpartition(":")
-    is_module = all(module_name.split("."))  # also with a hyphen, which only `import` statements refuse
+    is_module = all(module_name.split("."))  # hyphens are allowed: only `import` statements refuse them
     if not (is_module or module_name.endswith(".py")) or not all(part.isidentifier() for part in name.split(".")):
         raise UserCodeError(f"{reference!r} cannot be read; {_EXPECTED}")
     return module_name, name
@@ -96,17 +97,17 @@ def split(reference: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def importable(reference: str, folder: Path) -> Generator[None]:
-    """Make the module of `reference` importable from `folder`, even if another one of its name was imported before.
+    """Make the module of `reference` importable from `folder`, even if another module of that name was imported before.
 
-    Afterwards `sys.path` and that other module are as they were.
+    Restores `sys.path` and the other module at the end.
     """
     module_name = split(reference)[0]
     folder, file = _locate(module_name, folder)
     top = module_name.partition(".")[0]
     hidden: dict[str, ModuleType] = {}
-    is_here = file is None and ((folder / f"{top}.py").is_file() or (folder / top).is_dir())
+    in_folder = file is None and ((folder / f"{top}.py").is_file() or (folder / top).is_dir())
     loaded = sys.modules.get(top)
-    if is_here and loaded is not None and not _lies_in(loaded, folder):
+    if in_folder and loaded is not None and not _is_within(loaded, folder):
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == top}
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -125,9 +126,9 @@ def wrap_errors(action: str) -> Generator[None]:
         yield
     except FedplatError:
         raise
-    except (Exception, SystemExit) as exc:  # foreign code may raise anything, and the operator needs one line
+    except (Exception, SystemExit) as exc:  # user code may raise anything; the operator needs one line
         frames = traceback.extract_tb(exc.__traceback__)
-        # Neither this file nor Python's import machinery is where the mistake is.
+        # The mistake is neither in this file nor in Python's import machinery.
         places = [f"{f.filename}, line {f.lineno}" for f in frames if f.filename != __file__ and f.filename[:1] != "<"]
         if isinstance(exc, SyntaxError) and exc.filename:
             places.append(f"{exc.filename}, line {exc.lineno}")
@@ -136,7 +137,7 @@ def wrap_errors(action: str) -> Generator[None]:
 
 
 def _locate(module_name: str, folder: Path) -> tuple[Path, Path | None]:
-    """Return the folder to search first, and the file if that is what the reference names."""
+    """Return the folder to search first, and the file if the reference names one."""
     if not module_name.endswith(".py"):
         return folder.resolve(), None
     file = (folder / module_name).resolve()
@@ -147,14 +148,14 @@ def _import(module_name: str, folder: Path) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
-        # A module that the user's module imports in turn is another matter, for `wrap_errors`.
+        # If a module that the user's module imports is missing, `wrap_errors` reports it.
         if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
             raise
-        raise UserCodeError(f"there is no module {exc.name!r} in {folder} and none that is installed") from exc
+        raise UserCodeError(f"there is no module {exc.name!r} in {folder}, and none is installed") from exc
 
 
 def _load_file(file: Path) -> ModuleType:
-    # Under a name of its own: two files may be called alike, or like a module that is imported already.
+    # A unique name: two files may have the same name, or the name of a module that is already imported.
     name = f"{file.stem}_{sha256(str(file).encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -170,13 +171,13 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def _lies_in(module: ModuleType, folder: Path) -> bool:
+def _is_within(module: ModuleType, folder: Path) -> bool:
     places = [module.__file__] if module.__file__ else list(getattr(module, "__path__", ()))
     return any(Path(place).resolve().is_relative_to(folder) for place in places)
 
 
 def _find_source(module_name: str) -> Path | None:
-    """Return the file of a module, found without importing it or its packages; None if only an import can find it."""
+    """Return the file of a module without importing it or its packages; None if only an import can find it."""
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         if not file.is_file():
@@ -193,7 +194,7 @@ def _find_source(module_name: str) -> Path | None:
 
 
 def _bound_names(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module binds anywhere: a function may be defined under a condition."""
+    """Yield the names that a module binds anywhere, since a function may be defined under a condition."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

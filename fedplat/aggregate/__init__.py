@@ -1,9 +1,9 @@
 """Aggregation: how the updates of a round become the next model version.
 
-`algebra.py` says what a rule is, `mean.py` is the reduction, and each algorithm is a short composition by
-wrapping. To add one: write one new file (the paper in its docstring, a frozen options record with `build()`,
-a `server_*` or other wrapper), add its record to `Options` below, and one row to the table of
-`tests/core/aggregate/test_contract.py`. Rules that replace the mean are in `robust/`.
+`algebra.py` defines rules, `mean.py` is the reduction, and each algorithm is a short composition of wrappers. To add
+one: write one new file (the paper in its docstring, a frozen options record with `build()`, a `server_*` or other
+wrapper), add its record to `Options` below, and one row to the table of `tests/core/aggregate/test_contract.py`. Rules
+that replace the mean are in `robust/`.
 
 >>> rule = server_momentum(FedAvgM(momentum=0.5))(clip_by_norm(1.0)(weighted_mean()))
 >>> update = VectorBlocks(np.array([3.0, 4.0], np.float32))
@@ -37,15 +37,15 @@ from fedplat.aggregate.fedadam import FedAdam, server_adam
 from fedplat.aggregate.fedasync import FedAsync
 from fedplat.aggregate.fedavg import FedAvg, server_sgd
 from fedplat.aggregate.fedavgm import FedAvgM, server_momentum
-from fedplat.aggregate.fedbuff import FedBuff, divided_by_number
+from fedplat.aggregate.fedbuff import FedBuff, divide_by_number
 from fedplat.aggregate.feddyn import FedDyn, server_feddyn
-from fedplat.aggregate.fednova import FedNova, normalized_by_steps
+from fedplat.aggregate.fednova import FedNova, normalize_by_steps
 from fedplat.aggregate.fedyogi import FedYogi, server_yogi
 from fedplat.aggregate.mean import weighted_mean
 from fedplat.aggregate.optimizer import server_optimizer
-from fedplat.aggregate.qfedavg import QFedAvg, weighted_by_loss
+from fedplat.aggregate.qfedavg import QFedAvg, weight_by_loss
 from fedplat.aggregate.rebased import rebase
-from fedplat.aggregate.robust import MAX_GATHERED, Robust
+from fedplat.aggregate.robust import MAX_ROBUST_UPDATES, Robust
 from fedplat.aggregate.scaffold import Scaffold, server_scaffold
 from fedplat.aggregate.state import (
     column_start,
@@ -73,16 +73,16 @@ Options = (
     | Scaffold
     | FedDyn
 )
-"""The `[aggregation]` table of a job file: a union that its key `rule` tells apart."""
+"""The `[aggregation]` table of a job file: a union tagged by its key `rule`."""
 
 RULES: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
 """The options record of each rule, by its name in a job file."""
 
 SERVER_OPTIMIZERS = (FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad)
-"""Rules that work on the mean of the updates, or on what a robust rule puts in its place."""
+"""Rules that work on the mean of the updates, or on the result of a robust rule in its place."""
 
 __all__ = [
-    "MAX_GATHERED",
+    "MAX_ROBUST_UPDATES",
     "RULES",
     "SERVER_OPTIMIZERS",
     "Accumulator",
@@ -115,10 +115,10 @@ __all__ = [
     "clip_by_quantile",
     "column_start",
     "compress_step",
-    "divided_by_number",
+    "divide_by_number",
     "first_columns",
     "l2_norm",
-    "normalized_by_steps",
+    "normalize_by_steps",
     "read_columns",
     "read_scalars",
     "rebase",
@@ -137,6 +137,6 @@ __all__ = [
     "state_schema",
     "state_to_bytes",
     "unusable",
-    "weighted_by_loss",
+    "weight_by_loss",
     "weighted_mean",
 ]

@@ -1,9 +1,9 @@
-"""What the server holds for one open attempt; its size does not depend on the number of updates.
+"""The aggregation state of one open attempt; its size does not depend on the number of updates.
 
-Updates of a rule that gathers are not held: the accumulator remembers where they can be read, until the attempt ends.
+With a rule that gathers, the accumulator does not hold the updates: it keeps readers of them until the attempt ends.
 
-The columns of the model's vector may be shared out over several accumulators, each of one `Shard`: every one of them
-folds its columns of all updates, in the same order, and has its part of the result, bit for bit as one alone has it.
+The columns of the model's vector may be divided over several accumulators, each of one `Shard`. Each folds its columns
+of all updates, in the same order, and computes its part of the result with the same bits as a single accumulator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedplat.model.shards import ShardReduce, single_shard
 class ResultPart(NamedTuple):
     """A part of the result: the next entries of the model's flat buffer, and the next column of the state, if any.
 
-    `start` is the byte of the flat buffer that the entries begin with. Valid until the next part is drawn.
+    `start` is the byte offset of the entries in the flat buffer. Valid until the next part is drawn.
     """
 
     start: int
@@ -51,22 +51,23 @@ class ResultPart(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The columns of an accumulator that has some of them (see `fedplat.model.shards`).
+    """The columns of an accumulator that has only some of them (see `fedplat.model.shards`).
 
-    One shard `carries`: it has the entries that are no floating-point numbers, too. The sum of the updates is kept in
-    `memory`, a vector of zeros, or elsewhere; in memory of its own if there is none, or if the rule gathers.
+    Exactly one shard `owns_carried`, the entries that are not floating-point. The sum of the updates is kept in
+    `memory`, a vector of zeros or a device accumulator; if it is None, or the rule gathers, the accumulator allocates
+    its own.
     """
 
     columns: range
-    across: ShardReduce = single_shard
-    carries: bool = True
+    reduce_shards: ShardReduce = single_shard
+    owns_carried: bool = True
     memory: Vector | DeviceAccumulator | None = None
 
 
 class PartialSummary(msgspec.Struct, frozen=True):
-    """What is known of the updates that an accumulator has folded, beside their sum: for those it is merged with.
+    """A summary, without their sum, of the updates that an accumulator has folded; used to merge accumulators.
 
-    `carried` are the largest values of the runs that are carried, in the order of the schema.
+    `carried` are the largest values of the carried runs, in the order of the schema.
     """
 
     weight: float
@@ -76,12 +77,12 @@ class PartialSummary(msgspec.Struct, frozen=True):
 
 
 class Accumulator:
-    """Folds updates of one schema as they arrive and ends the attempt with the next model version.
+    """An accumulator folds updates of one schema as they arrive, and computes the next model version at the end.
 
-    Floating-point entries go through the rule. Other entries are carried as the schema says: "keep" leaves
-    the base version's value, "max" takes the largest value of the folded updates, entry by entry (for
-    booleans: true if one was true). Memory is one float32 vector, the carried entries and a few windows; it does
-    not grow with the updates. Those of a rule that gathers must stay readable until the result is made.
+    Floating-point entries go through the rule. Other entries are carried by the schema's rule: "keep" leaves the base
+    version's value, "max" is the largest value of the folded updates, entry by entry (for booleans: true if one was
+    true). Memory is one float32 vector, the carried entries and a few windows; it does not grow with the number of
+    updates. If the rule gathers, the updates must stay readable until the result is computed.
 
     >>> base = Parameters.from_arrays({"weight": np.zeros(2, np.float32)})
     >>> rule = weighted_mean()
@@ -95,9 +96,9 @@ class Accumulator:
     def __init__(
         self, schema: Schema, rule: Rule, scalars: Mapping[str, float] | None = None, shard: Shard | None = None
     ) -> None:
-        """`scalars` are those that the attempt before remembered; none are the rule's first ones.
+        """Start an attempt with the previous attempt's `scalars`, or without any, with the rule's initial ones.
 
-        Without a `shard` it has all columns. With one, all that is said of vectors holds for its columns.
+        Without a `shard` the accumulator has all columns. With one, all its vectors have only the shard's columns.
         """
         self._schema = schema
         self._rule = rule
@@ -109,17 +110,17 @@ class Accumulator:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates folded so far."""
+        """The number of updates folded so far."""
         return self._partial.num_updates
 
     @property
     def total_weight(self) -> float:
-        """Sum of their weights."""
+        """The sum of the weights of the folded updates."""
         return self._partial.weight
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether updates must stay readable until the result is made."""
+        """Whether updates must stay readable until the result is computed."""
         return self._rule.gather is not None
 
     @property
@@ -129,27 +130,27 @@ class Accumulator:
 
     @property
     def scalars(self) -> Mapping[str, float]:
-        """The numbers that the next attempt begins with."""
+        """The scalars with which the next attempt starts."""
         return self._rule.remember(self._partial)
 
     @property
     def published(self) -> Mapping[str, float] | None:
-        """The metrics that are shown of the attempt; None if they are the means of the clients' own."""
+        """The attempt's published metrics; None if the means of the clients' metrics are published."""
         return None if self._rule.publish is None else self._rule.publish(self._partial)
 
     def fold(self, update: Values, contribution: Contribution) -> None:
-        """Adds one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.
+        """Fold one update (a difference from the base version, see `Parameters.minus`), reading it in blocks.
 
-        Raises `ModelError` when its schema is another, `ValueError` when the rule refuses it; nothing is
-        added then. After any other error, from reading the update say, the accumulator is of no use any more.
+        Raises `ModelError` if its schema differs and `ValueError` if the rule refuses it; the accumulator is then
+        unchanged. After any other error, such as one from reading the update, the accumulator must be discarded.
         """
         self._check(update, "update")
         self._partial = self._rule.fold(self._partial, update.to_blocks(self._shard.columns), contribution)
-        if self._schema.carry == "max" and self._shard.carries:
+        if self._schema.carry == "max" and self._shard.owns_carried:
             self._carry_largest(update)
 
     def finish(self, base: Parameters, state: State) -> tuple[Parameters, State]:
-        """The next model version and the rule's next state, in memory; what is said of `parts` holds for it."""
+        """Return the next model version and the rule's next state, in memory; otherwise as `parts`."""
         model = Parameters.zeros(base.schema)
         next_state: list[State] = []
         for part in self.parts(base, columns_of(state, base.schema.num_floating)):
@@ -159,15 +160,16 @@ class Accumulator:
                 next_state.append({name: vector.copy() for name, vector in part.state.items()})
         return model, concatenate_columns(next_state)
 
-    def reduce_gathered(self, state: Iterable[State]) -> Accumulator:
-        """This one, with the updates of a rule that gathers reduced to one total, which weighs 1; else as it is.
+    def reduce_updates(self, state: Iterable[State]) -> Accumulator:
+        """Return an accumulator in which the updates of a rule that gathers are reduced to one total of weight 1.
 
-        `state` are the columns of the last state, which are drawn more than once. `across` of a shard is called.
-        Raises `ValueError` when there are too few updates for the rule, say, and then before any update is read.
+        A sum on a device is copied to memory; otherwise returns this accumulator. `state` are the columns of the last
+        state, which are read more than once. Calls the shard's `reduce_shards`. Raises `ValueError` if the rule cannot
+        reduce the updates; if there are too few of them, before any update is read.
         """
         rule, size = self._rule, len(self._shard.columns)
-        if (elsewhere := self._partial.device) is not None:
-            return self._with(rule, dataclasses.replace(self._partial, total=elsewhere.total(), device=None))
+        if (device := self._partial.device) is not None:
+            return self._with(rule, dataclasses.replace(self._partial, total=device.total(), device=None))
         if rule.gather is None:
             return self
         remembered = {name: StoredColumns(state, name, size) for name in rule.init(0)}
@@ -176,38 +178,39 @@ class Accumulator:
         return self._with(dataclasses.replace(rule, gather=None), partial)
 
     def merge_shards(self, totals: Iterable[Vector]) -> Accumulator:
-        """One of all columns, of the totals of all shards, in order, which must have been `reduce_gathered`.
+        """Return an accumulator of all columns from the totals of all shards, in order.
 
-        Only the one that carries can be. It is for rules that are not blockwise: their end is computed in one place.
+        Call `reduce_updates` on every shard first, and this only on the shard that `owns_carried`. It is for rules that
+        are not blockwise: their result is computed in one place.
         """
-        assert self._shard.carries
+        assert self._shard.owns_carried
         shard = Shard(range(self._schema.num_floating), memory=np.concatenate([*totals]))
         return self._with(self._rule, self._partial, shard)
 
     @property
     def tally(self) -> PartialSummary:
-        """What is known beside the sum."""
+        """The summary of the folded updates, without their sum."""
         carried = [self._carried[run].tobytes() for run in self._schema.segments if run in self._carried]
         return PartialSummary(self._partial.weight, self._partial.num_updates, self._partial.sums, carried)
 
     @classmethod
     def merge_partials(
-        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], tallies: Iterable[PartialSummary], shard: Shard
+        cls, schema: Schema, rule: Rule, scalars: Mapping[str, float], summaries: Iterable[PartialSummary], shard: Shard
     ) -> Accumulator:
-        """One of all updates that several have folded, whose sums `shard.memory` is the sum of."""
-        nothing = np.empty(0, np.float32)
+        """Merge accumulators by their summaries; `shard.memory` is the sum of their sums."""
+        empty = np.empty(0, np.float32)
         result = cls(schema, rule, scalars, shard)
-        partial = dataclasses.replace(result._partial, total=nothing)
-        for tally in tallies:
-            other = Partial(nothing, tally.weight, tally.num_updates, tally.sums)
+        partial = dataclasses.replace(result._partial, total=empty)
+        for summary in summaries:
+            other = Partial(empty, summary.weight, summary.num_updates, summary.sums)
             partial = rule.merge(partial, other)
-            result._carry_all(tally.carried)
+            result._carry_all(summary.carried)
         result._partial = dataclasses.replace(partial, total=result.total)
         return result
 
     def _carry_all(self, carried: Sequence[bytes]) -> None:
         runs = [run for run in self._schema.segments if run.dtype not in FLOATING]
-        for run, content in zip(runs, carried, strict=False):  # none of an accumulator without updates
+        for run, content in zip(runs, carried, strict=False):  # empty for an accumulator without updates
             values = np.frombuffer(content, DTYPES[run.dtype])
             largest = self._carried.get(run)
             self._carried[run] = values if largest is None else np.maximum(largest, values)
@@ -220,13 +223,12 @@ class Accumulator:
         return other
 
     def parts(self, base: Parameters | ModelFile, state: Iterable[State]) -> Iterator[ResultPart]:
-        """The next model version and the rule's next state, part by part; changes nothing, and may be repeated.
+        """Yield the next model version and the rule's next state, part by part; changes nothing and can be repeated.
 
-        `state` are the columns of the last state, which a rule that gathers draws more than once. Memory is a few
-        windows, unless the rule is not `blockwise`. Raises `ModelError` when the schema of `base` is another or,
-        wherever it shows, when the result is not finite: finite updates may add up to more than float32 holds, and no
-        job recovers from such a version. Raises `ValueError` when the rule has no result, since no update was folded,
-        say.
+        `state` are the columns of the last state, which a rule that gathers reads more than once. Memory is a few
+        windows if the rule is `blockwise`. Raises `ModelError` if the schema of `base` differs or if a part of the
+        result is not finite: finite updates may add up to more than float32 can hold, and no job recovers from such a
+        version. Raises `ValueError` if the rule has no result, for instance because no update was folded.
         """
         self._check(base, "base version")
         drawn: list[State] = []
@@ -238,7 +240,7 @@ class Accumulator:
             yield ResultPart(0, np.empty(0, np.uint8), drawn.pop())
 
     def _steps(self, state: Iterable[State], drawn: list[State]) -> Iterator[Vector]:
-        """The rule's step, column by column; the next state's column is put into `drawn`."""
+        """Yield the rule's step, column by column, and append the column of the next state to `drawn`."""
         for step, remembered in self._apply_rule(state):
             _check_finite(*remembered.values())
             drawn.append(remembered)
@@ -246,9 +248,9 @@ class Accumulator:
 
     def _apply_rule(self, state: Iterable[State]) -> Iterator[tuple[Vector, State]]:
         rule, size = self._rule, len(self._shard.columns)
-        partial = self.reduce_gathered(state)._partial
+        partial = self.reduce_updates(state)._partial
         if not rule.blockwise:
-            assert size == self._schema.num_floating, "shards of such a rule have to be joined"
+            assert size == self._schema.num_floating, "merge the shards of a rule that is not blockwise first"
             with np.errstate(all="ignore"):
                 step, whole = rule.apply(concatenate_columns(state), partial)
             for column, remembered in zip(columns(size), columns_of(whole, size), strict=True):
@@ -256,12 +258,12 @@ class Accumulator:
             return
         for column, remembered in zip(columns(size), state, strict=True):
             part = dataclasses.replace(partial, total=partial.total[column], first=partial.first + column.start)
-            with np.errstate(all="ignore"):  # what is not finite is found in the result
+            with np.errstate(all="ignore"):  # the result is checked for values that are not finite
                 result = rule.apply(remembered, part)
             yield result
 
     def _carry(self, read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        if not self._shard.carries:
+        if not self._shard.owns_carried:
             return iter(())
         largest = self._carried.get(run)
         return (
@@ -287,8 +289,8 @@ class Accumulator:
 
 
 def _place_in_memory(partial: Partial, shard: Shard, rule: Rule) -> Partial:
-    """A partial result of a shard's columns, in its memory."""
-    partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.across)
+    """Return the partial result with the shard's columns and memory."""
+    partial = dataclasses.replace(partial, first=shard.columns.start, reduce_shards=shard.reduce_shards)
     if shard.memory is None or rule.gather is not None:
         return partial
     if isinstance(shard.memory, np.ndarray):

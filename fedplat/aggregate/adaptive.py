@@ -1,7 +1,7 @@
-"""The adaptive server optimizers' common skeleton; what differs between them is the second moment.
+"""The common part of the adaptive server optimizers, which differ only in the second moment.
 
 Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2: m ← β₁ m + (1 -
-β₁) Δ; v by the method's own rule; x += η m / (√v + τ). It has no bias correction, and v begins at τ².
+β₁) Δ; v by the method's own rule; x += η m / (√v + τ). There is no bias correction, and v starts at τ².
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedplat.aggregate.optimizer import server_optimizer
 from fedplat.model import Vector, blocks
 
 SecondMoment = Callable[[Vector, Vector], Vector]
-"""The next v, from the last v and Δ², entry by entry; changes neither."""
+"""A function from the last v and Δ² to the next v, entry by entry; modifies neither argument."""
 
 
 class AdaptiveOptions(Protocol):
-    """What every method has to state; see the options records for the meaning."""
+    """The options that all adaptive methods share; the options records explain them."""
 
     @property
     def learning_rate(self) -> float:
@@ -39,9 +39,9 @@ class AdaptiveOptions(Protocol):
 
 
 def server_adaptive(options: AdaptiveOptions, second_moment: SecondMoment) -> Wrapper:
-    """Algorithm 2 of the paper with the given rule for v.
+    """Wrap a rule in Algorithm 2 of the paper, with `second_moment` as the rule for v.
 
-    Remembers `first_moment` (m) and `second_moment` (v), float32 of shape [size].
+    The state is `first_moment` (m) and `second_moment` (v), float32 of shape [size].
     """
     beta1, eta, tau = options.beta1, options.learning_rate, options.tau
 

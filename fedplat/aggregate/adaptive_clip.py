@@ -1,11 +1,11 @@
 """Clipping at a norm that follows a quantile of the updates' norms.
 
 Source: Andrew et al. 2021, "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, Algorithm 1,
-without its noise: updates are clipped to the norm C; with b the fraction of them that was within it, and q the
-quantile that is wanted (gamma in the paper), C ← C · exp(-η (b - q)). Defaults as in the paper's experiments.
+without its noise: updates are clipped to the norm C. With b the fraction of updates within C, and q the target quantile
+(gamma in the paper), C ← C · exp(-η (b - q)). Defaults as in the paper's experiments.
 
-Every update has one vote on C, whatever it weighs, and no attempt moves C by more than a factor of e^η: clients that
-send huge updates can raise it, but slowly, and only together with half of the others (q = 0.5).
+Every update counts once for C, independent of its weight, and no attempt changes C by more than a factor of e^η.
+Clients that send huge updates can raise C only slowly, and only together with half of the others (q = 0.5).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedplat.aggregate.clip import clip_to_norm, finite_norm
 from fedplat.model import Blocks
 
 CLIP_NORM = "clip_norm"
-"""The name of C among what the rule remembers."""
+"""The name of C among the rule's scalars."""
 WITHIN = "within_clip_norm"
-"""The name of the number of updates within C among the sums of an attempt."""
+"""The name of the number of updates within C, among the sums of an attempt."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
@@ -35,7 +35,7 @@ class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantile: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
     """q, the fraction of updates within the bound; 0.5 is their median."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 0.2
-    """η, how fast the norm follows: an attempt changes its logarithm by this at most."""
+    """η, how fast the norm follows: the largest change of its logarithm in one attempt."""
     initial_norm: ranges.Floor = 0.1
     """C of the first attempt, in the units of the model's entries."""
 
@@ -43,12 +43,12 @@ class AdaptiveClip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranges.check(self)
 
     def build(self) -> Wrapper:
-        """The wrapper with these options."""
+        """Return the wrapper with these options."""
         return clip_by_quantile(self)
 
 
 def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
-    """Scales every update whose L2 norm is above C down to it, before it is folded. Remembers C, as `clip_norm`.
+    """Scale every update with an L2 norm above C down to C, before it is folded. Remembers C as `clip_norm`.
 
     `fold` raises `ValueError` for an update with NaN or infinite entries.
     """
@@ -65,14 +65,14 @@ def clip_by_quantile(options: AdaptiveClip) -> Wrapper:
 
         def remember(partial: Partial) -> Mapping[str, float]:
             within = partial.sums[WITHIN] / partial.num_updates if partial.num_updates else options.quantile
-            return {**inner.remember(partial), CLIP_NORM: following(options, partial, within)}
+            return {**inner.remember(partial), CLIP_NORM: next_clip_norm(options, partial, within)}
 
         return dataclasses.replace(inner, start=start, fold=fold, remember=remember)
 
     return wrap
 
 
-def following(options: AdaptiveClip, partial: Partial, within: float) -> float:
-    """C of the next attempt, of the part of this one's updates that was within its C."""
+def next_clip_norm(options: AdaptiveClip, partial: Partial, within: float) -> float:
+    """Return C for the next attempt; `within` is the fraction of this attempt's updates within its C."""
     norm = partial.scalars[CLIP_NORM] * math.exp(-options.learning_rate * (within - options.quantile))
     return min(max(norm, _SMALLEST), _LARGEST)

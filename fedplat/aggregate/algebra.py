@@ -1,35 +1,36 @@
-"""The aggregate algebra: what an aggregation rule is, and how rules are composed.
+"""The aggregation algebra: the definition of an aggregation rule, and the composition of rules.
 
-A rule is a frozen record of pure functions over flat float32 vectors (fedjax's `(init, apply)` pairs, with
-the reduction over clients spelled out so that it can stream):
+A rule is a frozen record of pure functions over flat float32 vectors (fedjax's `(init, apply)` pairs, with an explicit
+reduction over clients, so that updates can be streamed):
 
-- `init(size)` makes the state that lives as long as the job (a momentum, say): named vectors, may be empty;
-- `start(size)` makes the empty partial result of one attempt;
-- `fold(partial, update, contribution)` adds one client's update, which is read block by block, more than once if need
-  be, so that it need not be in memory; nor does memory grow with the number of updates;
-- `merge(left, right)` combines two partial results (gateways, pool ranks);
-- `apply(state, partial)` ends the attempt: the step to add to the model, and the next state;
-- `remember(partial)` says which numbers the next attempt begins with (none, for most rules);
-- `publish(partial)` says which metrics are shown of the attempt, for rules that let nobody see the clients' own.
+- `init(size)` creates the state that lasts as long as the job (a momentum, for instance): named vectors, maybe none;
+- `start(size)` creates the empty partial result of one attempt;
+- `fold(partial, update, contribution)` adds one client's update. The update is read block by block, more than once if
+  necessary, so it need not be in memory, and memory does not grow with the number of updates;
+- `merge(left, right)` combines two partial results (gateways, ranks of the server's workers);
+- `apply(state, partial)` ends the attempt: it returns the step to add to the model, and the next state;
+- `remember(partial)` returns the scalars with which the next attempt starts (none, for most rules);
+- `publish(partial)` returns the metrics to publish, for rules that must not reveal the clients' own metrics.
 
-A rule that needs all updates of an attempt at once (a median, say) folds nothing: its partial result keeps the updates,
-which must stay readable until the attempt ends. Then `gather(state, partial)` makes a partial result with a total of
-them, which `apply` gets as usual. It reads the updates and the state in step, block by block (`fedplat.model.rows`).
+A rule that needs all updates of an attempt at once (a median, for instance) folds nothing: its partial result keeps the
+updates, which must stay readable until the attempt ends. Then `gather(state, partial)` returns a partial result with
+their total, which `apply` receives as usual. It reads the updates and the state in lockstep, block by block
+(`fedplat.model.rows`).
 
-`fold` and `merge` may reuse the memory of the partial result that they are given, never that of the update. What
-`fold` refuses with a `ValueError` has changed nothing; when reading the update fails, the partial result is lost.
+`fold` and `merge` may reuse the memory of the partial results passed to them, never the memory of the update. If `fold`
+refuses an update with a `ValueError`, nothing has changed; if reading the update fails, the partial result is lost.
 
-A rule is *blockwise* if `init` and `apply` treat the model's entries in blocks: given slices of the state and of the
-total that begin at a multiple of `BLOCK` entries, they give the same bits as this slice of the whole. Then the end
-of an attempt is computed slice by slice, and no vector of the model's size but the total is in memory. All rules of
-this package are. One that looks at the whole step, for its norm say, must declare `blockwise=False`, and whatever wraps
-it keeps that: then all its vectors are in memory at once.
+A rule is *blockwise* if `init` and `apply` process the model's entries in blocks: for slices of the state and of the
+total that begin at a multiple of `BLOCK` entries, they return the same bits as for this slice of the whole vectors. The
+end of an attempt is then computed slice by slice, and the only vector of the model's size in memory is the total. A
+rule that needs the whole step, for instance for its norm, must declare `blockwise=False`, and its wrappers must keep
+that: all its vectors are then in memory at once. SCAFFOLD and compressed steps do so.
 
-The columns of the model's vector may be shared out (`Accumulator` of a `Shard`): then `fold`, `gather` and `apply` see
-those of one shard. What `fold` and `gather` need to know of whole updates they ask of `Partial.across`, as `l2_norm`
-and the inner products of robust rules do; so no rule knows of shards, and the bits are those without.
+The columns of the model's vector may be sharded (`Accumulator` with a `Shard`): `fold`, `gather` and `apply` then see
+the columns of one shard. For sums over whole updates, `fold` and `gather` use `Partial.reduce_shards`, as `l2_norm` and
+the inner products of robust rules do. So rules need no code for shards, and sharding does not change the bits.
 
-New behaviour wraps a rule: `server_momentum(0.9)(clip_by_norm(1.0)(weighted_mean()))`.
+New behaviour wraps a rule: `server_momentum(FedAvgM())(clip_by_norm(1.0)(weighted_mean()))`.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from fedplat.model import Blocks, Parameters, Schema, Vector
 from fedplat.model.shards import ShardReduce, single_shard
 
 State = Mapping[str, Vector]
-"""What a rule remembers from round to round: named float32 vectors, all of the model's length."""
+"""The state of a rule between rounds: named float32 vectors, all of the model's length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contribution:
-    """What is known of one update beside its entries.
+    """The data of one update besides its entries.
 
-    `weight` is what the update counts for, as the job's weighting says. `num_examples` and `metrics` are the client's
-    report. `staleness` is the number of versions that were committed since the one that the client began with.
-    `client_id` says whose it is, for rules that treat some clients differently.
+    `weight` is the update's weight under the job's weighting. `num_examples` and `metrics` are the client's report.
+    `staleness` is the number of versions committed since the version that the client started from. `client_id`
+    identifies the client, for rules that treat some clients differently.
     """
 
     weight: float
@@ -62,14 +63,14 @@ class Contribution:
 
 
 class DeviceAccumulator(Protocol):
-    """Memory for a sum of updates that NumPy cannot add to: that of an accelerator."""
+    """A sum of updates in the memory of an accelerator, to which NumPy cannot add."""
 
     def add(self, start: int, values: Vector, weight: float) -> None:
-        """Adds values times a weight to the entries from `start` on: rounded as NumPy does, the product and the sum."""
+        """Add values times a weight to the entries from `start` on; product and sum are each rounded as in NumPy."""
         ...
 
     def total(self) -> Vector:
-        """The sum."""
+        """Return the sum."""
         ...
 
 
@@ -77,11 +78,11 @@ class DeviceAccumulator(Protocol):
 class Partial:
     """The weighted sum of the updates folded so far, shape [size], with their total weight and number.
 
-    `sums` are further numbers that a rule adds up over the updates, by names of its own; `scalars` those that it
-    remembers of the attempt before, which are known while updates are folded. `kept` are the updates of a rule that
-    gathers. Where the total is a slice of the model's vector, `first` is the entry that it begins with; updates and
-    state are slices then, too, and `across` adds up what is a sum over all entries, such as a norm. What is kept
-    `elsewhere` is brought into `total` before `apply`.
+    `sums` are further numbers that a rule adds up over the updates, under its own names. `scalars` are the numbers that
+    the previous attempt returned from `remember`, available while updates are folded. `kept` are the updates of a rule
+    that gathers. If the total is a slice of the model's vector, `first` is the index of its first entry; updates and
+    state are then slices too, and `reduce_shards` computes sums over all entries, such as a norm. If `device` is set,
+    it holds the sum, which is copied to `total` before `apply`.
     """
 
     total: Vector
@@ -95,47 +96,47 @@ class Partial:
     device: DeviceAccumulator | None = None
 
     def plus(self, **terms: float) -> Partial:
-        """With terms added to its sums of these names."""
+        """Return a copy with terms added to its sums of these names."""
         sums = {name: self.sums.get(name, 0.0) + term for name, term in terms.items()}
         return dataclasses.replace(self, sums={**self.sums, **sums})
 
 
-def _nothing(partial: Partial) -> Mapping[str, float]:
+def _no_scalars(partial: Partial) -> Mapping[str, float]:
     return {}
 
 
-def _fits(schema: Schema) -> str:
+def _accept_schema(schema: Schema) -> str:
     return ""
 
 
-def _same(model: Parameters) -> Parameters:
+def _identity(model: Parameters) -> Parameters:
     return model
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientRequirements:
-    """What a rule asks of the job's clients and of its model; by default nothing.
+    """The requirements of a rule for the job's clients and its model; empty by default.
 
-    `algorithm` is what the clients have to compute, by the name that `config.algorithm` gives it; then all updates of
-    an attempt weigh the same, since what the clients remember is balanced over clients, not over examples. `extend`
-    adds to a model what the rule keeps in it, `reduce` takes that away again for those who use the model.
-    `misfit(schema)` says why a model does not do, in words; empty if it does.
+    `algorithm` is the required value of `config.algorithm`, the local algorithm of the clients. If it is set, all
+    updates of an attempt have equal weight, because client state is balanced over clients, not over examples. `extend`
+    adds the rule's own tensors to a model; `reduce` removes them for users of the model. `misfit(schema)` returns why a
+    model is unsuitable, or "".
     """
 
     algorithm: str = ""
-    extend: Callable[[Parameters], Parameters] = _same
-    reduce: Callable[[Parameters], Parameters] = _same
-    misfit: Callable[[Schema], str] = _fits
+    extend: Callable[[Parameters], Parameters] = _identity
+    reduce: Callable[[Parameters], Parameters] = _identity
+    misfit: Callable[[Schema], str] = _accept_schema
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """An aggregation rule; see the module's docstring for the functions.
 
-    `metrics` names what every client's report must hold for it (`unusable` says what one lacks). A rule with
-    `unit_weights` takes weights for what they are, where others take shares of their sum: a fresh update must weigh 1.
-    One that is `from_latest` wants updates as differences from the version that its step is added to, though a client
-    began with an older one (`rebased`). `counterpart` is what it asks of clients and model.
+    `metrics` are the names of the metrics that every report must have (`unusable` checks a report). A rule with
+    `unit_weights` uses weights as absolute factors instead of fractions of their sum, so a fresh update must have
+    weight 1. A rule that is `from_latest` requires updates as differences from the version to which its step is added,
+    even if a client started from an older one (`rebase`). `counterpart` are its requirements for clients and model.
 
     >>> rule = weighted_mean()
     >>> partial = rule.fold(rule.start(2), VectorBlocks(np.array([1.0, 3.0], np.float32)), Contribution(1.0))
@@ -150,7 +151,7 @@ class Rule:
     fold: Callable[[Partial, Blocks, Contribution], Partial]
     merge: Callable[[Partial, Partial], Partial]
     apply: Callable[[State, Partial], tuple[Vector, State]]
-    remember: Callable[[Partial], Mapping[str, float]] = _nothing
+    remember: Callable[[Partial], Mapping[str, float]] = _no_scalars
     publish: Callable[[Partial], Mapping[str, float]] | None = None
     blockwise: bool = True
     metrics: frozenset[str] = frozenset()
@@ -161,14 +162,14 @@ class Rule:
 
 
 MAX_METRIC = 1e30
-"""Numbers that a rule computes with stay in the range of float32."""
+"""Largest value of a metric that a rule uses, so that its results stay in the range of float32."""
 
 Wrapper = Callable[[Rule], Rule]
-"""Adds behaviour to a rule."""
+"""A function that adds behaviour to a rule."""
 
 
 def unusable(rule: Rule, metrics: Mapping[str, float]) -> str:
-    """Why a report's metrics do not do for a rule, in words; empty if they do."""
+    """Return why a report's metrics are unusable for a rule, or ""."""
     for name in sorted(rule.metrics):
         if name not in metrics:
             return f"the report lacks the metric {name}, which the job's aggregation rule needs"

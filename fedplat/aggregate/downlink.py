@@ -1,14 +1,14 @@
-"""The step that clients can be sent: encoded, and what the codec lost added to the next one.
+"""Compression of the step that is sent to clients, with error feedback: the codec's error is added to the next step.
 
 Source: Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass Error-Compensated
-Compression", arXiv 1905.05957, Algorithm 1, the server's half: with the step v and the residual δ of the version
-before, v ← v + δ is encoded, everybody moves by Q(v), and δ ← v - Q(v). The server moves by Q(v) too, so a version *is*
-the one before plus the decoded payload, and whoever has that one needs the payload only.
+Compression", arXiv 1905.05957, Algorithm 1, the server's half: with the step v and the residual δ of the previous
+version, v ← v + δ is encoded, all clients move by Q(v), and δ ← v - Q(v). The server moves by Q(v) too, so a version
+*is* the previous one plus the decoded payload, and a client that has the previous one needs only the payload.
 
-The codec's randomness comes from a seed that anyone can compute (`seed_of`). It is no secret: it protects nobody's
-data, since what it rotates or rounds is the step that is then published. It has to be found again after a crash,
-because a recomputed version must have the same bits; and each version of a job has its own, so that errors do not add
-up. Who knows it beforehand may at most choose updates that the codec encodes badly, which stay in the residual.
+The codec's randomness comes from a seed that anyone can compute (`seed_of`). It is not a secret and protects no data,
+since the step that it rotates or rounds is then published. It must be reproducible after a crash, because a recomputed
+version must have the same bits. Each version of a job has its own seed, so that errors do not add up. A client that
+predicts the seed can at most choose updates that the codec encodes badly, and their error stays in the residual.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fedplat.model import Vector, VectorBlocks, blocks
 
 
 def seed_of(job_id: str, version: int) -> int:
-    """The seed for the step that leads to a version of a job."""
+    """Return the seed for the step that leads to a version of a job."""
     return int.from_bytes(hashlib.sha256(f"downlink {job_id} {version}".encode()).digest(), "big")
 
 
 def compress_step(codec: Codec, seed: int, keep: Callable[[bytes], None]) -> Wrapper:
-    """Makes a rule's step what `codec` leaves of it; the state `residual` is what it has left out so far.
+    """Replace a rule's step by its encoded and decoded form; the state `residual` is the accumulated error.
 
-    `keep` is given the payload whenever a step was computed. Codecs work on whole vectors, so the rule is not
-    blockwise any more. `apply` raises `CodecError` for a step that is not finite.
+    `keep` is called with the payload of each computed step. Codecs work on whole vectors, so the resulting rule is not
+    blockwise. `apply` raises `CodecError` for a step that is not finite.
     """
     feedback = with_error_feedback(codec)
 

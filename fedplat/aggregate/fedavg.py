@@ -16,21 +16,21 @@ from fedplat.model import Vector
 
 
 class FedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavg"):
-    """Options of FedAvg. A value out of its range is a `ValueError`."""
+    """Options of FedAvg. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0
-    """η, what the mean update is multiplied by; 1 is the paper's algorithm."""
+    """η, the factor of the mean update; 1 is the paper's algorithm."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
+        """Return the rule with these options."""
         return server_sgd(self)(weighted_mean())
 
 
 def server_sgd(options: FedAvg) -> Wrapper:
-    """Plain gradient descent on the server: x += η Δ."""
+    """Wrap a rule in plain gradient descent on the server: x += η Δ."""
 
     def init(size: int) -> State:
         return {}

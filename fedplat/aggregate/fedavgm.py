@@ -17,23 +17,23 @@ from fedplat.model import Vector
 
 
 class FedAvgM(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedavgm"):
-    """Options of FedAvgM. A value out of its range is a `ValueError`."""
+    """Options of FedAvgM. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0
-    """η, what the velocity is multiplied by."""
+    """η, the factor of the velocity."""
     momentum: ranges.Decay = 0.9
-    """β, the part of the velocity that is kept."""
+    """β, the fraction of the velocity that is kept."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
+        """Return the rule with these options."""
         return server_momentum(self)(weighted_mean())
 
 
 def server_momentum(options: FedAvgM) -> Wrapper:
-    """Heavy-ball momentum on the server: v ← β v + Δ; x += η v."""
+    """Wrap a rule in heavy-ball momentum on the server: v ← β v + Δ; x += η v."""
 
     def init(size: int) -> State:
         return {"velocity": np.zeros(size, np.float32)}

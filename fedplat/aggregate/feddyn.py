@@ -1,11 +1,11 @@
-"""FedDyn: a regularizer that clients learn, so that what they all agree on is a minimum of the whole loss.
+"""FedDyn: each client updates a regularizer, so that the model on which all clients agree minimizes the total loss.
 
 Source: Acar et al. 2021, "Federated Learning Based on Dynamic Regularization", arXiv 2111.04263, Algorithm 1. A client
-minimizes L(θ) - ⟨λ, θ⟩ + α/2 ‖θ - θᵗ⁻¹‖² by its local steps, whose gradient is g - λ + α (θ - θᵗ⁻¹), and remembers
-λ ← λ - α (θ - θᵗ⁻¹). The server, with P of m clients, keeps h ← h - α/m Σ (θ - θᵗ⁻¹) and moves to mean(θ) - h/α.
+minimizes L(θ) - ⟨λ, θ⟩ + α/2 ‖θ - θᵗ⁻¹‖² by local steps with the gradient g - λ + α (θ - θᵗ⁻¹), and stores
+λ ← λ - α (θ - θᵗ⁻¹). The server, with P of m clients, stores h ← h - α/m Σ (θ - θᵗ⁻¹) and moves to mean(θ) - h/α.
 
-Here the server remembers -h/α instead, so that it need not know α: it grows by P/m mean(Δ), and the step is the mean of
-the updates Δ and this.
+Here the server stores -h/α instead, so that it does not need α: it grows by P/m mean(Δ), and the step is the mean of
+the updates Δ plus it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _STATE = "correction"
 
 
 class FedDyn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag=NAME):
-    """Options of FedDyn. A value out of its range is a `ValueError`."""
+    """Options of FedDyn. Raises `ValueError` for a value out of range."""
 
     num_clients: ranges.Population
-    """m, the number of clients that may ever take part."""
+    """m, the number of clients that may ever participate."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
+        """Return the rule with these options."""
         return server_feddyn(self)(weighted_mean())
 
 
 def server_feddyn(options: FedDyn) -> Wrapper:
-    """The server's half; remembers `correction`, -h/α, float32 of shape [size]."""
+    """Wrap a rule in the server's half; its state is `correction`, -h/α, float32 of shape [size]."""
 
     def wrap(inner: Rule) -> Rule:
         def init(size: int) -> State:
@@ -59,12 +59,12 @@ def server_feddyn(options: FedDyn) -> Wrapper:
 
 
 def client_feddyn(alpha: float) -> LocalAlgorithm:
-    """The client's half; it remembers λ, which is 0 at first."""
+    """Return the client's half; the client state is λ, initially 0."""
 
     def begin(control: Arrays, remembered: Arrays) -> Correction:
         return Correction(pull=alpha, drift={name: -1.0 * array for name, array in remembered.items()})
 
-    def end(correction: Correction, remembered: Arrays, way: UpdateDirection) -> LocalEnding:
-        return LocalEnding({name: alpha * moved + remembered.get(name, 0.0) for name, moved in way.moved.items()})
+    def end(correction: Correction, remembered: Arrays, direction: UpdateDirection) -> LocalEnding:
+        return LocalEnding({name: alpha * moved + remembered.get(name, 0.0) for name, moved in direction.moved.items()})
 
     return LocalAlgorithm(begin, end)

@@ -1,11 +1,11 @@
-"""FedNova: a mean of updates that were made with unequal numbers of local steps.
+"""FedNova: a mean of updates that result from unequal numbers of local steps.
 
 Source: Wang et al. 2020, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
 arXiv 2007.07481, Section 4, the update rule (FedNova) with τ_eff = Σ p_i ‖a_i‖₁: updates become normalized
 gradients, d_i = Δ_i / ‖a_i‖₁, and the model moves by τ_eff Σ p_i d_i. With equal steps this is FedAvg.
 
-‖a_i‖₁ is what the gradients of a client's steps count for together: the number of steps with plain SGD, more with
-momentum, less with a proximal term. A client reports the number as `local_steps`, and where it differs from that,
+‖a_i‖₁ is the total weight of the gradients of a client's steps: the number of steps with plain SGD, more with momentum,
+less with a proximal term. A client reports the number of steps as `local_steps` and, if ‖a_i‖₁ differs from it, also
 `effective_steps` (`fedplat.aggregate.local.effective_steps` computes it).
 """
 
@@ -27,25 +27,25 @@ EFFECTIVE_STEPS = "effective_steps"
 
 
 class FedNova(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fednova"):
-    """Options of FedNova. A value out of its range is a `ValueError`."""
+    """Options of FedNova. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 1.0
-    """η, what the step is multiplied by; 1 is the paper's algorithm."""
+    """η, the factor of the step; 1 is the paper's algorithm."""
     max_local_steps: ranges.Rate = 100_000.0
-    """Largest number of local steps that a report may claim, since a large claim lengthens the step of all."""
+    """Largest number of local steps that is accepted from a report, since it scales the step of the whole round."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
-        return server_sgd(FedAvg(self.learning_rate))(normalized_by_steps(self.max_local_steps)(weighted_mean()))
+        """Return the rule with these options."""
+        return server_sgd(FedAvg(self.learning_rate))(normalize_by_steps(self.max_local_steps)(weighted_mean()))
 
 
-def normalized_by_steps(max_steps: float) -> Wrapper:
-    """Divides each update by its client's steps, and multiplies the mean by the mean number of steps.
+def normalize_by_steps(max_steps: float) -> Wrapper:
+    """Divide each update by its client's steps, and multiply the mean by the mean number of steps.
 
-    Steps are taken as 1 to `max_steps`; what is reported beyond is not believed.
+    Reported steps are clamped to 1 to `max_steps`.
     """
 
     def wrap(inner: Rule) -> Rule:

@@ -1,7 +1,7 @@
 """FedYogi: Yogi on the server.
 
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2, the line for
-FedYogi: v ← v - (1 - β₂) Δ² sign(v - Δ²). Defaults as in the paper's experiments (Section 5).
+Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2, the line for FedYogi:
+v ← v - (1 - β₂) Δ² sign(v - Δ²). Defaults as in the paper's experiments (Section 5).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from fedplat.model import Vector
 
 
 class FedYogi(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="fedyogi"):
-    """Options of FedYogi. A value out of its range is a `ValueError`."""
+    """Options of FedYogi. Raises `ValueError` for a value out of range."""
 
     learning_rate: ranges.Rate = 0.01
-    """η, the step size; unlike FedAvg's it is about the size of a step of one entry."""
+    """η, the step size; unlike FedAvg's, about the size of the step of one entry."""
     beta1: ranges.Decay = 0.9
-    """β₁, the part of the first moment (the mean of the updates) that is kept."""
+    """β₁, the fraction of the first moment (the mean of the updates) that is kept."""
     beta2: ranges.Decay = 0.99
-    """β₂: 1 - β₂ is how far the second moment moves towards the squared update, in units of the latter."""
+    """β₂: the second moment moves towards the squared update by 1 - β₂ times the squared update."""
     tau: ranges.Floor = 1e-3
-    """τ, the degree of adaptivity: the smaller, the more the steps of the entries are evened out."""
+    """τ, the degree of adaptivity: the smaller, the more equal the steps of all entries."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
+        """Return the rule with these options."""
         return server_yogi(self)(weighted_mean())
 
 
 def server_yogi(options: FedYogi) -> Wrapper:
-    """Yogi on the server: the second moment moves by a bounded amount, so that it forgets slowly."""
-    taken = np.float32(1 - options.beta2)
+    """Wrap a rule in Yogi on the server: the second moment changes by a bounded amount, so it decays slowly."""
+    complement = np.float32(1 - options.beta2)
 
     def second_moment(last: Vector, squared: Vector) -> Vector:
-        change = squared * taken
+        change = squared * complement
         change *= np.sign(last - squared)
         np.subtract(last, change, out=change)
         return change

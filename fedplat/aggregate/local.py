@@ -1,9 +1,9 @@
-"""The client's half of an algorithm: arithmetic on named arrays, be they NumPy's or torch's.
+"""The client's half of an algorithm: arithmetic on named NumPy arrays or torch tensors.
 
 Every algorithm changes the gradient g of a local step at the weights w to `g + pull (w - w₀) + drift`: w₀ are the
-weights that the training began with, `pull` is a number, and `drift` has one constant array for each parameter. So
-whoever computes local steps, one client at a time or a whole cohort at once, can do all of them. After the last step
-the algorithm says what the client remembers and what it adds to its update.
+weights at the start of the training, `pull` is a number, and `drift` has one constant array for each parameter. So any
+implementation of local steps, for one client at a time or a whole cohort at once, supports all algorithms. After the
+last step the algorithm returns the client's next state and the arrays that the client adds to its update.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Arrays: TypeAlias = Mapping[str, Any]
-"""Arrays or tensors that know `+`, `-` and `*`, by the names of the model's parameters."""
+"""Arrays or tensors that support `+`, `-` and `*`, by the names of the model's parameters."""
 
 CONTROL = "control/"
-"""What the names of a model's control variates begin with; the rest is the tensor that they belong to."""
+"""Prefix of the names of a model's control variates; the rest is the name of the tensor to which one belongs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is added to the gradient g at the weights w: `pull (w - w₀) + drift`. An empty drift is none."""
+    """The term added to the gradient g at the weights w: `pull (w - w₀) + drift`. An empty drift is 0."""
 
     pull: float = 0.0
     drift: Arrays = field(default_factory=dict[str, Any])
@@ -29,9 +29,9 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class UpdateDirection:
-    """How far local training went: `moved` = w₀ - w, by steps of `learning_rate`.
+    """The displacement of local training, `moved` = w₀ - w, made by steps of `learning_rate`.
 
-    `steps` is what their gradients counted for together: their number, but for momentum and pull (`effective_steps`).
+    `steps` is the total weight of their gradients: their number, except with momentum or pull (`effective_steps`).
     """
 
     moved: Arrays
@@ -41,13 +41,13 @@ class UpdateDirection:
 
 @dataclass(frozen=True, slots=True)
 class LocalEnding:
-    """What the client remembers until its next training, and what it adds to its update."""
+    """The result of a local algorithm: the client state for the next training, and the arrays added to the update."""
 
     remember: Arrays = field(default_factory=dict[str, Any])
     update: Arrays = field(default_factory=dict[str, Any])
 
 
-def _no_ending(correction: Correction, remembered: Arrays, way: UpdateDirection) -> LocalEnding:
+def _no_ending(correction: Correction, remembered: Arrays, direction: UpdateDirection) -> LocalEnding:
     return LocalEnding()
 
 
@@ -55,9 +55,9 @@ def _no_ending(correction: Correction, remembered: Arrays, way: UpdateDirection)
 class LocalAlgorithm:
     """The client's half of an algorithm.
 
-    `begin(control, remembered)` is given the model's control variates by the names of their tensors (none without
-    `needs_control`) and what the client remembers (at first nothing). `end(correction, remembered, way)` is given what
-    `begin` made of it.
+    `begin(control, remembered)` receives the model's control variates by the names of their tensors (empty without
+    `needs_control`) and the client state (initially empty). `end(correction, remembered, direction)` receives the
+    result of `begin`.
     """
 
     begin: Callable[[Arrays, Arrays], Correction]
@@ -66,12 +66,12 @@ class LocalAlgorithm:
 
 
 def sgd() -> LocalAlgorithm:
-    """Plain local steps (McMahan et al. 2017)."""
+    """Return plain local steps (McMahan et al. 2017)."""
     return LocalAlgorithm(lambda control, remembered: Correction())
 
 
 def fedprox(mu: float) -> LocalAlgorithm:
-    """A proximal term, μ/2 ‖w - w₀‖², that keeps clients near to the model they began with.
+    """Return steps with a proximal term, μ/2 ‖w - w₀‖², that keeps clients close to their base version.
 
     Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127, Algorithm 2.
     """
@@ -79,15 +79,15 @@ def fedprox(mu: float) -> LocalAlgorithm:
 
 
 def effective_steps(num_steps: int, *, learning_rate: float, momentum: float, pull: float) -> float:
-    """What the gradients of `num_steps` steps count for together in the way that they lead, in learning rates.
+    """Return the total weight of the gradients of `num_steps` steps in the displacement, in units of the learning rate.
 
     It is how far a gradient of 1 at each step would move the weights: ‖a‖₁ in Wang et al. 2020, "Tackling the
     Objective Inconsistency Problem in Heterogeneous Federated Optimization", arXiv 2007.07481, Section 4.1.
     """
     if not momentum and not pull:
         return float(num_steps)
-    way = velocity = 0.0
+    displacement = velocity = 0.0
     for _ in range(num_steps):
-        velocity = momentum * velocity + 1.0 - pull * learning_rate * way
-        way += velocity
-    return way
+        velocity = momentum * velocity + 1.0 - pull * learning_rate * displacement
+        displacement += velocity
+    return displacement

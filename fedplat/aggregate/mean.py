@@ -1,4 +1,4 @@
-"""The weighted mean of the updates, streamed: the reduction that every rule of this package starts from.
+"""The weighted mean of the updates, streamed: the reduction on which every rule of this package is based.
 
 Source: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
 arXiv 1602.05629, Algorithm 1, the sum over clients of n_k / n times the update.
@@ -14,16 +14,16 @@ from fedplat.aggregate.algebra import Contribution, Partial, Rule, State
 from fedplat.model import WINDOW, Blocks, Vector, windows
 
 MAX_WEIGHT = 1e30
-"""Weights beyond it would leave the range of the float32 sums."""
+"""Largest weight: larger ones would leave the range of the float32 sums."""
 
 
 def weighted_mean() -> Rule:
-    """A rule whose step is the sum of weight times update, divided by the sum of the weights.
+    """Return the rule with the step: the sum of weight times update, divided by the sum of the weights.
 
-    Updates have [size] entries; a weight is 0 to `MAX_WEIGHT`, in any unit (examples, say). The sums
-    are float32, so the order of the updates changes the result by rounding only, and the same order gives
-    the same bits. `fold`, `merge` and `apply` raise `ValueError`: on an update of another size, on
-    an impossible weight, and when nothing was folded or every weight was 0.
+    Updates have [size] entries; a weight is 0 to `MAX_WEIGHT`, in any unit (such as examples). The sums are float32, so
+    the order of the updates changes the result only by rounding, and the same order results in the same bits. `fold`,
+    `merge` and `apply` raise `ValueError` for an update of another size, for a weight out of range, and if nothing was
+    folded or every weight was 0.
     """
     return Rule(init=_init, start=_start, fold=_fold, merge=_merge, apply=_apply)
 
@@ -48,7 +48,7 @@ def _fold(partial: Partial, update: Blocks, contribution: Contribution) -> Parti
             partial.device.add(start, values, weight)
         else:
             part = total[start : start + values.size]
-            # Times 1 is the same bits: two thirds of the time for the updates of a mean without weights.
+            # Multiplying by 1 would not change the bits; skipping it saves a third of the time if all weights are 1.
             scaled = values if weight == 1 else np.multiply(values, weight, out=scratch[: values.size])
             np.add(part, scaled, out=part)
         start += values.size

@@ -1,7 +1,7 @@
-"""A server optimizer turns the aggregated update of a round into the model's step, and remembers.
+"""Server optimizers: they turn the aggregated update of a round into the model's step, and keep state between rounds.
 
-Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 1 (FedOpt): the mean
-update plays the part of a negative gradient, and ServerOpt is any first-order method.
+Source: Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 1 (FedOpt): the mean update
+takes the place of a negative gradient, and ServerOpt is any first-order method.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fedplat.model import Vector
 
 
 def server_optimizer(init: Callable[[int], State], update: Callable[[State, Vector], tuple[Vector, State]]) -> Wrapper:
-    """Wraps a rule so that `update(state, delta)` decides the step; `delta` is the wrapped rule's step.
+    """Wrap a rule so that `update(state, delta)` computes the step; `delta` is the wrapped rule's step.
 
-    `init(size)` makes the optimizer's own named vectors, each of shape [size]; `update` sees and returns
-    those names only, and must change neither of its arguments. Optimizers nest as long as their names
-    differ, else `init` raises `ValueError`.
+    `init(size)` creates the optimizer's own named vectors, each of shape [size]; `update` receives and returns only
+    these, and must not modify its arguments. Optimizers can be nested if their names differ, else `init` raises
+    `ValueError`.
     """
     names = frozenset(init(0))
 
@@ -26,7 +26,7 @@ def server_optimizer(init: Callable[[int], State], update: Callable[[State, Vect
         def init_all(size: int) -> State:
             below = inner.init(size)
             if twice := names & below.keys():
-                raise ValueError(f"two wrapped optimizers both remember {min(twice)!r}; nest different ones")
+                raise ValueError(f"two nested optimizers both have the state {min(twice)!r}; nest different ones")
             return {**below, **init(size)}
 
         def apply(state: State, partial: Partial) -> tuple[Vector, State]:

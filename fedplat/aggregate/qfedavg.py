@@ -1,9 +1,9 @@
-"""q-FedAvg: clients whose loss is high count for more, so that the model serves all of them more evenly.
+"""q-FedAvg: clients with a high loss have a larger weight, so that the model's accuracy is more even over clients.
 
 Source: Li et al. 2020, "Fair Resource Allocation in Federated Learning", arXiv 1905.10497, Algorithm 2: with L = 1 /
 (the clients' learning rate), F_k the loss of the base version on client k's data and Δw_k = -L · update_k, the model
-moves by -Σ F_k^q Δw_k / Σ (q F_k^(q-1) ‖Δw_k‖² + L F_k^q). Here both sums are weighted as the job says, which is
-the paper's sampling of clients by their number of examples, and both sides are divided by L. As in the authors' code,
+moves by -Σ F_k^q Δw_k / Σ (q F_k^(q-1) ‖Δw_k‖² + L F_k^q). Here both sums use the job's weighting, in place of the
+paper's sampling of clients by their number of examples, and both sides are divided by L. As in the authors' code,
 10⁻¹⁰ is added to the loss.
 """
 
@@ -23,27 +23,27 @@ LOSS_BEFORE = "loss_before"
 
 
 class QFedAvg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="rule", tag="qfedavg"):
-    """Options of q-FedAvg. A value out of its range is a `ValueError`."""
+    """Options of q-FedAvg. Raises `ValueError` for a value out of range."""
 
     q: ranges.Exponent = 1.0
-    """q, how much fairness counts; 0 is the mean of the updates. The paper's experiments have 0.001 to 5."""
+    """q, the importance of fairness; 0 is the mean of the updates. The paper's experiments have 0.001 to 5."""
     local_learning_rate: ranges.Rate = 0.1
-    """1 / L: what the clients multiply their gradients by, usually `config.learning_rate`."""
+    """1 / L: the learning rate of the clients, usually `config.learning_rate`."""
     max_loss: ranges.Rate = 1000.0
-    """Largest loss that a report may claim, since a large claim outweighs the others."""
+    """Largest loss that is accepted from a report, since a client with a large loss outweighs the others."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def build(self) -> Rule:
-        """The rule with these options."""
-        return weighted_by_loss(self)(weighted_mean())
+        """Return the rule with these options."""
+        return weight_by_loss(self)(weighted_mean())
 
 
-def weighted_by_loss(options: QFedAvg) -> Wrapper:
-    """Weights each update by its client's loss to the power of q, and shortens the step as the paper says.
+def weight_by_loss(options: QFedAvg) -> Wrapper:
+    """Weight each update by its client's loss to the power of q, and shorten the step as in the paper.
 
-    An update is read once for its norm, and once more to be folded. Losses are taken as 0 to `max_loss`.
+    An update is read once for its norm, and once more to be folded. Losses are clamped to 0 to `max_loss`.
     """
     q, lipschitz = options.q, 1.0 / options.local_learning_rate
 

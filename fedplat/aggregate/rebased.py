@@ -1,4 +1,4 @@
-"""An update as the difference from another version than the one that its client began with."""
+"""An update as the difference from another version than the one that its client started from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedplat.model import BLOCK, Blocks, Schema, Segment, Values, Vector
 
 
 def rebase(update: Values, origin: Values, base: Values) -> Values:
-    """What leads from `base` to the model that a client made of `origin`: update + (origin - base).
+    """Return the difference from `base` to the model that a client trained from `origin`: update + (origin - base).
 
-    It is what a rule that is `from_latest` folds when `base` was committed after the client began. Computed in blocks,
-    each time that it is read. All three have one schema; entries that are no floating-point numbers are the update's.
+    A rule that is `from_latest` folds it if `base` was committed after the client started. It is computed in blocks,
+    each time that it is read. All three have the same schema; entries that are not floating-point are the update's.
     """
     return _Rebased(update, origin, base)
 
@@ -29,13 +29,13 @@ class _Rebased:
         return self._update.schema
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
-        return _Moved(*(values.to_blocks(columns) for values in (self._update, self._origin, self._base)))
+        return _RebasedBlocks(*(values.to_blocks(columns) for values in (self._update, self._origin, self._base)))
 
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         return self._update.read_carried(run)
 
 
-class _Moved:
+class _RebasedBlocks:
     def __init__(self, update: Blocks, origin: Blocks, base: Blocks) -> None:
         self._parts = update, origin, base
 
@@ -46,5 +46,5 @@ class _Moved:
     def __iter__(self) -> Iterator[Vector]:
         scratch = np.empty(min(BLOCK, self.size), np.float32)
         for update, origin, base in zip(*self._parts, strict=True):
-            moved = np.subtract(origin, base, out=scratch[: update.size])
-            yield np.add(moved, update, out=moved)
+            difference = np.subtract(origin, base, out=scratch[: update.size])
+            yield np.add(difference, update, out=difference)

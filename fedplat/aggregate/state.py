@@ -1,9 +1,9 @@
-"""What a rule remembers from round to round, column by column: so it is computed, stored and read again.
+"""The state of a rule between rounds, which is computed, stored and read column by column.
 
-A *column* is the same `WINDOW` entries of every vector (the last one has fewer). A state's file has its columns one
-after the other, each with its part of every vector in the order of the rule's names: tensors `velocity.0`,
-`velocity.1` ... of a safetensors file, after the numbers that the rule remembers. So the next state is written in
-one pass, and read in one, with windows of a column's size, however large the model is.
+A *column* is the same `WINDOW` entries of every vector (the last column may have fewer). A state file has the rule's
+scalars and then its columns one after the other, each with its part of every vector in the order of the rule's names:
+tensors `velocity.0`, `velocity.1` ... of a safetensors file. So the next state is written in one pass and read in one
+pass, with windows of a column's size, independent of the size of the model.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fedplat.model import WINDOW, ModelFile, Parameters, Schema, TensorSpec, Vec
 
 
 def columns(size: int) -> Sequence[slice]:
-    """The columns of vectors of `size` entries: at least one, so that rules see empty models too."""
+    """Return the columns of vectors of `size` entries: at least one, so that rules are applied to empty models too."""
     return list(blocks(size, WINDOW)) or [slice(0, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The columns of a state, which may be drawn as often as wanted."""
+    """The columns of a state, which can be read repeatedly."""
 
     draw: Callable[[], Iterator[State]]
 
     def __iter__(self) -> Iterator[State]:
-        """The columns, in order; each is valid until the next is drawn."""
+        """Iterate over the columns, in order; each is valid until the next is drawn."""
         return self.draw()
 
 
@@ -44,37 +44,36 @@ class StoredColumns:
     size: int
 
     def __iter__(self) -> Iterator[Vector]:
-        """The blocks, in order."""
         return (window[block] for window in self.windows() for block in blocks(window.size))
 
     def windows(self) -> Iterator[Vector]:
-        """The elements, `WINDOW` at a time."""
+        """Iterate over the elements, `WINDOW` at a time."""
         return (column[self.name] for column in self.state)
 
 
 def first_columns(rule: Rule, size: int) -> Columns:
-    """A rule's first state."""
+    """Return a rule's initial state as columns."""
     if rule.blockwise:
         return Columns(lambda: (rule.init(column.stop - column.start) for column in columns(size)))
     return columns_of(rule.init(size), size)
 
 
 def columns_of(state: State, size: int) -> Columns:
-    """The columns of a state that is in memory, as views."""
+    """Return the columns of a state in memory, as views."""
     return Columns(lambda: ({name: vector[column] for name, vector in state.items()} for column in columns(size)))
 
 
 def concatenate_columns(parts: Iterable[State]) -> State:
-    """The whole vectors of a state's columns."""
+    """Concatenate the columns of a state to whole vectors."""
     vectors: dict[str, list[Vector]] = {}
     for part in parts:
         for name, vector in part.items():
-            vectors.setdefault(name, []).append(vector.copy())  # the next part may take its place
+            vectors.setdefault(name, []).append(vector.copy())  # the next part may overwrite it
     return {name: np.concatenate(each) for name, each in vectors.items()}
 
 
 def state_schema(names: Iterable[str], size: int, scalars: Iterable[str] = ()) -> Schema:
-    """The schema of a state's file, with the names of its vectors and of its numbers."""
+    """Return the schema of a state file with vectors of these `names` and `size`, and these scalars."""
     names = tuple(names)
     lengths = (column.stop - column.start for column in columns(size))
     numbers = [TensorSpec(name, "F64", ()) for name in scalars]
@@ -85,27 +84,27 @@ def state_schema(names: Iterable[str], size: int, scalars: Iterable[str] = ()) -
 
 
 def scalars_to_bytes(scalars: Mapping[str, float]) -> bytes:
-    """The numbers in a state's file, which come before its columns."""
+    """Encode the scalars of a state file, which precede its columns."""
     return np.array(list(scalars.values()), np.float64).tobytes()
 
 
 def read_scalars(path: str | os.PathLike[str], rule: Rule, size: int) -> Mapping[str, float]:
-    """The numbers in a state's file; raises as `read_columns` does."""
+    """Read the scalars of a state file. Raises the errors of `read_columns`."""
     names = tuple(rule.start(0).scalars)
     with _open_state_file(path, rule, size).reader(8 * len(names)) as read:
         return dict(zip(names, read(0, 8 * len(names)).view(np.float64).tolist(), strict=True))
 
 
 def read_columns(path: str | os.PathLike[str], rule: Rule, size: int, shard: range | None = None) -> Columns:
-    """The columns in a state's file: all of them, or those of a shard.
+    """Return the columns of a state file: all of them, or those of a shard.
 
-    When they are drawn: raises `ModelError` if it is not the state of this rule for `size` entries, or `OSError`.
+    Reading them raises `OSError`, or `ModelError` if the file is not a state of this rule for `size` entries.
     """
     return Columns(lambda: _read(path, rule, size, range(size) if shard is None else shard))
 
 
 def column_start(rule: Rule, first: int) -> int:
-    """The byte where the column that begins with entry `first` lies, behind the header of a state's file."""
+    """Return the byte offset, after the header of a state file, of the column that begins with entry `first`."""
     return 8 * len(rule.start(0).scalars) + 4 * len(rule.init(0)) * first
 
 
@@ -120,7 +119,7 @@ def _read(path: str | os.PathLike[str], rule: Rule, size: int, shard: range) -> 
 
 
 def state_to_bytes(state: State, scalars: Mapping[str, float] | None = None) -> bytes:
-    """A state's file; nothing remembered is no bytes."""
+    """Encode a state file; an empty state without scalars is no bytes."""
     scalars = scalars or {}
     if not (state or scalars):
         return b""
@@ -130,7 +129,7 @@ def state_to_bytes(state: State, scalars: Mapping[str, float] | None = None) -> 
 
 
 def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
-    """What `state_to_bytes` was given, bit for bit. Raises `ModelError` when the bytes are none of its."""
+    """Decode the result of `state_to_bytes`, bit for bit. Raises `ModelError` if the bytes are not a state file."""
     if not data:
         return {}, {}
     parameters = Parameters.from_bytes(data)
@@ -139,7 +138,7 @@ def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
     names = dict.fromkeys(name.rpartition(".")[0] for name in vectors)
     size = sum(vector.size for vector in vectors.values()) // max(len(names), 1)
     if difference := parameters.schema.difference_from(state_schema(names, size, scalars)):
-        raise ModelError(f"the bytes are no remembered state: {difference}")
+        raise ModelError(f"the bytes are not a state file: {difference}")
     state = concatenate_columns({name.rpartition(".")[0]: vector} for name, vector in vectors.items())
     return state, {name: float(parameters[name]) for name in scalars}
 
@@ -147,5 +146,5 @@ def state_from_bytes(data: bytes) -> tuple[State, Mapping[str, float]]:
 def _open_state_file(path: str | os.PathLike[str], rule: Rule, size: int) -> ModelFile:
     file = ModelFile.open(path)
     if difference := file.schema.difference_from(state_schema(rule.init(0), size, rule.start(0).scalars)):
-        raise ModelError(f"the remembered state is not one of the job's rule: {difference}")
+        raise ModelError(f"the state file is not a state of the job's rule: {difference}")
     return file

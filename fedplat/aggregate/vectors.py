@@ -1,4 +1,4 @@
-"""What rules compute of an update that is read block by block: its norm, and multiples of it."""
+"""Norms and multiples of an update that is read block by block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedplat.model import BLOCK, Blocks, Vector
 from fedplat.model.shards import ShardReduce, Terms, single_shard
 
 
-def l2_norm(vector: Blocks, across: ShardReduce = single_shard) -> float:
-    """The Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
+def l2_norm(vector: Blocks, reduce_shards: ShardReduce = single_shard) -> float:
+    """Return the Euclidean norm of a float32 vector, summed in float64; the same bits on every machine.
 
-    Where `vector` is a shard's part of it, `across` is the partial result's (`Partial.across`).
+    If `vector` is a shard's part of an update, `reduce_shards` must be that of the `Partial`.
     """
-    return math.sqrt(across(np.zeros(1), _squares(vector)).item())
+    return math.sqrt(reduce_shards(np.zeros(1), _squares(vector)).item())
 
 
 def _squares(vector: Blocks) -> Iterator[Terms]:
@@ -24,12 +24,12 @@ def _squares(vector: Blocks) -> Iterator[Terms]:
     for block in vector:
         squares = wide[: block.size]
         squares[:] = block
-        # Not np.dot: BLAS sums in an order that depends on the processor and its number of threads.
+        # Not np.dot: BLAS sums in an order that depends on the processor and the number of threads.
         yield np.square(squares, out=squares).sum(keepdims=True)
 
 
 def scale_vector(vector: Blocks, factor: float) -> Blocks:
-    """A vector times a factor (as a float32), computed block by block as it is read; times 1, the vector itself."""
+    """Return a vector times a factor (as float32), computed block by block when read; for 1, the vector itself."""
     return vector if factor == 1 else _Scaled(vector, np.float32(factor))
 
 

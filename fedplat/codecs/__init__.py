@@ -1,10 +1,10 @@
-"""Compression of updates: codecs between a model's one float32 vector and bytes.
+"""Compression of updates: codecs between a model's float32 vector and bytes.
 
-`codec.py` says what a codec is; each is one file with an options record (the `[compression]` tables of a job file),
-whose `build()` makes the codec. To add one: write one new file (the paper in its docstring), add its record to
-`Options` below, and one row to the table of `tests/core/codecs/test_contract.py`.
+`codec.py` defines codecs. Each codec is one file with an options record (the `[compression]` tables of a job file) that
+has a `build()` method. To add one: write one new file (the paper in its docstring), add its record to `Options` below,
+and one row to the table of `tests/core/codecs/test_contract.py`.
 
-Integer entries of a model are carried beside the vector and are not the codecs' business.
+Codecs do not process the integer entries of a model, which are carried separately from the vector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedplat.codecs.topk import TopK
 from fedplat.errors import CodecError
 
 Options = Plain | Bf16 | Quantize | TopK | Eden
-"""How vectors are compressed, in a job file: a union that its key `codec` tells apart."""
+"""The `[compression]` tables of a job file: a union tagged by its key `codec`."""
 
 CODECS: Mapping[str, type[Options]] = {each.__struct_config__.tag: each for each in get_args(Options)}
 """The options record of each codec, by its name in a job file."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
 from fedplat.model import BLOCK, Blocks, Vector, blocks
@@ -22,23 +22,23 @@ _MAGNITUDE = np.uint32(0x7FFF)
 
 
 class Bf16(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="bf16"):
-    """Options of bfloat16: 16 bits a parameter."""
+    """Options of bfloat16: 16 bits per parameter."""
 
     zstd: bool = False
-    """Whether zstd packs the payload: about 12 bits, since the exponents of an update are alike."""
+    """Whether the payload is compressed with zstd: about 12 bits, since the exponents of an update are similar."""
 
     def build(self) -> Codec:
-        """The codec."""
-        # No error feedback: what rounding loses (2⁻⁹ of an entry) is not worth a vector on every client's disk.
+        """Return the codec with these options."""
+        # No error feedback: the rounding error (2⁻⁹ of an entry) does not justify a vector on every client's disk.
         codec = Codec(write=_write, read=_read, max_bytes=lambda size: 2 * size)
         return zstd(codec, item_bytes=2) if self.zstd else codec
 
 
 def to_bf16(values: Vector) -> npt.NDArray[np.uint16]:
-    """The upper halves of float32 numbers, rounded; what would become infinite stays at the largest number."""
+    """Return the upper halves of float32 numbers, rounded; a number that would become infinite becomes the largest."""
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
-    # Ties to even: half of the last place, less one bit where the upper half is even, never carries too far.
+    # Ties to even: add half of the last place, minus one bit if the upper half is even, then truncate.
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
@@ -49,7 +49,7 @@ def to_bf16(values: Vector) -> npt.NDArray[np.uint16]:
 
 
 def from_bf16(halves: npt.NDArray[np.uint16], out: Vector) -> Vector:
-    """The float32 numbers of upper halves, in `out`; raises `CodecError` if one is NaN or infinite."""
+    """Decode upper halves to float32 in `out`, and return it. Raises `CodecError` if a number is NaN or infinite."""
     bits = out.view(np.uint32)
     bits[:] = halves
     bits <<= np.uint32(16)
@@ -66,4 +66,4 @@ def _read(source: Source, size: int) -> Iterator[Vector]:
     scratch = np.empty(min(BLOCK, size), np.float32)
     for block in blocks(size):
         count = block.stop - block.start
-        yield from_bf16(array(source, "<u2", count), scratch[:count])
+        yield from_bf16(read_array(source, "<u2", count), scratch[:count])

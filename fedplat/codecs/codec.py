@@ -1,12 +1,12 @@
-"""What a codec is: a frozen record of pure functions between a float32 vector and the bytes of a payload.
+"""The definition of a codec: a frozen record of pure functions between a float32 vector and the bytes of a payload.
 
 - `write(vector, rng)` yields the payload, one chunk for each block of the vector;
-- `read(source, size)` yields the blocks again, from chunks that anyone may have sent;
-- `max_bytes(size)` is the most that the payload of a vector of this size can have;
-- `open(payload)` gives the chunks of a payload (an outer stage such as zstd unpacks them here).
+- `read(source, size)` yields the blocks again, from untrusted chunks;
+- `max_bytes(size)` returns the maximum size of the payload of a vector of this size;
+- `open(payload)` returns the chunks of a payload (an outer stage such as zstd decompresses them here).
 
-A payload says neither which codec wrote it nor how long the vector is: both are the job's and the schema's, so a
-sender can declare nothing that the reader would have to believe. An empty vector has an empty payload.
+A payload contains neither the name of its codec nor the length of the vector: these follow from the job and the schema,
+so the reader does not depend on declarations of the sender. An empty vector has an empty payload.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fedplat.errors import CodecError
 from fedplat.model import Blocks, Vector
 
 Payload: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
-"""A compressed vector; a file that is mapped into memory (`numpy.memmap`) serves as well."""
+"""A compressed vector, which may be a file mapped into memory (`numpy.memmap`)."""
 
 
 class Source(Protocol):
-    """The bytes of a payload, from its beginning to its end, once."""
+    """The bytes of a payload, read once from beginning to end."""
 
     def take(self, count: int) -> memoryview | bytes:
-        """The next `count` bytes; raises `CodecError` where there are fewer."""
+        """Read the next `count` bytes. Raises `CodecError` if there are fewer."""
         ...
 
     def finish(self) -> None:
-        """Raises `CodecError` unless all bytes were taken."""
+        """Raise `CodecError` unless all bytes were read."""
         ...
 
 
-class PlainSource:
-    """The bytes of a payload as they are; `take` copies nothing."""
+class PlainSource(Source):
+    """The bytes of a payload without an outer stage; `take` copies nothing."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
@@ -46,11 +47,11 @@ class PlainSource:
 
     @property
     def at_end(self) -> bool:
-        """Whether all bytes were taken."""
+        """Whether all bytes were read."""
         return self._position == len(self._payload)
 
+    @override
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes."""
         end = self._position + count
         if end > len(self._payload):
             raise CodecError(f"the payload ends after {len(self._payload)} bytes; expected {end} or more")
@@ -58,18 +59,18 @@ class PlainSource:
         self._position = end
         return part
 
+    @override
     def finish(self) -> None:
-        """Raises `CodecError` unless all bytes were taken."""
         if not self.at_end:
             raise CodecError(f"the payload has {len(self._payload)} bytes; expected {self._position}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A codec; see the module's docstring for the functions that it is made of.
+    """A codec; see the module's docstring for its functions.
 
-    `needs_feedback`: it is biased, and leaves out so much that clients encode with `with_error_feedback`: they keep
-    what was left out and add it to their next update.
+    `needs_feedback` is true for a biased codec that omits so much that clients encode with `with_error_feedback`: they
+    store the omitted part and add it to their next update.
 
     >>> codec = Bf16().build()
     >>> vector = VectorBlocks(np.array([1, -2.5, 1e-3], np.float32))
@@ -87,19 +88,18 @@ class Codec:
     needs_feedback: bool = False
 
     def encode(self, vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
-        """The payload in pieces, whose lengths mean nothing; the same bytes for equal vectors and generators.
+        """Yield the payload in pieces of arbitrary length; the same bytes for equal vectors and generators.
 
-        Reads the vector block by block, so memory does not grow with it. Raises `CodecError`, at the block
-        concerned, for entries that are NaN or infinite, or too large for the codec.
+        Reads the vector block by block, so memory does not grow with its size. Raises `CodecError`, at the block
+        concerned, for entries that are NaN, infinite or too large for the codec.
         """
         return self.write(_Finite(vector), rng)
 
     def decode(self, payload: Payload, size: int) -> Blocks:
-        """The vector of `size` elements in a payload: finite float32, the same bits on every machine.
+        """Decode a payload to a vector of `size` elements: finite float32, the same bits on every machine.
 
-        Nothing of the payload is believed, and memory does not grow with it. Raises `CodecError` at once if it is
-        too long, and while the blocks are drawn if anything else is wrong with it: whoever drew all of them has
-        checked it.
+        The payload is untrusted, and memory does not grow with its size. Raises `CodecError` at once if it is too long,
+        and while the blocks are read if it is invalid otherwise; a payload that was read to the end is valid.
         """
         content = memoryview(payload.data if isinstance(payload, np.ndarray) else payload)
         if len(content) > (limit := self.max_bytes(size)):
@@ -107,8 +107,8 @@ class Codec:
         return _Decoded(self, content, size)
 
 
-def array(source: Source, dtype: str, count: int) -> npt.NDArray[Any]:
-    """The next `count` numbers of a payload; read-only."""
+def read_array(source: Source, dtype: str, count: int) -> npt.NDArray[Any]:
+    """Read the next `count` numbers of a payload as a read-only array."""
     kind = np.dtype(dtype)
     return np.frombuffer(source.take(count * kind.itemsize), kind)
 

@@ -1,15 +1,15 @@
-"""The file of an encoded update: what a client sends when its job compresses updates.
+"""The file of an encoded update, which a client sends if its job compresses updates.
 
 ```
 fedplat encoded update 1            three lines of ASCII: the format,
 {"codec":"bf16","zstd":false}       the codec's options,
 5f0c...                             and the SHA-256 of the header of the base version's file
-payload                             the floating-point entries, as the codec writes them
-carried                             the other entries as they are, if the schema's carry rule reads them
+payload                             the floating-point entries, written by the codec
+carried                             the other entries unchanged, if the schema's carry rule uses them
 ```
-Both ends know the lines and the length of what is carried beforehand, from the job and the base version. So a reader
-compares them byte for byte, and nothing that the file says of itself is ever believed. A file without compression is
-the safetensors file of the update; the two begin differently.
+The lines and the length of the carried entries follow from the job and the base version. So a reader compares them byte
+for byte, and never relies on declarations in the file. Without compression the file is the safetensors file of the
+update, which begins differently.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _LONGEST_LINE = 1000
 
 
 def options_to_text(options: codecs.Options) -> str:
-    """A codec's name and options as one line of JSON; equal options give equal text."""
+    """Encode a codec's name and options as one line of JSON; equal options result in equal text."""
     return msgspec.json.encode(options).decode()
 
 
 def options_from_text(text: str) -> codecs.Options:
-    """The options that `options_to_text` wrote. Raises `CodecError` when this version knows no such codec or option."""
+    """Parse the text of `options_to_text`. Raises `CodecError` if this version does not support the codec or option."""
     try:
         return msgspec.json.decode(text, type=codecs.Options)
     except (msgspec.DecodeError, ValueError) as exc:
-        known = ", ".join(codecs.CODECS)
-        raise CodecError(f"the codec {text[:200]!r} is not known here ({exc}); known codecs: {known}") from exc
+        names = ", ".join(codecs.CODECS)
+        raise CodecError(f"the codec {text[:200]!r} is not supported ({exc}); supported codecs: {names}") from exc
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """The files of encoded updates of one job: its codec, and the schema of its model.
+    """The file format of encoded updates of one job: its codec, and the schema of its model.
 
     >>> import numpy as np
     >>> from fedplat.model import Parameters
@@ -84,13 +84,13 @@ class Format:
 
     @property
     def max_bytes(self) -> int:
-        """The most that a file can have."""
+        """The maximum size of a file in bytes."""
         payload = self.codec.max_bytes(self.schema.num_floating)
         return len(self.prefix) + payload + self._carried_bytes
 
     @cached_property
     def _carried(self) -> Mapping[Segment, int]:
-        """The runs that are sent as they are, and where each begins among them; none if nobody reads them."""
+        """The runs that are sent unchanged, with their offsets among these; empty unless the carry rule is "max"."""
         runs = [run for run in self.schema.segments if run.dtype not in FLOATING and self.schema.carry == "max"]
         ends = itertools.accumulate(run.size_bytes for run in runs)
         return {run: end - run.size_bytes for run, end in zip(runs, ends, strict=True)}
@@ -100,24 +100,24 @@ class Format:
         return sum(run.size_bytes for run in self._carried)
 
     def encode(self, update: Values, rng: np.random.Generator) -> Iterator[bytes]:
-        """The file of an update of this schema, in pieces. Raises `CodecError` for entries that are not finite."""
+        """Yield the file of an update of this schema in pieces. Raises `CodecError` for entries that are not finite."""
         return self.frame_payload(self.codec.encode(update.to_blocks(), rng), update)
 
     def encode_with_feedback(
         self, update: Values, residual: Vector | None, rng: np.random.Generator
     ) -> tuple[Iterator[bytes], Vector]:
-        """Encode an update and what the codec left out of earlier ones, the residual (None: nothing).
+        """Encode an update plus the residual, the part of earlier updates that the codec omitted (None: nothing).
 
-        Return the file, in pieces, and what the codec leaves out now, float32 [num_floating]. Raises as `encode` does.
+        Returns the file, in pieces, and the next residual, float32 [num_floating]. Raises the errors of `encode`.
         """
         feedback = with_error_feedback(self.codec)
         if residual is None:
             residual = feedback.init(self.schema.num_floating)
-        payload, left_out = feedback.encode(residual, update.to_blocks(), rng)
-        return self.frame_payload([payload], update), left_out
+        payload, next_residual = feedback.encode(residual, update.to_blocks(), rng)
+        return self.frame_payload([payload], update), next_residual
 
     def frame_payload(self, payload: Iterable[bytes], update: Values) -> Iterator[bytes]:
-        """The file of an update, in pieces, around its payload."""
+        """Yield the file of an update, in pieces, around its payload."""
         assert update.schema == self.schema
         yield self.prefix
         yield from payload
@@ -126,10 +126,10 @@ class Format:
                 yield part.tobytes()
 
     def decode(self, content: codecs.Payload) -> Values:
-        """The update in a file that anyone may have sent; it is read when its blocks are drawn.
+        """Return the update in an untrusted file; the payload is decoded when the blocks are read.
 
-        Raises `ModelError` when the file is no encoded update of this job and base version, `CodecError` when its
-        payload is too long, and, while the blocks are drawn, when anything else is wrong with the payload.
+        Raises `ModelError` if the file is not an encoded update of this job and base version, and `CodecError` if its
+        payload is too long or, while the blocks are read, if the payload is invalid otherwise.
         """
         return self._decode(content)
 
@@ -144,25 +144,25 @@ class Format:
         return _Decoded(self.schema, values, self._carried, view[end:])
 
     def open(self, path: str | os.PathLike[str]) -> Values:
-        """The update in a file, which is mapped into memory; raises what `decode` does, or `OSError`.
+        """Map a file into memory and return its update. Raises the errors of `decode`, or `OSError`.
 
-        What was read of it does not stay in the process's memory: a hundred updates may be open at once.
+        Pages that were read do not stay in the process's memory: a hundred updates may be open at once.
         """
         if not os.stat(path).st_size:
             return self.decode(b"")
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         decoded = self._decode(memoryview(mapped))
-        return dataclasses.replace(decoded, values=_Released(decoded.values, mapped))
+        return dataclasses.replace(decoded, values=_MappedBlocks(decoded.values, mapped))
 
     def _misfit(self, beginning: bytes) -> str:
-        """Why a file does not begin with the prefix."""
-        ours = options_to_text(self.options)
+        """Describe why a file does not begin with the prefix."""
+        expected = options_to_text(self.options)
         if not beginning.startswith(MAGIC):
-            return f"the update is not encoded as this version of fedplat does it; expected the codec {ours}"
-        theirs, _, rest = beginning.removeprefix(MAGIC).partition(b"\n")
-        if theirs != ours.encode():
-            return f"the update is encoded with {theirs[:200].decode('ascii', 'replace')!a}; expected {ours}"
+            return f"the update is not encoded as this version of fedplat does it; expected the codec {expected}"
+        actual, _, rest = beginning.removeprefix(MAGIC).partition(b"\n")
+        if actual != expected.encode():
+            return f"the update is encoded with {actual[:200].decode('ascii', 'replace')!a}; expected {expected}"
         if len(rest) < 65:
             return "the encoded update ends within its first lines"
         return "the encoded update belongs to other tensors; expected the names, shapes and dtypes of the base version"
@@ -175,7 +175,7 @@ def open_update(path: str | os.PathLike[str], base: Values, codec: codecs.Option
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Decoded:
-    """An update in a file: a `Values`, which reads the file anew each time."""
+    """The `Values` of an update in a file, which is read anew in each pass."""
 
     schema: Schema
     values: Blocks
@@ -183,20 +183,20 @@ class _Decoded:
     rest: memoryview
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
-        return part_of(self.values, columns)  # what comes before is decoded, too: codecs write no index
+        return part_of(self.values, columns)  # decodes the columns before them too: payloads have no index
 
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
         entries = np.frombuffer(self.rest, DTYPES[run.dtype], run.count, self.starts[run])
         return (entries[block] for block in blocks(run.count))
 
 
-_RELEASED_AFTER = 16
-"""Blocks of a mapped file that count as the process's memory at a time."""
+_MAX_RESIDENT_BLOCKS = 16
+"""Blocks of a mapped file after which its pages are released from the process's memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Released:
-    """Blocks in a mapped file, whose pages are given back once they were read; they stay in the page cache."""
+class _MappedBlocks:
+    """Blocks in a mapped file; pages are released from the process after reading, and stay in the page cache."""
 
     values: Blocks
     mapped: mmap.mmap
@@ -208,5 +208,5 @@ class _Released:
     def __iter__(self) -> Iterator[Vector]:
         for number, block in enumerate(self.values, 1):
             yield block
-            if number % _RELEASED_AFTER == 0 and hasattr(self.mapped, "madvise"):
+            if number % _MAX_RESIDENT_BLOCKS == 0 and hasattr(self.mapped, "madvise"):
                 self.mapped.madvise(mmap.MADV_DONTNEED)

@@ -1,19 +1,19 @@
-"""EDEN: a random rotation, then 1 to 4 bits for each coordinate; unbiased. With 1 bit it is DRIVE.
+"""EDEN: a random rotation, then quantization to 1 to 4 bits per coordinate; unbiased. With 1 bit it is DRIVE.
 
 Sources: Vargaftik et al. 2022, "EDEN: Communication-Efficient and Robust Distributed Mean Estimation for Federated
 Learning", arXiv 2108.08842, Section 3 and Algorithm 1; Vargaftik et al. 2021, "DRIVE: One-bit Distributed Mean
-Estimation", arXiv 2105.08339. A rotated vector y = R x of dimension d has coordinates that are close to normal,
-with variance ‖x‖² / d. They are quantised, as normal ones, to the centroids of Lloyd and Max: Q(√d y / ‖x‖). The
-reader gets R⁻¹ S Q with the scale S = ‖x‖² / ⟨y, Q⟩, which makes ⟨x, R⁻¹ S Q⟩ = ‖x‖² for every rotation and
-hence, by symmetry, the mean over rotations x.
+Estimation", arXiv 2105.08339. A rotated vector y = R x of dimension d has coordinates that are approximately normal,
+with variance ‖x‖² / d. They are quantized to the centroids of Lloyd and Max for the normal distribution: Q(√d y / ‖x‖).
+The reader computes R⁻¹ S Q with the scale S = ‖x‖² / ⟨y, Q⟩, so that ⟨x, R⁻¹ S Q⟩ = ‖x‖² for every rotation. Hence, by
+symmetry, the mean over rotations is x.
 
-The rotation is random signs and the Hadamard transform (DRIVE, Section 6), H D / √d; and before it another one of
-dimension 64, since the coordinates of a sparse vector, which updates often are, would not be normal after the first:
-with 1 bit, entries beside one 30 times as large were found to lose all of their mean, and lose nothing with the second.
-A block of a vector is written as rows whose columns are rotated independently, each with a scale of its own.
+The rotation is random signs and the Hadamard transform (DRIVE, Section 6), H D / √d, preceded by another rotation of
+dimension 64. With only one, the coordinates of a sparse vector, such as many updates, would not be normal: with 1 bit,
+the means of entries next to one 30 times as large were found to become 0; with two rotations the error disappears.
+A block of a vector is written as rows with independently rotated columns, each with its own scale.
 
-The signs come from a seed in the payload by Philox (Salmon et al. 2011), a counter-based generator whose raw
-output NumPy guarantees to stay as it is: writer and reader agree on every machine.
+The signs are generated from a seed in the payload by Philox (Salmon et al. 2011), a counter-based generator. NumPy
+guarantees that its raw output does not change, so writer and reader agree on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.hadamard import Rows, hadamard
 from fedplat.codecs.packing import pack, packed_bytes, unpack
 from fedplat.codecs.zstd import zstd
@@ -44,32 +44,32 @@ CENTROIDS = {
     for bits, positive in _POSITIVE.items()
 }
 _MAX_DIMENSION = 1024
-"""Coordinates of 1024 are normal enough (the error is within 1 % of its limit), and 64 columns fast enough."""
+"""At 1024 dimensions coordinates are normal enough (the error is within 1 % of its limit), and 64 columns are fast."""
 _MIN_DIMENSION = 16
 _FIRST_DIMENSION = 64
 _SEED_BYTES = 8
 
 
 class Eden(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="eden"):
-    """Options of EDEN: `bits` bits a parameter, and 1/32 for the scales."""
+    """Options of EDEN: `bits` bits per parameter, and 1/32 for the scales."""
 
     bits: Literal[1, 2, 3, 4] = 4
-    """Bits of a parameter; the scales take 1/32 more."""
+    """Bits per parameter; the scales use 1/32 more."""
     zstd: bool = False
-    """Whether zstd packs the payload."""
+    """Whether the payload is compressed with zstd."""
 
     def __post_init__(self) -> None:
         if self.bits not in CENTROIDS:
             raise ValueError(f"bits is {self.bits!r}; expected 1 to 4")
 
     def build(self) -> Codec:
-        """The codec."""
+        """Return the codec with these options."""
         codec = eden(self.bits)
         return zstd(codec) if self.zstd else codec
 
 
 def eden(bits: int) -> Codec:
-    """The codec that Section 3 of the paper describes."""
+    """Return the codec of Section 3 of the paper."""
     centroids = CENTROIDS[bits]
 
     def write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
@@ -77,7 +77,7 @@ def eden(bits: int) -> Codec:
         rotations = _Rotations(seed)
         prefix = seed.to_bytes(_SEED_BYTES, "little")
         for block in vector:
-            codes, scales = _quantise(block, rotations, centroids)
+            codes, scales = _quantize(block, rotations, centroids)
             yield prefix + scales.astype("<f4").tobytes() + pack(codes.reshape(-1), bits)
             prefix = b""
 
@@ -86,7 +86,7 @@ def eden(bits: int) -> Codec:
         for block in blocks(size):
             count = block.stop - block.start
             dimension, num_columns = _shape(count)
-            scales = array(source, "<f4", num_columns).astype(np.float32)
+            scales = read_array(source, "<f4", num_columns).astype(np.float32)
             if not ((scales >= 0) & (scales <= _largest_scale(dimension, centroids))).all():
                 raise CodecError("the payload has a scale that is negative, NaN or too large")
             codes = unpack(source, dimension * num_columns, bits)
@@ -98,13 +98,13 @@ def eden(bits: int) -> Codec:
 
 
 class _Rotations:
-    """The rotations of a vector's blocks, in order: R = H D' H' D without its factor."""
+    """The rotations of a vector's blocks, in order: R = H D' H' D without the normalizing factor."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Philox(key=seed)
 
     def forward(self, rows: Rows) -> Rows:
-        """R times the rows of the next block, which are used up."""
+        """Return R times the rows of the next block; overwrites the rows."""
         first, second = self._flips(rows.size), self._flips(rows.size)
         _flip(rows, first)
         rows = _first_hadamard(rows)
@@ -112,7 +112,7 @@ class _Rotations:
         return hadamard(rows)
 
     def inverse(self, rows: Rows) -> Rows:
-        """R's transpose times the rows of the next block, which are used up."""
+        """Return R's transpose times the rows of the next block; overwrites the rows."""
         first, second = self._flips(rows.size), self._flips(rows.size)
         rows = hadamard(rows)
         _flip(rows, second)
@@ -121,7 +121,7 @@ class _Rotations:
         return rows
 
     def _flips(self, count: int) -> npt.NDArray[np.uint32]:
-        """A float's highest bit, its sign, or nothing: as random as each other."""
+        """Draw random sign bits of float32 numbers: the highest bit or 0, with equal probability."""
         draws = self._generator.random_raw(-(-count // 64)).astype("<u8", copy=False)
         flips = np.unpackbits(draws.view(np.uint8), count=count, bitorder="little").astype(np.uint32)
         flips <<= np.uint32(31)
@@ -137,21 +137,21 @@ def _first_hadamard(rows: Rows) -> Rows:
     return hadamard(rows.reshape(min(rows.shape[0], _FIRST_DIMENSION), -1)).reshape(rows.shape)
 
 
-def _quantise(
+def _quantize(
     block: Vector, rotations: _Rotations, centroids: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-    """The codes [d, m] of a block, and the scale of each column: S and the factor of the rotation in one."""
+    """Return the codes [d, m] of a block, and the scale of each column: S times the factor of the rotation."""
     dimension, num_columns = _shape(block.size)
     rows = np.zeros((dimension, num_columns), np.float32)
     factor = _power_of_two(block)
     np.multiply(block, factor, out=rows.reshape(-1)[: block.size])
     rotated = rotations.forward(rows)
     norms = np.sqrt(np.square(rotated).sum(axis=0) / np.float32(dimension))
-    normalised = rotated * np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
+    normalized = rotated * np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
     codes = np.zeros(rows.shape, np.uint8)
     for boundary in (centroids[1:] + centroids[:-1]) / 2:
-        codes += normalised > boundary
-    products = (np.take(centroids, codes) * normalised).sum(axis=0)
+        codes += normalized > boundary
+    products = (np.take(centroids, codes) * normalized).sum(axis=0)
     scales = np.divide(norms.astype(np.float64), products, out=np.zeros(num_columns), where=norms > 0)
     scales /= min(dimension, _FIRST_DIMENSION) * float(factor)
     if (scales > _largest_scale(dimension, centroids)).any():
@@ -160,19 +160,19 @@ def _quantise(
 
 
 def _power_of_two(block: Vector) -> np.float32:
-    """What brings the largest magnitude near 1, exactly, so that no square overflows or vanishes."""
+    """Return an exact factor that brings the largest magnitude near 1, so that no square overflows or underflows."""
     largest = max(block.max(), -block.min())
     return np.float32(2.0 ** min(-int(np.frexp(largest)[1]), 127))
 
 
 def _largest_scale(dimension: int, centroids: npt.NDArray[np.float32]) -> float:
-    """A coordinate is a sum of so many centroids times the scale, and has to be finite."""
+    """Return the largest scale for which every coordinate, a sum of centroids times the scale, is finite."""
     num_summands = dimension * min(dimension, _FIRST_DIMENSION)
     return float(np.finfo(np.float32).max) / (2 * num_summands * float(centroids[-1]))
 
 
 def _shape(count: int) -> tuple[int, int]:
-    """Rows and columns of a block of `count` entries; at most an eighth, or 15 entries, is filled up."""
+    """Return the numbers of rows and columns for `count` entries; padding is at most an eighth, or 15 entries."""
     fitting = 2 ** max(count // 8, 1).bit_length() // 2
     dimension = min(max(fitting, _MIN_DIMENSION), _MAX_DIMENSION)
     return dimension, -(-count // dimension)

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec has lost is added to the next vector, so in the end nothing is lost.
+"""Error feedback: the error of a codec is added to the next vector, so that nothing is lost over time.
 
 Source: Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599, Algorithm 1; Karimireddy et al. 2019, "Error
 Feedback Fixes SignSGD", arXiv 1901.09847, Algorithm 1 (EF-SGD).
@@ -18,11 +18,11 @@ from fedplat.model import Blocks, Vector, blocks
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback:
-    """A pair of pure functions.
+    """A pair of pure functions for encoding with a residual.
 
-    - `init(size)` makes the first residual, zeros;
-    - `encode(residual, vector, rng)` gives the payload of vector + residual, and the next residual: what was to be
-      sent, less what is decoded. It changes neither argument, and raises `CodecError` as the codec does.
+    - `init(size)` returns the first residual, zeros;
+    - `encode(residual, vector, rng)` returns the payload of vector + residual, and the next residual: that sum minus
+      the decoded payload. It modifies neither argument, and raises `CodecError` as the codec does.
 
     >>> feedback = with_error_feedback(TopK(fraction=0.5).build())
     >>> vector = VectorBlocks(np.array([1, 3], np.float32))
@@ -36,20 +36,20 @@ class ErrorFeedback:
 
 
 def with_error_feedback(codec: Codec) -> ErrorFeedback:
-    """Lets a codec make good for what it lost; the sum of all decoded is that of all vectors, less the residual.
+    """Add error feedback to a codec: the sum of all decoded vectors is the sum of all vectors minus the residual.
 
-    Only the payload is held in memory besides the next residual.
+    Besides the next residual, only the payload is in memory.
     """
 
     def encode(residual: Vector, vector: Blocks, rng: np.random.Generator) -> tuple[bytes, Vector]:
         if vector.size != residual.size:
             raise CodecError(f"the vector has {vector.size} entries and the residual {residual.size}")
-        wanted = _Sum(vector, residual)
-        payload = b"".join(codec.encode(wanted, rng))
-        left = np.empty_like(residual)
-        for part, wish, sent in zip(blocks(left.size), wanted, codec.decode(payload, left.size), strict=True):
-            np.subtract(wish, sent, out=left[part])
-        return payload, left
+        target = _Sum(vector, residual)
+        payload = b"".join(codec.encode(target, rng))
+        error = np.empty_like(residual)
+        for part, exact, decoded in zip(blocks(error.size), target, codec.decode(payload, error.size), strict=True):
+            np.subtract(exact, decoded, out=error[part])
+        return payload, error
 
     return ErrorFeedback(init=lambda size: np.zeros(size, np.float32), encode=encode)
 
@@ -64,6 +64,6 @@ class _Sum:
 
     def __iter__(self) -> Iterator[Vector]:
         for part, block in zip(blocks(self.size), self._left, strict=True):
-            with np.errstate(over="ignore"):  # the codec refuses what is not finite
+            with np.errstate(over="ignore"):  # the codec refuses values that are not finite
                 total = block + self._right[part]
             yield total

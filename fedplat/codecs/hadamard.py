@@ -1,8 +1,8 @@
 """The fast Walsh-Hadamard transform: additions in a fixed order, so the same bits on every machine.
 
 Source: Pease 1968, "An Adaptation of the Fast Fourier Transform for Parallel Processing", J. ACM 15(2): every stage
-adds and subtracts the two halves of its input and interleaves the results. So all stages are alike, and read
-contiguous memory; what is written strides by whole rows. (BLAS would sum in the order that suits the processor.)
+adds and subtracts the two halves of its input and interleaves the results. So all stages are the same and read
+contiguous memory; writes have a stride of whole rows. (The order of sums in BLAS depends on the processor.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Rows = npt.NDArray[np.float32]
 
 
 def hadamard(rows: Rows) -> Rows:
-    """H times `rows` of shape [2^k, m]: every column is transformed, in natural order, without a factor.
+    """Return H times `rows` of shape [2^k, m]: every column is transformed, in natural order, without a factor.
 
-    `rows` is used up as scratch. H is its own inverse but for the factor 2^k.
+    Overwrites `rows`. H is its own inverse, except for the factor 2^k.
 
     >>> hadamard(np.array([[1], [2]], np.float32)).ravel()
     array([ 3., -1.], dtype=float32)

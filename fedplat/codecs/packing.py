@@ -1,4 +1,4 @@
-"""Small numbers side by side: `bits` bits for each, eight of them in `bits` bytes."""
+"""Bit packing of small numbers: `bits` bits for each, so eight of them in `bits` bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Codes = npt.NDArray[np.uint8]
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` packed numbers."""
+    """Return the size in bytes of `count` packed numbers."""
     return count if bits == 8 else -(-count // 8) * bits
 
 
 def pack(codes: Codes, bits: int) -> bytes:
-    """Packs contiguous numbers below 2^bits, 1 to 8 bits each; zeros fill the last group of eight."""
+    """Pack contiguous numbers below 2^bits, 1 to 8 bits each; the last group of eight is padded with zeros."""
     if bits == 8:
         return codes.tobytes()
     if missing := -codes.size % 8:
         codes = np.concatenate([codes, np.zeros(missing, np.uint8)])
-    # Eight numbers are one word, whose bytes move together by shifts: no loop over numbers, no strided access.
+    # Eight numbers are one 64-bit word, packed by shifts and masks: no loop over numbers, no strided access.
     words = codes.view("<u8")
     packed = np.zeros(words.size, "<u8")
     for place, mask in _groups(bits):
@@ -31,7 +31,7 @@ def pack(codes: Codes, bits: int) -> bytes:
 
 
 def unpack(source: Source, count: int, bits: int) -> Codes:
-    """The next `count` numbers of a payload. Raises `CodecError` unless zeros fill the last group."""
+    """Unpack the next `count` numbers of a payload. Raises `CodecError` unless the padding is zeros."""
     content = np.frombuffer(source.take(packed_bytes(count, bits)), np.uint8)
     if bits == 8:
         return content
@@ -43,7 +43,7 @@ def unpack(source: Source, count: int, bits: int) -> Codes:
         words |= (packed & mask) << np.uint64((8 - bits) * place)
     codes = words.view(np.uint8)
     if codes[count:].any():
-        raise CodecError("the payload has bits that mean nothing and are not 0")
+        raise CodecError("the payload has padding bits that are not 0")
     return codes[:count]
 
 

@@ -1,4 +1,4 @@
-"""No compression: float32 as it is; with zstd behind it, the lossless codec."""
+"""No compression: float32 unchanged. With zstd as the outer stage it is the lossless codec."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
 from fedplat.model import Blocks, Vector, blocks
 
 
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="none"):
-    """Options of the codec that changes nothing: 32 bits a parameter."""
+    """Options of the codec without compression: 32 bits per parameter."""
 
     zstd: bool = False
-    """Whether zstd packs the payload: about 28 bits, since the exponents of an update are alike."""
+    """Whether the payload is compressed with zstd: about 28 bits, since the exponents of an update are similar."""
 
     def build(self) -> Codec:
-        """The codec."""
+        """Return the codec with these options."""
         codec = Codec(write=_write, read=_read, max_bytes=lambda size: 4 * size)
         return zstd(codec, item_bytes=4) if self.zstd else codec
 
@@ -31,7 +31,7 @@ def _write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
 
 def _read(source: Source, size: int) -> Iterator[Vector]:
     for block in blocks(size):
-        values = array(source, "<f4", block.stop - block.start).astype(np.float32, copy=False)
+        values = read_array(source, "<f4", block.stop - block.start).astype(np.float32, copy=False)
         if not np.isfinite(values).all():
             raise CodecError("the payload has NaN or infinite entries")
         yield values

@@ -1,12 +1,12 @@
-"""Top-k: the entries of the largest magnitude, and where they are; everything else is 0. Biased.
+"""Top-k: the entries of the largest magnitude and their indices; all other entries become 0. Biased.
 
 Sources: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887, Section 3.1; Stich et al. 2018, "Sparsified SGD
-with Memory", arXiv 1809.07599, Definition 2.1: the error is at most (1 - k/d) ‖x‖². What is left out has to be kept
+with Memory", arXiv 1809.07599, Definition 2.1: the error is at most (1 - k/d) ‖x‖². The omitted entries must be stored
 and sent later (`feedback.py`).
 
-The k entries are those of the whole vector. They are found as by a radix sort, in two passes that count the upper and
-the lower halves of the magnitudes, so no copy of the vector is made. In each block the gaps between indices have a
-geometric distribution, for which a Rice code (Golomb 1966) is within 0.1 bits of the optimum.
+The k entries are selected over the whole vector, as in a radix sort: two passes count the upper and the lower halves of
+the magnitudes, so the vector is not copied. In each block the gaps between indices have a geometric distribution, for
+which a Rice code (Golomb 1966) is within 0.1 bits of the optimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedplat.codecs.bf16 import from_bf16, to_bf16
-from fedplat.codecs.codec import Codec, Source, array
+from fedplat.codecs.codec import Codec, Source, read_array
 from fedplat.codecs.packing import pack, unpack
 from fedplat.codecs.zstd import zstd
 from fedplat.errors import CodecError
@@ -32,14 +32,17 @@ _HEADER_BYTES = 8
 
 
 class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="codec", tag="topk"):
-    """Options of top-k: about `fraction` (24 + log2(1 / fraction)) bits a parameter, or 16 more for each with fp32."""
+    """Options of top-k.
+
+    The payload has about `fraction` (24 + log2(1 / fraction)) bits per parameter; fp32 adds 16 bits for each value.
+    """
 
     fraction: Annotated[float, msgspec.Meta(ge=0.001, le=1)] = 0.01
-    """The part of the entries that is sent; at least one is."""
+    """The fraction of the entries that is sent, at least one entry."""
     values: Literal["bf16", "fp32"] = "bf16"
-    """How their values are sent."""
+    """The type of the sent values."""
     zstd: bool = False
-    """Whether zstd packs the payload."""
+    """Whether the payload is compressed with zstd."""
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.fraction <= 1:
@@ -48,14 +51,14 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="c
             raise ValueError(f"values is {self.values!r}; expected bf16 or fp32")
 
     def build(self) -> Codec:
-        """The codec."""
+        """Return the codec with these options."""
         codec = topk(self.fraction, self.values)
         return zstd(codec) if self.zstd else codec
 
 
 def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
-    """The k = ceil(fraction * size) entries of the largest magnitude; of equal ones, the first."""
-    # The Golomb parameter that is best for gaps whose mean is 1 / fraction, as a power of two.
+    """Return the codec for the k = ceil(fraction * size) entries of the largest magnitude; of equal ones, the first."""
+    # The best Golomb parameter, as a power of two, for gaps with the mean 1 / fraction.
     bits = min(max(int(math.log2(math.log(2) / fraction)), 0), 8)
     half = values == "bf16"
 
@@ -71,8 +74,8 @@ def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
             num_equal -= equal.size
             chosen[equal] = True
             indices = np.flatnonzero(chosen)
-            taken = block[indices]
-            yield _pack_indices(indices, bits) + (to_bf16(taken).tobytes() if half else taken.astype("<f4").tobytes())
+            kept = block[indices]
+            yield _pack_indices(indices, bits) + (to_bf16(kept).tobytes() if half else kept.astype("<f4").tobytes())
 
     def read(source: Source, size: int) -> Iterator[Vector]:
         missing = num_kept(size)
@@ -96,31 +99,31 @@ def topk(fraction: float, values: Literal["bf16", "fp32"]) -> Codec:
 
 
 def _threshold(vector: Blocks, count: int) -> tuple[int, int]:
-    """The `count`-th largest magnitude, as bits, and how many entries of just this magnitude are among the first."""
+    """Return the `count`-th largest magnitude, as bits, and the number of selected entries equal to it."""
     upper = np.zeros(1 << 15, np.int64)
     for block in vector:
         magnitudes = block.view(np.uint32) & _MAGNITUDE
-        # bincount needs this type, and takes five times as long if it has to convert the numbers itself.
+        # bincount needs this type, and takes five times as long if it converts the numbers itself.
         upper += np.bincount((magnitudes >> np.uint32(16)).astype(np.intp), minlength=upper.size)
     top, count = _largest(upper, count)
     lower = np.zeros(1 << 16, np.int64)
     for block in vector:
         magnitudes = block.view(np.uint32) & _MAGNITUDE
         within = magnitudes[(magnitudes >> np.uint32(16)) == top]
-        np.add.at(lower, within & np.uint32(0xFFFF), 1)  # few: no second histogram of a block's size
+        np.add.at(lower, within & np.uint32(0xFFFF), 1)  # few entries: avoids a second histogram of a block's size
     bottom, count = _largest(lower, count)
     return top << 16 | bottom, count
 
 
 def _largest(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Where the `count`-th largest lies in a histogram, and how many are still to be found there."""
+    """Return the bin of the `count`-th largest entry in a histogram, and its rank within that bin."""
     at_least = np.cumsum(histogram[::-1])[::-1]
     place = int(np.searchsorted(-at_least, -count, side="right")) - 1
     return place, count - int(at_least[place] - histogram[place])
 
 
 def _pack_indices(indices: Indices, bits: int) -> bytes:
-    """Increasing indices: their number, the bytes of the unary parts of the gaps, those parts, the remainders."""
+    """Encode increasing indices: their number, the size of the unary parts of the gaps, those parts, the remainders."""
     gaps = np.diff(indices, prepend=-1) - 1
     ends = np.cumsum((gaps >> bits) + 1)
     unary = np.zeros(int(ends[-1]) if ends.size else 0, np.bool_)
@@ -131,13 +134,13 @@ def _pack_indices(indices: Indices, bits: int) -> bytes:
 
 
 def _unpack_indices(source: Source, most: int, size: int, bits: int) -> Indices:
-    """The indices of a block of `size` entries, `most` of them or fewer: increasing, and in range."""
-    count, num_unary = (int(number) for number in array(source, "<u4", 2))
+    """Decode the indices of a block of `size` entries: at most `most`, increasing, and in range."""
+    count, num_unary = (int(number) for number in read_array(source, "<u4", 2))
     if count > most:
         raise CodecError(f"the payload has {count} entries in a block; expected at most {most}")
     if num_unary > (count + (size >> bits)) // 8 + 1:
         raise CodecError(f"the payload has {num_unary} bytes of gaps; expected fewer")
-    ends = np.flatnonzero(np.unpackbits(array(source, "u1", num_unary), bitorder="little")) + 1
+    ends = np.flatnonzero(np.unpackbits(read_array(source, "u1", num_unary), bitorder="little")) + 1
     if ends.size != count or num_unary != (-(-int(ends[-1]) // 8) if count else 0):
         raise CodecError(f"the payload has {ends.size} gaps in {num_unary} bytes; expected {count} and no byte more")
     gaps = (np.diff(ends, prepend=0) - 1) << bits
@@ -151,8 +154,8 @@ def _unpack_indices(source: Source, most: int, size: int, bits: int) -> Indices:
 
 def _values(source: Source, count: int, half: bool) -> Vector:
     if half:
-        return from_bf16(array(source, "<u2", count), np.empty(count, np.float32))
-    values = array(source, "<f4", count).astype(np.float32)
+        return from_bf16(read_array(source, "<u2", count), np.empty(count, np.float32))
+    values = read_array(source, "<f4", count).astype(np.float32)
     if not np.isfinite(values).all():
         raise CodecError("the payload has NaN or infinite entries")
     return values

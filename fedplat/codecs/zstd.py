@@ -1,7 +1,7 @@
-"""zstd as an outer stage: it takes nothing away, and packs what another codec has left.
+"""zstd as an outer stage: lossless compression of the output of another codec.
 
-Format: RFC 8878. Each chunk of the inner codec is one frame behind its length (4 bytes), so what a frame may
-unpack to is known before: a bomb is refused by its header.
+Format: RFC 8878. Each chunk of the inner codec is one frame, preceded by its length (4 bytes). The size of a chunk is
+bounded, so a decompression bomb is refused by its header.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LEVEL = 1
 """Higher levels look for repetitions, of which updates have none: level 3 saves 2 % at two thirds of the speed."""
 _LENGTH_BYTES = 4
 _FRAME_BYTES = 128
-"""What a length and a frame add to a chunk that cannot be packed, besides 1/256 of it (`ZSTD_COMPRESSBOUND`)."""
+"""Bytes that the length and the frame add to an incompressible chunk, besides 1/256 of it (`ZSTD_COMPRESSBOUND`)."""
 _MAX_CHUNK = 8 * BLOCK
-"""No codec writes more bytes for a block: so much memory may a frame ask for."""
+"""Maximum size in bytes of a decompressed frame: no codec writes more for a block."""
 
 
 def zstd(inner: Codec, item_bytes: int = 1) -> Codec:
-    """Packs the chunks of a codec.
+    """Compress the chunks of a codec.
 
-    With `item_bytes` above 1 (the size of the numbers that the chunks consist of) the first bytes of all numbers of a
-    chunk are packed together, then the second ones, and so on: exponents are alike, mantissas are not.
+    With `item_bytes` above 1 (the size of the numbers in the chunks) the first bytes of all numbers of a chunk are
+    compressed together, then the second ones, and so on: exponents are similar, mantissas are not.
     """
 
     def write(vector: Blocks, rng: np.random.Generator) -> Iterator[bytes]:
@@ -47,7 +47,7 @@ def zstd(inner: Codec, item_bytes: int = 1) -> Codec:
 
 
 class _Frames:
-    """The chunks that are in frames, one at a time."""
+    """The chunks in frames, decompressed one at a time."""
 
     def __init__(self, payload: memoryview, item_bytes: int) -> None:
         self._frames = PlainSource(payload)
@@ -68,12 +68,12 @@ class _Frames:
     def _decompress(self, frame: memoryview) -> bytes:
         try:
             size = zstandard.get_frame_parameters(frame).content_size
-            # Before anything is unpacked: memory of the announced size would be allocated.
+            # Check before decompression, which allocates memory of the announced size.
             if not 0 < size <= _MAX_CHUNK or size % self._item_bytes:
                 raise CodecError(f"a frame claims {size} bytes; expected 1 to {_MAX_CHUNK}")
             chunk = self._decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as exc:
-            raise CodecError(f"the payload cannot be unpacked: {exc}") from exc
+            raise CodecError(f"the payload cannot be decompressed: {exc}") from exc
         return _merge_planes(chunk, self._item_bytes)
 
 

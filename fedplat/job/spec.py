@@ -219,9 +219,9 @@ def _check_robust(spec: JobSpec, robust: aggregate.Robust) -> None:
     name, most = ("goal", selection.goal)
     if selection.close == "deadline":  # every assigned client may report
         name, most = ("over_selection x goal", selection.target)
-    if most > aggregate.MAX_GATHERED:
+    if most > aggregate.MAX_ROBUST_UPDATES:
         raise ValueError(
-            f"selection.{name} = {most}: expected at most {aggregate.MAX_GATHERED} with [robust], which reads the "
+            f"selection.{name} = {most}: expected at most {aggregate.MAX_ROBUST_UPDATES} with [robust], which reads the "
             "updates of an attempt side by side"
         )
     try:

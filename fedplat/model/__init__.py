@@ -1,15 +1,15 @@
-"""A model is one flat buffer: `Schema` says what lies where, `Parameters` are named views of the bytes.
+"""A model is one flat buffer: `Schema` is its layout, `Parameters` are named views of the bytes.
 
 The bytes are the data section of a safetensors file, so storing, sending and hashing a model copies nothing.
-fedplat reads the container itself (`header.py`) because the safetensors library has no way to hand out the flat
-buffer; the library is the oracle in the tests. Every model has exactly one file: tensors lie in *canonical
-order* (by decreasing item size, then dtype, then the order in which they were given), without gaps, so each view
-is aligned, each dtype is one contiguous run, and two files of equal schema have equal headers, byte for byte.
+fedplat parses the container itself (`header.py`) because the safetensors library cannot return the flat buffer; the
+library is the oracle in the tests. Every model has exactly one file: tensors are in *canonical order* (by decreasing
+item size, then dtype, then the order in which they were passed), without gaps. So each view is aligned, each dtype is
+one contiguous run, and two files of equal schema have equal headers, byte for byte.
 
-Averaging knows only `Parameters.to_blocks()`: all floating-point entries as one float32 vector, read block by block
+Averaging uses only `Parameters.to_blocks()`: all floating-point entries as one float32 vector, read block by block
 (float16, bfloat16 and float64 are converted). Entries of other dtypes (counters such as BatchNorm's) are carried, not
-averaged, by the schema's `carry` rule: "keep" leaves the base version's value, "max" takes the largest value
-that a merged update had.
+averaged, by the schema's `carry` rule: "keep" leaves the base version's value, "max" is the largest value of the merged
+updates.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     @classmethod
     def zeros(cls, schema: Schema) -> Parameters:
-        """All entries zero."""
+        """Return parameters with all entries 0."""
         return cls(schema, np.zeros(schema.size_bytes, np.uint8))
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], carry: Carry = "keep") -> Parameters:
-        """Copies named arrays into one flat buffer."""
+        """Copy named arrays into one flat buffer."""
         contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
         parameters = cls.zeros(Schema.of(contiguous, carry))
         parameters.assign(contiguous)
@@ -90,9 +90,9 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Parameters:
-        """Reads a safetensors file that is in memory; shares the memory of `data` if the file is canonical.
+        """Parse a safetensors file in memory; shares the memory of `data` if the file is canonical.
 
-        Raises `ModelError` when the bytes are not exactly one well-formed file.
+        Raises `ModelError` if the bytes are not exactly one well-formed file.
         """
         content = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         if content.dtype != np.uint8 or content.ndim != 1:
@@ -101,7 +101,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         layout = header.read_layout(content[8 : 8 + size].tobytes(), len(content) - 8 - size)
         body = content[8 + size :]
         if layout.schema.tensors == layout.tensors:
-            # Other software may write a header of any length; views have to be aligned all the same.
+            # Other software may write a header of any length, but views must be aligned.
             return cls(layout.schema, body if body.ctypes.data % 8 == 0 else body.copy())
         # Written by other software: lay the tensors out in canonical order.
         parameters = cls.zeros(layout.schema)
@@ -114,13 +114,13 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Parameters:
-        """Maps a safetensors file into memory, read-only. Raises `ModelError` or `OSError`."""
+        """Map a safetensors file into memory, read-only. Raises `ModelError` or `OSError`."""
         if os.stat(path).st_size < 8:
             raise ModelError(f"{os.fspath(path)} is too short to be a safetensors file")
         return cls.from_bytes(np.asarray(np.memmap(path, np.uint8, mode="r")))
 
     def assign(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Copies named arrays of this schema's shapes and dtypes into the buffer."""
+        """Copy named arrays into the buffer. Raises `ModelError` unless names, shapes and dtypes are the schema's."""
         if missing := [name for name in self if name not in arrays]:
             raise ModelError(f"tensor {missing[0]!r} is missing ({len(missing)} in all)")
         if extra := [name for name in arrays if name not in self._index]:
@@ -143,7 +143,7 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return self.buffer[start : start + spec.size_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
-        """Copies values of the same shape into the view, so that `parameters["weight"] *= 2` works too."""
+        """Copy values of the same shape into the view, so that `parameters["weight"] *= 2` works too."""
         view, values = self[name], np.asarray(array)
         if values.shape != view.shape:
             raise ModelError(f"tensor {name!r} has shape {list(view.shape)}; got values of shape {list(values.shape)}")
@@ -156,17 +156,17 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return len(self.schema.tensors)
 
     def segment(self, run: Segment) -> npt.NDArray[Any]:
-        """A view of one run of equal dtype, one-dimensional."""
+        """Return a one-dimensional view of one run of equal dtype."""
         return self.buffer[run.offset : run.offset + run.size_bytes].view(DTYPES[run.dtype])
 
     def copy(self) -> Parameters:
-        """A writable copy."""
+        """Return a writable copy."""
         return Parameters(self.schema, self.buffer.copy())
 
     def to_vector(self) -> Vector:
-        """All floating-point entries as float32, shape [num_floating]; a view if all of them are float32.
+        """Return all floating-point entries as float32, shape [num_floating]; a view if all of them are float32.
 
-        A float64 entry beyond the range of float32 becomes infinite (and `is_finite` says so beforehand).
+        A float64 entry beyond the range of float32 becomes infinite; `is_finite` detects this beforehand.
         """
         runs = [run for run in self.schema.segments if run.dtype in FLOATING]
         if len(runs) == 1 and runs[0].dtype == "F32":
@@ -177,23 +177,23 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return vector
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
-        """The entries of `to_vector`, block by block: views where they are float32, else converted as they are read."""
+        """Return the entries of `to_vector` block by block: views of float32 entries, others converted when read."""
         return FloatingBlocks(self.schema, lambda: self.reader(0), columns)
 
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        """The entries of one run of another dtype in blocks, which are views."""
+        """Iterate over the entries of one carried run in blocks, which are views."""
         values = self.segment(run)
         return (values[block] for block in blocks(values.size))
 
     def reader(self, longest: int) -> AbstractContextManager[Read]:
-        """Reads of the flat buffer, `longest` bytes or more at a time, as views."""
+        """Return a reader of the flat buffer that returns views of any length."""
         return nullcontext(self._read)
 
     def _read(self, start: int, size: int) -> Bytes:
         return self.buffer[start : start + size]
 
     def plus(self, step: Vector) -> Parameters:
-        """These parameters with `step` (float32 [num_floating]) added; computed at least in float32.
+        """Return a copy with `step` (float32 [num_floating]) added; computed in float32 or a wider dtype.
 
         A result beyond the range of its dtype becomes infinite, without a warning.
         """
@@ -211,9 +211,9 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return result
 
     def minus(self, base: Parameters) -> Parameters:
-        """The update that leads from `base` to these parameters.
+        """Return the update from `base` to these parameters.
 
-        Floating-point entries are differences; other entries are taken over as they are.
+        Floating-point entries are differences; other entries are copied from these parameters.
         """
         if difference := self.schema.difference_from(base.schema):
             raise ModelError(difference)
@@ -230,15 +230,15 @@ class Parameters(Mapping[str, npt.NDArray[Any]]):
         return result
 
     def is_finite(self) -> bool:
-        """Whether no floating-point entry is NaN or infinite, as it is or as the float32 of `to_vector`."""
+        """Return whether no floating-point entry is NaN or infinite, in its own dtype or as float32."""
         return is_finite(self.to_blocks())
 
     def to_bytes(self) -> bytes:
-        """The safetensors file."""
+        """Return the safetensors file."""
         return self.schema.header + self.buffer.tobytes()
 
     def __eq__(self, other: object) -> bool:
-        """Equal schema and equal bytes."""
+        """Return whether schema and bytes are equal."""
         if not isinstance(other, Parameters):
             return NotImplemented
         return self.schema == other.schema and np.array_equal(self.buffer, other.buffer)

@@ -1,4 +1,4 @@
-"""A model's vector in blocks: what does not fit a processor's cache, or memory, is worked on piece by piece."""
+"""A model's vector in blocks: vectors that do not fit a processor's cache, or memory, are processed in parts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 """One float32 vector: the floating-point entries of a model, in canonical order."""
 
 BLOCK = 1 << 16
-"""Elements worked on at a time: operands and scratch of this size stay in a core's cache."""
+"""Elements processed at a time: operands and scratch of this size stay in a core's cache."""
 
 
 WINDOW = 4 * BLOCK
-"""Elements that cheap passes take at once where they can: a plain fold of 25 M entries takes 0.7 of the time that it
-takes by `BLOCK`, a pass over a file 0.75, since operands stream from memory the longer the better."""
+"""Elements that cheap passes process at a time if possible. Longer parts stream better from memory: a plain fold of
+25 M entries takes 0.7 of the time that it takes by `BLOCK`, a pass over a file 0.75."""
 
 
 class Blocks(Protocol):
-    """A float32 vector that is read from its beginning, as often as wanted, and need not be in memory as a whole.
+    """A float32 vector that can be read repeatedly, always from its beginning, and need not be in memory as a whole.
 
-    Each block has `BLOCK` elements, but the last one. It may be changed by nobody, and is valid until the next one
-    is drawn.
+    Each block has `BLOCK` elements, except the last one. A block must not be modified, and is valid until the next
+    one is drawn.
     """
 
     @property
@@ -33,23 +33,23 @@ class Blocks(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Vector]:
-        """The blocks, in order."""
+        """Iterate over the blocks, in order."""
         ...
 
 
 @runtime_checkable
 class Windowed(Blocks, Protocol):
-    """Blocks that can be had several at a time."""
+    """Blocks that can also be read several at a time."""
 
     def windows(self) -> Iterator[Vector]:
-        """The elements in order, `WINDOW` at a time; what is said of blocks holds for each."""
+        """Iterate over the elements, `WINDOW` at a time; the rules for blocks apply to each window."""
         ...
 
 
 class VectorBlocks:
     """A vector in memory as `Blocks`: slices of it, which copy nothing.
 
-    Raises `ValueError` if it is no float32 vector.
+    Raises `ValueError` unless it is a float32 vector.
 
     >>> [block.tolist() for block in VectorBlocks(np.array([1, 2], np.float32))]
     [[1.0, 2.0]]
@@ -66,28 +66,27 @@ class VectorBlocks:
         return self._vector.size
 
     def __iter__(self) -> Iterator[Vector]:
-        """The blocks, in order."""
         return (self._vector[block] for block in blocks(self._vector.size))
 
     def windows(self) -> Iterator[Vector]:
-        """The elements, `WINDOW` at a time."""
+        """Iterate over the elements, `WINDOW` at a time."""
         return (self._vector[window] for window in blocks(self._vector.size, WINDOW))
 
 
 def blocks(size: int, length: int = BLOCK) -> Iterator[slice]:
-    """Slices of `length` elements that cover `size` elements."""
+    """Yield slices of `length` elements that cover `size` elements."""
     return (slice(start, min(start + length, size)) for start in range(0, size, length))
 
 
 def windows(values: Blocks) -> Iterator[Vector]:
-    """The elements in parts of any size up to `WINDOW`: for whoever does not care where a part ends."""
-    # Not `isinstance`: for a protocol that takes as long as to add 60,000 entries, and small updates are many.
+    """Iterate over the elements in parts of any size up to `WINDOW`, for callers that do not depend on boundaries."""
+    # Not `isinstance`: on a protocol it takes as long as adding 60,000 entries, and there are many small updates.
     own: Callable[[], Iterator[Vector]] | None = getattr(values, "windows", None)
     return iter(values) if own is None else own()
 
 
 def part_of(values: Blocks, columns: range | None) -> Blocks:
-    """All columns of a vector that is read from its beginning, or some, which begin at a multiple of `BLOCK`."""
+    """Return some columns of a vector, which begin at a multiple of `BLOCK`, or the vector itself if they are all."""
     return values if columns is None or len(columns) == values.size else _PartBlocks(values, columns)
 
 
@@ -110,5 +109,5 @@ class _PartBlocks:
 
 
 def is_finite(values: Blocks) -> bool:
-    """Whether no entry is NaN or infinite."""
+    """Return whether no entry is NaN or infinite."""
     return all(np.isfinite(part).all() for part in windows(values))

@@ -1,4 +1,4 @@
-"""A model's file that is read in windows: memory does not grow with it."""
+"""A model file that is read in windows: memory does not grow with its size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedplat.model.values import Bytes, FloatingBlocks, Read, read_run
 
 
 class ModelFile:
-    """A safetensors file as `Values`, in windows that are read anew in every pass.
+    """A safetensors file as `Values`, read in windows anew in every pass.
 
-    Not mapped into memory: the pages of a mapping count as the process's memory for as long as it lasts, and
-    touching them for the first time costs what the copy into a window that stays in the cache costs.
+    The file is not mapped into memory: the pages of a mapping count as the process's memory while the mapping exists,
+    and touching them for the first time costs as much as copying into a window that stays in the cache.
 
-    The file must be one that fedplat wrote, with the header that its schema has.
+    The file must be written by fedplat, with exactly the header of its schema.
     """
 
     def __init__(self, path: str | os.PathLike[str], schema: Schema) -> None:
@@ -32,31 +32,31 @@ class ModelFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Reads the header. Raises `ModelError` unless it is that of a file which fedplat wrote, or `OSError`."""
+        """Open a file and parse its header. Raises `OSError`, or `ModelError` unless fedplat wrote the file."""
         with open(path, "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             text = file.read(header.header_size(prefix, size_bytes))
         layout = header.read_layout(text, size_bytes - 8 - len(text))
         if layout.schema.header != prefix + text:
-            raise ModelError("the header is not written as fedplat does it; expected its order, spacing and padding")
+            raise ModelError("fedplat did not write the header; expected canonical order, spacing and padding")
         return cls(path, layout.schema)
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
-        """The floating-point entries as float32; of some columns, only these are read."""
+        """Return the floating-point entries as float32; with `columns`, only these are read."""
         return FloatingBlocks(self.schema, lambda: self.reader(8 * WINDOW), columns)
 
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        """The entries of one run of another dtype, `BLOCK` at a time."""
+        """Iterate over the entries of one carried run, `BLOCK` at a time."""
         with self.reader(8 * BLOCK) as read:
             for block in blocks(run.count):
                 yield read_run(read, run, block.start, block.stop - block.start)
 
     @contextlib.contextmanager
     def reader(self, longest: int) -> Generator[Read]:
-        """Reads of the flat buffer, at most `longest` bytes at a time, all into one window."""
+        """Yield a reader of the flat buffer, for at most `longest` bytes at a time, all into one window."""
         beginning = len(self.schema.header)
-        window = np.empty(min(longest, self.schema.size_bytes), np.uint8)  # pages that are not touched cost nothing
+        window = np.empty(min(longest, self.schema.size_bytes), np.uint8)  # untouched pages cost nothing
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
         def read(start: int, size: int) -> Bytes:

@@ -1,8 +1,8 @@
-"""Reads the header of a safetensors file that anyone may have sent: strict, and cheap to refuse.
+"""Parser of the header of an untrusted safetensors file: strict, and cheap to refuse.
 
 A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and byte range by name),
-and the bytes. Here the ranges must fill the bytes exactly, and no key may occur twice, so two readers can never
-see two models in one file.
+and the bytes. This parser requires that the ranges fill the bytes exactly and that no key occurs twice, so two readers
+can never see different models in one file.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import msgspec
 
 from fedplat.errors import ModelError
 from fedplat.model.schema import CARRY_KEY, MAX_TENSORS, METADATA_KEY, Carry, Schema, TensorSpec, check_spec
-from fedplat.texts import numeral, quote
+from fedplat.texts import format_number, quote
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_METADATA = 1_000
-"""Entries of a file's metadata; fedplat writes one."""
+"""Maximum number of metadata entries of a file; fedplat writes one."""
 MAX_ENTRY_BYTES = 2_000
-"""Length of the JSON that describes one tensor: a dtype, a shape and two offsets need a few hundred."""
+"""Maximum length of the JSON that describes one tensor: a dtype, a shape and two offsets need a few hundred bytes."""
 _CACHED_BYTES = 2**20
-# Up to the next colon that is in no string. Possessive throughout, so that hostile text is scanned once.
+# Up to the next colon outside strings. Possessive throughout, so that hostile text is scanned once.
 _UP_TO_COLON = re.compile(rb'[^":]*+(?:"(?:[^"\\]++|\\.)*+"[^":]*+)*+:', re.DOTALL)
 
 
 class FileHeader(msgspec.Struct, frozen=True):
-    """What a header says: the schema, and the file's own tensors in the order of their bytes."""
+    """A parsed header: the schema, and the file's own tensors in the order of their bytes."""
 
     schema: Schema
     tensors: tuple[TensorSpec, ...]
@@ -40,7 +40,10 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def header_size(prefix: bytes, file_size: int) -> int:
-    """Length of the header that follows the first 8 bytes of a file of `file_size` bytes."""
+    """Return the length of the header after the first 8 bytes (`prefix`) of a file of `file_size` bytes.
+
+    Raises `ModelError` if the prefix is too short, or the header would be too long or exceed the file.
+    """
     if len(prefix) < 8:
         raise ModelError("the file is too short to be a safetensors file")
     size = int.from_bytes(prefix, "little")
@@ -52,8 +55,8 @@ def header_size(prefix: bytes, file_size: int) -> int:
 
 
 def read_layout(text: bytes, body_size: int) -> FileHeader:
-    """The layout that a header describes; its tensors fill the `body_size` bytes without gap or overlap."""
-    # All updates of a job have the same header: reading it once is most of the work for a small model.
+    """Parse a header into the layout of its `body_size` bytes. Raises `ModelError`, also for a gap or an overlap."""
+    # All updates of a job have the same header, and for a small model parsing it is most of the work.
     return (_read_layout_cached if len(text) <= _CACHED_BYTES else _read_layout)(text, body_size)
 
 
@@ -68,7 +71,7 @@ def _read_layout(text: bytes, body_size: int) -> FileHeader:
         start, stop = entry.data_offsets
         if start != end or stop - start != spec.size_bytes:
             raise ModelError(
-                f"tensor {quote(name)} claims the bytes {numeral(start)} to {numeral(stop)}; "
+                f"tensor {quote(name)} claims the bytes {format_number(start)} to {format_number(stop)}; "
                 f"expected {end} to {end + spec.size_bytes}"
             )
         tensors.append(spec)
@@ -82,15 +85,15 @@ _read_layout_cached = lru_cache(maxsize=16)(_read_layout)
 
 
 def _decode(text: bytes) -> tuple[dict[str, _Entry], Carry]:
-    """The entries of a header by name, and its carry rule."""
-    num_keys = _count_keys(text)  # first, since it bounds what is decoded
+    """Decode the entries of a header by name, and its carry rule."""
+    num_keys = _count_keys(text)  # first, because it bounds the work of decoding
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         num_expected = len(raw)
         metadata = msgspec.json.decode(raw.pop(METADATA_KEY, b"{}"), type=dict[str, str])
         entries = {name: _entry(name, entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        # Without the words of msgspec, which quote what the file says.
+        # Without the message of msgspec, which quotes the file.
         raise ModelError("the safetensors header cannot be read; expected one JSON object of names") from exc
     if num_keys != num_expected + len(metadata) + len(_Entry.__struct_fields__) * len(entries):
         raise ModelError("the safetensors header has a key twice; keys must be unique")
@@ -101,7 +104,7 @@ def _decode(text: bytes) -> tuple[dict[str, _Entry], Carry]:
 
 
 def _entry(name: str, text: msgspec.Raw) -> _Entry:
-    """What a header says of one tensor."""
+    """Decode the entry of one tensor."""
     if (size := memoryview(text).nbytes) > MAX_ENTRY_BYTES:
         raise ModelError(f"the entry of tensor {quote(name)} has {size} bytes; at most {MAX_ENTRY_BYTES} are accepted")
     try:
@@ -113,10 +116,10 @@ def _entry(name: str, text: msgspec.Raw) -> _Entry:
 
 
 def _count_keys(text: bytes) -> int:
-    """The number of keys in a JSON document: it has one colon per key outside its strings."""
+    """Count the keys of a JSON document: one colon outside strings per key."""
     count = position = 0
-    while found := _UP_TO_COLON.match(text, position):
-        count, position = count + 1, found.end()
+    while match := _UP_TO_COLON.match(text, position):
+        count, position = count + 1, match.end()
         if count > 4 * MAX_TENSORS + MAX_METADATA:
             raise ModelError(f"the header has too many keys; at most {MAX_TENSORS} tensors are accepted")
     return count

@@ -1,8 +1,8 @@
-"""Many vectors side by side: the rows of a matrix of which only some columns are in memory at a time.
+"""Many vectors side by side: the rows of a matrix with only some columns in memory at a time.
 
-Whoever needs all vectors of a cohort at once (a median over clients, the distances between them) reads them in step:
-memory is the number of rows times a window, however long the rows are, and each row is read from its beginning to its
-end in long parts, so that even a hundred files on a disk that spins are read in sequence.
+Computations on all vectors of a cohort at once (a median over clients, the distances between them) read the vectors in
+lockstep. Memory is the number of rows times a window, independent of the length of the rows. Each row is read from
+beginning to end in long parts, so that even a hundred files on a hard disk are read sequentially.
 """
 
 from __future__ import annotations
@@ -19,71 +19,71 @@ from fedplat.model.blocks import BLOCK, WINDOW, Blocks, Vector, Windowed, blocks
 from fedplat.model.shards import ShardReduce, single_shard
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
-"""Numbers of a few rows: coefficients, inner products."""
+"""A small float64 matrix or vector: coefficients, inner products."""
 
 Columns: TypeAlias = npt.NDArray[np.float32]
 """Some columns of many rows, [rows, columns]."""
 
 CHUNK = 2048
-"""Columns that are computed on at a time: a hundred rows of so many stay in a core's cache."""
+"""Columns processed at a time: a hundred rows of this length stay in a core's cache."""
 
 _FEW_ROWS = 256
-"""Up to so many rows are read by `WINDOW`, more by `BLOCK`: else the windows would take gigabytes."""
+"""Largest number of rows that are read by `WINDOW`; more are read by `BLOCK`, since windows would take gigabytes."""
 
 _ONE_THREAD = 1 << 18
-"""Multiplications up to which OpenBLAS works in the thread that calls it. Matrices are multiplied in tiles that are no
-larger: the bits do then not depend on the number of threads, and those of BLAS do not get into the way of ours (on two
-busy cores they took ten times as long)."""
+"""Multiplications up to which OpenBLAS stays in the calling thread. Matrices are multiplied in tiles of at most this
+size, so that the bits do not depend on the number of threads, and the threads of BLAS do not compete with ours (on two
+busy cores that took ten times as long)."""
 _TILE_ROWS, _TILE_COLUMNS = 32, 256
 _MIXED_COLUMNS = 64
 
 _PADDING = 16
-"""Entries between two rows in memory: at a distance of a power of two all of them would share a few lines of the cache
-(sorting the columns of a hundred rows takes three times as long)."""
+"""Entries between two rows in memory: rows at a distance of a power of two would share a few cache lines (sorting the
+columns of a hundred rows then takes three times as long)."""
 
 
 def allocate_rows(num_rows: int, num_columns: int, dtype: type[Any]) -> npt.NDArray[Any]:
-    """Memory for rows side by side, not filled."""
+    """Allocate uninitialized memory for rows side by side, [num_rows, num_columns]."""
     return np.empty((num_rows, num_columns + _PADDING), dtype)[:, :num_columns]
 
 
-def gram(rows: Sequence[Blocks], across: ShardReduce = single_shard) -> Matrix:
-    """The inner products of all pairs of rows, [rows, rows], in one pass.
+def gram(rows: Sequence[Blocks], reduce_shards: ShardReduce = single_shard) -> Matrix:
+    """Compute the inner products of all pairs of rows, [rows, rows], in one pass.
 
-    In float64: a distance that is computed from them is off by about 1e-8 of the rows' norms, no more than by what
-    float32 has rounded off the rows. The same bits on the same machine, whatever its number of threads; another
-    processor's may differ in the last ones. Where the rows are a shard's, `across` adds the products of the others.
+    They are float64: the error of a distance computed from them is about 1e-8 of the rows' norms, no more than the
+    float32 rounding of the rows. The bits are the same on the same machine for any number of threads; another processor
+    may differ in the last bits. If the rows belong to a shard, `reduce_shards` adds the products of the other shards.
     """
     zero = np.zeros((len(rows), len(rows)))
     with _pool() as pool:
-        lower = across(zero, _by_window(rows, zero, pool))
+        lower = reduce_shards(zero, _window_products(rows, zero, pool))
     return lower + np.tril(lower, -1).T
 
 
 def each_column(rows: Sequence[Blocks], combine: Callable[[Columns], Vector], mixing: Matrix | None = None) -> Vector:
-    """What `combine` makes of the columns: [rows, n] to [n], for any n, entry by entry; in one pass.
+    """Apply `combine` to the columns in one pass: it maps [rows, n] to [n], for any n, column by column.
 
-    With `mixing`, [m, rows], it is given the m weighted sums of the rows instead, computed in float32; what is said of
-    the bits of `gram` holds for them. It is called in several threads.
+    With `mixing`, [m, rows], `combine` receives the m weighted sums of the rows instead, computed in float32, with bits
+    that are as reproducible as those of `gram`. It is called in several threads.
     """
     factors = None if mixing is None else mixing.astype(np.float32)
     size = rows[0].size
     result, start = np.empty(size, np.float32), 0
     with _pool() as pool:
-        for part in _in_step(rows, pool):
+        for part in _read_columns(rows, pool):
 
             def compute(chunk: slice, part: Columns = part, start: int = start) -> None:
                 values = part[:, chunk] if factors is None else _combine(factors, part[:, chunk])
                 result[start + chunk.start : start + chunk.stop] = combine(values)
 
-            _all(pool, compute, blocks(part.shape[1], CHUNK))
+            _run_all(pool, compute, blocks(part.shape[1], CHUNK))
             start += part.shape[1]
     assert start == size
     return result
 
 
 def weighted_sum(rows: Sequence[Blocks], coefficients: Matrix) -> Vector:
-    """The sum of coefficient times row, summed in float64; rows whose coefficient is 0 are not read.
+    """Compute the sum of coefficient times row in float64; rows with coefficient 0 are not read.
 
     The same bits on every machine. A result beyond the range of float32 becomes infinite, without a warning.
     """
@@ -103,8 +103,8 @@ def weighted_sum(rows: Sequence[Blocks], coefficients: Matrix) -> Vector:
     return each_column([rows[index] for index in chosen.tolist()], combine)
 
 
-def _in_step(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
-    """The columns of the rows, in order and as many at a time as fit; valid until the next are drawn."""
+def _read_columns(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
+    """Yield the columns of the rows in order, a window or a block at a time; valid until the next are drawn."""
     wide = [row for row in rows if isinstance(row, Windowed)]
     if len(wide) == len(rows) <= _FEW_ROWS:
         length, readers = WINDOW, [row.windows() for row in wide]
@@ -118,16 +118,16 @@ def _in_step(rows: Sequence[Blocks], pool: Executor) -> Iterator[Columns]:
         def read(index: int, columns: Columns = columns) -> None:
             columns[index] = next(readers[index])
 
-        _all(pool, read, range(len(rows)))
+        _run_all(pool, read, range(len(rows)))
         yield columns
 
 
-def _by_window(rows: Sequence[Blocks], zero: Matrix, pool: Executor) -> Iterator[Matrix]:
-    """The products of each window of the rows: a shard may begin with it, so each has a sum of its own."""
+def _window_products(rows: Sequence[Blocks], zero: Matrix, pool: Executor) -> Iterator[Matrix]:
+    """Yield the products of each window of the rows, separately because a shard may begin at any window."""
     total, end = zero.copy(), 0
-    for part in _in_step(rows, pool):
+    for part in _read_columns(rows, pool):
         for products in pool.map(_products, (part[:, chunk] for chunk in blocks(part.shape[1], CHUNK))):
-            total += products  # in order, whoever was first
+            total += products  # `map` keeps the order, so the sum does not depend on the threads
         end += part.shape[1]
         if end % WINDOW == 0 or end == rows[0].size:
             yield total
@@ -135,7 +135,7 @@ def _by_window(rows: Sequence[Blocks], zero: Matrix, pool: Executor) -> Iterator
 
 
 def _products(columns: Columns) -> Matrix:
-    """The inner products of rows of a few columns; those below the diagonal, and on it."""
+    """Return the inner products of rows of a few columns: the lower triangle with the diagonal."""
     tiles = _tiles(columns, _TILE_COLUMNS, np.float64)
     products = np.zeros((len(columns), len(columns)))
     for left in blocks(len(columns), _TILE_ROWS):
@@ -145,7 +145,7 @@ def _products(columns: Columns) -> Matrix:
 
 
 def _combine(factors: Columns, columns: Columns) -> Columns:
-    """Weighted sums of rows of a few columns."""
+    """Return weighted sums of rows of a few columns."""
     tiles = _tiles(columns, _MIXED_COLUMNS, np.float32)
     num_tiles, num_rows, _ = tiles.shape
     mixed = np.empty((len(factors), num_tiles * _MIXED_COLUMNS), np.float32)
@@ -156,13 +156,13 @@ def _combine(factors: Columns, columns: Columns) -> Columns:
 
 
 def _tiles(columns: Columns, length: int, dtype: type[Any]) -> npt.NDArray[Any]:
-    """The columns in groups of `length`, filled up with zeros: [groups, rows, length]."""
+    """Return the columns in groups of `length`, padded with zeros: [groups, rows, length]."""
     num_rows, count = columns.shape
     width = -(-count // length) * length
     filled = allocate_rows(num_rows, width, dtype)
     filled[:, :count] = columns
     filled[:, count:] = 0
-    # A view with one row's distance between the rows of a group: what BLAS takes without a copy.
+    # A view in which rows keep their distance in memory: BLAS accepts it without a copy.
     step, item = filled.strides
     return np.lib.stride_tricks.as_strided(filled, (width // length, num_rows, length), (length * item, step, item))
 
@@ -171,7 +171,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
-def _all(pool: Executor, function: Callable[..., None], arguments: Iterator[slice] | range) -> None:
-    """Calls the function with each argument, and waits; raises what the first of them raised."""
+def _run_all(pool: Executor, function: Callable[..., None], arguments: Iterator[slice] | range) -> None:
+    """Call the function with each argument, and wait; raises the exception of the first argument that failed."""
     for _ in pool.map(function, arguments):
         pass

@@ -1,4 +1,4 @@
-"""What lies where in a model's flat buffer: names, dtypes and shapes in canonical order."""
+"""The layout of a model's flat buffer: names, dtypes and shapes in canonical order."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-"""Data types by their safetensors name."""
+"""NumPy dtypes by safetensors name."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATING = frozenset({"F64", "F32", "BF16", "F16"})
 
 MAX_TENSORS = 100_000
 MAX_RANK = 32
 MAX_NAME_BYTES = 1_000
-"""The most bytes of UTF-8 that the name of a tensor has."""
+"""Maximum length of a tensor's name in bytes of UTF-8."""
 _MAX_TENSOR_BYTES = 2**62
 METADATA_KEY = "__metadata__"
 CARRY_KEY = "fedplat.carry"
-"""Where a safetensors header keeps its metadata, and where that keeps the carry rule."""
+"""The key of the metadata in a safetensors header, and the key of the carry rule in the metadata."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A contiguous run of equal dtype in the flat buffer; offset and size in bytes."""
+    """A contiguous run of entries of equal dtype in the flat buffer; offset and size in bytes."""
 
     dtype: str
     offset: int
@@ -97,7 +97,7 @@ class Schema:
 
     @classmethod
     def of(cls, arrays: Mapping[str, npt.NDArray[Any]], carry: Carry = "keep") -> Schema:
-        """The schema of named arrays."""
+        """Return the schema of named arrays. Raises `ModelError` for a dtype that safetensors does not have."""
         specs: list[TensorSpec] = []
         for name, array in arrays.items():
             dtype = _NAMES.get(array.dtype)
@@ -110,7 +110,7 @@ class Schema:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins in the flat buffer, in bytes."""
+        """The offset of each tensor in the flat buffer, in bytes."""
         offsets: list[int] = []
         end = 0
         for tensor in self.tensors:
@@ -120,7 +120,7 @@ class Schema:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Size of the flat buffer."""
+        """Size of the flat buffer in bytes."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     @cached_property
@@ -156,28 +156,28 @@ class Schema:
 
     @property
     def file_size_bytes(self) -> int:
-        """Size of a file of this schema: header and flat buffer."""
+        """Size in bytes of a file of this schema: header and flat buffer."""
         return len(self.header) + self.size_bytes
 
     def difference_from(self, expected: Schema) -> str:
-        """What is first found to differ from `expected`, in words; empty when nothing does."""
+        """Describe the first difference from `expected`; empty if the schemas are equal."""
         if self == expected:
             return ""
-        mine = {tensor.name: tensor for tensor in self.tensors}
-        theirs = {tensor.name: tensor for tensor in expected.tensors}
-        if missing := [name for name in theirs if name not in mine]:
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        expected_tensors = {tensor.name: tensor for tensor in expected.tensors}
+        if missing := [name for name in expected_tensors if name not in tensors]:
             return f"tensor {quote(missing[0])} is missing ({len(missing)} in all)"
-        if extra := [name for name in mine if name not in theirs]:
+        if extra := [name for name in tensors if name not in expected_tensors]:
             return f"tensor {quote(extra[0])} is not part of the model ({len(extra)} in all)"
-        for name, tensor in mine.items():
-            if tensor != theirs[name]:
-                want = theirs[name]
+        for name, tensor in tensors.items():
+            other = expected_tensors[name]
+            if tensor != other:
                 return (
                     f"tensor {quote(name)} is {tensor.dtype} {format_numbers(tensor.shape)}; "
-                    f"expected {want.dtype} {format_numbers(want.shape)}"
+                    f"expected {other.dtype} {format_numbers(other.shape)}"
                 )
         if self.tensors != expected.tensors:
-            return "the tensors lie in another order; expected the order of the base version's file"
+            return "the tensors are in another order; expected the order of the base version's file"
         return f"the carry rule is {self.carry!r}; expected {expected.carry!r}"
 
     def __eq__(self, other: object) -> bool:
@@ -193,7 +193,7 @@ class Schema:
 
 
 def check_spec(tensor: TensorSpec) -> None:
-    """Raises `ModelError` when no model can hold such a tensor."""
+    """Raise `ModelError` unless a model can have such a tensor."""
     name = quote(tensor.name)
     if tensor.dtype not in DTYPES:
         raise ModelError(f"tensor {name} has dtype {quote(tensor.dtype)}; expected one of {', '.join(DTYPES)}")
@@ -201,7 +201,7 @@ def check_spec(tensor: TensorSpec) -> None:
         raise ModelError(f"{name} cannot be the name of a tensor; expected 1 to {MAX_NAME_BYTES} bytes of UTF-8")
     if len(tensor.shape) > MAX_RANK or any(extent < 0 for extent in tensor.shape):
         raise ModelError(f"tensor {name} has the impossible shape {format_numbers(tensor.shape[:MAX_RANK])}")
-    # NumPy refuses such extents even where a zero among them makes the tensor empty.
+    # NumPy refuses such extents even if a zero among them makes the tensor empty.
     extents = math.prod(extent for extent in tensor.shape if extent)
     if extents * DTYPES[tensor.dtype].itemsize > _MAX_TENSOR_BYTES:
         raise ModelError(f"tensor {name} of shape {format_numbers(tensor.shape)} is too large for any machine")

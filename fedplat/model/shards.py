@@ -1,8 +1,8 @@
-"""The columns of a model's vector, shared out over those that work on it together: each has one shard of every vector.
+"""Sharding of the columns of a model's vector over workers: each worker has the same shard of every vector.
 
-What is computed entry by entry, a shard has for itself. Of what is added up over all entries (a norm, inner products)
-each shard has some of the terms, and `ShardReduce` adds up those of all. The terms are those of blocks or windows,
-added in the order of the columns, and shards begin where windows do, so the bits do not depend on the number of shards.
+A shard computes entry-wise results without the others. For a sum over all entries (a norm, inner products) each shard
+has some of the terms, and `ShardReduce` adds up the terms of all shards. Terms are sums over blocks or windows, added
+in the order of the columns, and shards begin at window boundaries, so the bits do not depend on the number of shards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Terms = npt.NDArray[np.float64]
 
 
 class ShardReduce(Protocol):
-    """Adds up what all shards have."""
+    """A sum over the terms of all shards."""
 
     def __call__(self, zero: Terms, terms: Iterable[Terms]) -> Terms:
-        """`zero` plus the terms of the first shard, in order, plus those of the next one, and so on; [...] each.
+        """Return `zero` plus the terms of the first shard, in order, plus those of the next, and so on; [...] each.
 
-        All shards have to call it, in the same order and with equal zeros. The result is the same for all.
+        All shards must call it, in the same order and with equal zeros. All receive the same result.
         """
         ...
 
 
 def single_shard(zero: Terms, terms: Iterable[Terms]) -> Terms:
-    """The sum of the terms where one shard has all columns."""
+    """Return the sum of the terms when one shard has all columns."""
     total = zero.copy()
     for term in terms:
         total += term
@@ -38,7 +38,9 @@ def single_shard(zero: Terms, terms: Iterable[Terms]) -> Terms:
 
 
 def shards(size: int, number: int) -> list[range]:
-    """The columns of a vector of `size` entries in so many shards, as alike as may be; the last ones may be empty.
+    """Divide the columns of a vector of `size` entries into `number` shards, as evenly as whole windows allow.
+
+    The last shards may be empty.
 
     >>> shards(3 * WINDOW + 5, 2)
     [range(0, 524288), range(524288, 786437)]

@@ -1,6 +1,6 @@
-"""A model with a step added, window by window: the one place where a version becomes the next one.
+"""Addition of a step to a model, window by window: the only place where a version becomes the next one.
 
-The server commits what this gives, and clients that rebuild a version from a delta must come to the same bits.
+The server commits this result, and clients that rebuild a version from a delta must compute the same bits.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from fedplat.model.values import Read, add_step, floating_runs, read_run
 
 
 class Flat(Protocol):
-    """A model whose flat buffer can be read: `Parameters` and `ModelFile` are."""
+    """A model with a readable flat buffer, such as `Parameters` and `ModelFile`."""
 
     @property
     def schema(self) -> Schema:
-        """What the model is."""
+        """The model's schema."""
         ...
 
     def reader(self, longest: int) -> AbstractContextManager[Read]:
-        """Reads of the flat buffer, at most `longest` bytes at a time."""
+        """Return a reader of the flat buffer, for at most `longest` bytes at a time."""
         ...
 
 
 def read_base_values(read: Read, run: Segment) -> Iterator[npt.NDArray[Any]]:
-    """The entries of a run as the base has them."""
+    """Iterate over the entries of a run of the base."""
     return (read_run(read, run, part.start, part.stop - part.start) for part in blocks(run.count, WINDOW))
 
 
 class Placed(NamedTuple):
-    """Entries of a flat buffer, and the byte of it that they begin with."""
+    """Entries of a flat buffer, and the byte offset at which they begin."""
 
     start: int
     values: npt.NDArray[Any]
@@ -48,11 +48,11 @@ def apply_step(
     carried: Callable[[Read, Segment], Iterator[npt.NDArray[Any]]],
     columns: range | None = None,
 ) -> Iterator[Placed]:
-    """The flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
+    """Yield the flat buffer of `base` with a step added, part by part, each valid until the next is drawn.
 
-    `steps` are the step's entries in order, in parts of any size up to `WINDOW`, and are drawn as they are needed:
-    those of all columns, or of some. `carried` gives the entries of a run of another dtype, as
-    `read_base_values` does; none, if another shard owns them.
+    `steps` are the entries of the step for `columns` (None: all), in order, in parts of any size up to `WINDOW`, drawn
+    as needed. `carried` returns the entries of a carried run, as `read_base_values` does, or nothing if another shard
+    owns them.
     """
     entries = dict(floating_runs(base.schema, range(base.schema.num_floating) if columns is None else columns))
     step, used = np.empty(0, np.float32), 0

@@ -1,4 +1,4 @@
-"""Where the values of a model or an update come from, be they in memory, in a file, or decoded as they are read."""
+"""The values of a model or an update: in memory, in a file, or decoded while they are read."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A flat buffer, or a part of it."""
 
 Read: TypeAlias = Callable[[int, int], Bytes]
-"""Reads from a flat buffer: `size` bytes from `start`, as memory that is valid until the next call."""
+"""A reader of a flat buffer: returns `size` bytes from `start`, as memory that is valid until the next call."""
 
 
 class Values(Protocol):
-    """The values of a model or an update, which may be read as often as wanted and need not be in memory as a whole.
+    """The values of a model or an update, which can be read repeatedly and need not be in memory as a whole.
 
-    `Parameters` and `ModelFile` are; so is whatever else can give the floating-point entries as float32 blocks and the
-    others as they are.
+    `Parameters` and `ModelFile` implement it, as does anything that returns the floating-point entries as float32
+    blocks and the other entries unchanged.
     """
 
     @property
     def schema(self) -> Schema:
-        """What the values are."""
+        """The schema of the values."""
         ...
 
     def to_blocks(self, columns: range | None = None) -> Blocks:
-        """The floating-point entries as float32, in canonical order: all of them, or those of some columns.
+        """Return the floating-point entries as float32, in canonical order: all, or only those of `columns`.
 
         `columns` begin at a multiple of `WINDOW`.
         """
         ...
 
     def read_carried(self, run: Segment) -> Iterator[npt.NDArray[Any]]:
-        """The entries of one run of another dtype, `BLOCK` at a time; each part is valid until the next is drawn."""
+        """Iterate over the entries of one carried run, `BLOCK` at a time; each is valid until the next is drawn."""
         ...
 
 
 class FloatingBlocks:
-    """The floating-point entries of a flat buffer as float32 `Blocks`; float32 is handed on as it was read.
+    """The floating-point entries of a flat buffer as float32 `Blocks`; float32 entries are not copied.
 
     A float64 entry beyond the range of float32 becomes infinite, without a warning.
     """
@@ -52,7 +52,7 @@ class FloatingBlocks:
     def __init__(
         self, schema: Schema, reader: Callable[[], AbstractContextManager[Read]], columns: range | None = None
     ) -> None:
-        """Those of some `columns`, or all. `reader()` is called for each pass, so that no two read into one window."""
+        """Select `columns`, or all. `reader()` is called for each pass, so that no two passes share a window."""
         self._schema = schema
         self._reader = reader
         self._columns = range(schema.num_floating) if columns is None else columns
@@ -63,11 +63,10 @@ class FloatingBlocks:
         return len(self._columns)
 
     def __iter__(self) -> Iterator[Vector]:
-        """The blocks, in order."""
         return self._parts(BLOCK)
 
     def windows(self) -> Iterator[Vector]:
-        """The elements, `WINDOW` at a time."""
+        """Iterate over the elements, `WINDOW` at a time."""
         return self._parts(WINDOW)
 
     def _parts(self, length: int) -> Iterator[Vector]:
@@ -91,13 +90,13 @@ class FloatingBlocks:
 
 
 def read_run(read: Read, run: Segment, first: int, count: int) -> npt.NDArray[Any]:
-    """`count` entries of a run from the one with index `first`."""
+    """Return `count` entries of a run, beginning with index `first`."""
     dtype = DTYPES[run.dtype]
     return read(run.offset + first * dtype.itemsize, count * dtype.itemsize).view(dtype)
 
 
 def add_step(values: npt.NDArray[Any], step: Vector) -> npt.NDArray[Any]:
-    """Floating-point entries with a step added: in their own dtype, computed at least in float32.
+    """Return floating-point entries with a step added, in their own dtype; computed in float32 or a wider dtype.
 
     A result beyond the range of its dtype becomes infinite, without a warning.
     """
@@ -108,15 +107,15 @@ def add_step(values: npt.NDArray[Any], step: Vector) -> npt.NDArray[Any]:
 
 
 def all_finite(values: npt.NDArray[Any]) -> bool:
-    """Whether no floating-point entry is NaN or infinite, as it is or as float32."""
-    if values.dtype == np.float64:  # 1e300 is finite, and infinite once it is averaged
+    """Return whether no floating-point entry is NaN or infinite, in its own dtype or as float32."""
+    if values.dtype == np.float64:  # 1e300 is finite, but becomes infinite when it is averaged
         with np.errstate(over="ignore"):
             values = values.astype(np.float32)
     return bool(np.isfinite(values).all())
 
 
 def floating_runs(schema: Schema, columns: range) -> Iterator[tuple[Segment, range]]:
-    """The floating-point runs that some columns lie in, and which entries of each."""
+    """Yield the floating-point runs that contain some of the columns, and the range of entries in each."""
     position = 0
     for run in schema.segments:
         if run.dtype in FLOATING:
@@ -127,7 +126,7 @@ def floating_runs(schema: Schema, columns: range) -> Iterator[tuple[Segment, ran
 
 
 def _pieces(schema: Schema, columns: range, length: int) -> Iterator[tuple[Segment, int, int]]:
-    """The runs of columns, cut where a run ends or a part of the vector: run, index of the first, number."""
+    """Yield the runs of columns, cut at run and part boundaries: the run, its first index, the number of entries."""
     position = 0
     for run, entries in floating_runs(schema, columns):
         first = entries.start

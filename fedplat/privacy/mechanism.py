@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedplat.aggregate import AdaptiveClip, ClientRequirements, Contribution, Partial, Rule, State, Wrapper
-from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, following
+from fedplat.aggregate.adaptive_clip import CLIP_NORM, WITHIN, next_clip_norm
 from fedplat.model import Blocks, Schema, Vector
 from fedplat.privacy.noise import Noise, Normals
 from fedplat.privacy.options import PublishedMetrics
@@ -101,7 +101,9 @@ def privatize(release: Release, noise: Noise | None) -> Wrapper:
         def remember(partial: Partial) -> Mapping[str, float]:
             scalars = dict(inner.remember(partial))
             if isinstance(release.clip, AdaptiveClip):
-                scalars[CLIP_NORM] = following(release.clip, partial, _noised_share(release, partial, _certain(noise)))
+                scalars[CLIP_NORM] = next_clip_norm(
+                    release.clip, partial, _noised_share(release, partial, _certain(noise))
+                )
             if release.tree is not None:
                 scalars |= release.tree.after(partial.scalars, _certain(noise))
             return scalars

@@ -1,13 +1,13 @@
-"""Sampling policies: whom an attempt draws from those who may take part.
+"""Sampling policies: they draw the cohort of an attempt from the eligible clients.
 
-`candidates.py` says what a policy is told; each policy is one file with a frozen options record (the table
-`[selection.sampling]` of a job file) and its pure `draw(candidates, count, rng)`. To add one: write one new file (the
-paper in its docstring), add its record to `Policy` below, and one row to the table of
+`candidates.py` defines the input of a policy. Each policy is one file with a frozen options record (the table
+`[selection.sampling]` of a job file) and its pure method `draw(candidates, count, rng)`. To add one: write one new file
+(the paper in its docstring), add its record to `Policy` below, and one row to the table of
 `tests/core/sampling/test_contract.py`.
 
-A policy has two class variables besides. `remembers`: whether it asks what earlier rounds told of clients, which the
-coordinator keeps only for policies that do. `is_trial`: whether each client is drawn by a trial of its own when the
-selection ends, so that the number drawn is random and the policy's own.
+A policy also has two class variables. `remembers` is true if it uses the clients' history, which the coordinator keeps
+only for such policies. `is_trial` is true if each client is drawn by an independent trial when the selection ends, so
+that the number of drawn clients is random and determined by the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedplat.sampling.uniform import Uniform
 from fedplat.sampling.weighted import Weighted
 
 Policy = Uniform | Poisson | Weighted | Stratified | Oort
-"""The table `[selection.sampling]` of a job file: a union that its key `policy` tells apart."""
+"""The table `[selection.sampling]` of a job file: a union tagged by its key `policy`."""
 
 POLICIES: Mapping[str, type[Policy]] = {each.__struct_config__.tag: each for each in get_args(Policy)}
 """The options record of each policy, by its name in a job file."""

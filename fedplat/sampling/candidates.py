@@ -1,4 +1,4 @@
-"""What a policy is told of the clients that it may draw."""
+"""The input of a sampling policy: the clients that it may draw."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 Labels = Mapping[str, str]
 
 LARGEST_UTILITY = 1e100
-"""Clients say both factors of it, and sums over all of them shall be finite."""
+"""Upper bound of a utility: clients report both of its factors, and sums over all clients must stay finite."""
 
 
 @dataclasses.dataclass(slots=True)
 class ClientHistory:
-    """What is remembered of a client that took part, which is: was assigned in an attempt to train.
+    """The history of a client that participated, that is, had an assignment in a training attempt.
 
-    `round` and `attempt` name the last time, `num_participations` counts them all, `num_rounds` the rounds that they
-    were in. The rest is of its last accepted report and None before there is one: the number of examples, the time from
-    the assignment to the report in seconds, and the root mean square of the loss over the examples (`loss_squared` of
-    the report's metrics is the mean square; where it is missing, the mean `loss` stands for its root).
+    `round` and `attempt` identify its last participation, `num_participations` counts all of them, and `num_rounds` the
+    rounds in which they were. The other fields are from its last accepted report, and None before there is one: the
+    number of examples, the time from the assignment to the report in seconds, and the root mean square of the loss over
+    the examples (the metric `loss_squared` is the mean square; if it is missing, the mean `loss` replaces the root).
     """
 
     round: int
@@ -32,36 +32,36 @@ class ClientHistory:
 
     @property
     def utility(self) -> float:
-        """|B| sqrt(mean loss²), the statistical utility of Lai et al. 2021, Section 4.2; 0 where it is not known."""
+        """|B| sqrt(mean loss²), the statistical utility of Lai et al. 2021, Section 4.2; 0 if it is unknown."""
         if self.loss is None or self.num_examples is None:
             return 0.0
         return min(self.num_examples * self.loss, LARGEST_UTILITY)
 
 
 class Candidates(Protocol):
-    """The clients that may be drawn, numbered from 0 in an order that means nothing.
+    """The clients that may be drawn, numbered from 0 in arbitrary order.
 
-    Nothing is copied to make one: there may be a million of them, of which a thousand are drawn.
+    Implementations do not copy the clients: a thousand may be drawn from a million.
     """
 
     @property
     def round(self) -> int:
-        """The round that they are drawn for, from 1."""
+        """The number of the round for which clients are drawn, from 1."""
         ...
 
     @property
     def utilities(self) -> Sequence[float]:
-        """For each round, from round 0 (which has none), the sum of `ClientHistory.utility` over its reports."""
+        """For each round, from round 0 (which has no reports), the sum of `ClientHistory.utility` over its reports."""
         ...
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of candidates."""
         ...
 
     def values_of(self, label: str) -> Sequence[str | None]:
-        """One label of all of them; None of those that do not have it. Takes time for each."""
+        """Return one label of every candidate, None if it does not have the label. Time is linear in the candidates."""
         ...
 
     def list_known(self) -> Sequence[tuple[int, ClientHistory]]:
-        """The numbers, in order, and the past of those that took part before."""
+        """Return the numbers, in ascending order, and the history of the candidates that participated before."""
         ...

@@ -1,20 +1,21 @@
-"""Oort: clients whose data has the largest loss and who are fast enough. Lai et al. 2021, arXiv 2010.06081.
+"""Oort: prefer clients that are fast enough and have data with a large loss. Lai et al. 2021, arXiv 2010.06081.
 
 The paper's Algorithm 1, with sections 4.2 to 4.4, for a cohort of K in round R:
 
-- A share of K, which begins at 0.9 and decays by 0.98 each round down to 0.2, *explores*: it is drawn among clients
-  that never took part, by speed if a label tells it. The rest *exploits* what is known of the others.
+- A share of K, which starts at 0.9 and is multiplied by 0.98 each round down to 0.2, *explores*: it is drawn from
+  clients that never participated, by speed if a label has it. The rest *exploits* the history of the other clients.
 - The statistical utility of a client is U = |B| sqrt(mean loss²) (Section 4.2), clipped at the 95 % quantile, so that
   outliers and clients that exaggerate gain little (Section 4.4), plus the temporal uncertainty sqrt(0.1 ln R / L),
-  where L is the round in which the client took part last (Algorithm 1).
-- It is times (T / t)^alpha if the client's time t is above the preferred duration T (Equation 1).
-- Those within 95 % of the utility of the last one that would be taken are admitted, and are drawn in proportion to it.
-- The pacer (Section 4.3) raises T by `pacer_s` whenever the utility gathered in W rounds is below that of the W before.
+  where L is the round of the client's last participation (Algorithm 1).
+- It is multiplied by (T / t)^alpha if the client's duration t is above the preferred duration T (Equation 1).
+- Clients with at least 95 % of the utility of the last one that would be selected are admitted, and are drawn in
+  proportion to their utility.
+- The pacer (Section 4.3) raises T by `pacer_s` whenever the total utility of W rounds is below that of the W before.
 
-What the paper leaves open is as in its authors' code: utilities are divided by the largest before the uncertainty is
-added, which else would depend on the unit of the loss, and the pacer looks every W rounds. A client that took part and
-never reported counts as explored, with utility 0. The blacklist and the fairness knob are left out
-(`selection.min_separation` keeps anybody from being drawn again and again).
+Details that the paper does not specify are as in its authors' code: utilities are divided by the largest before the
+uncertainty is added, which otherwise would depend on the unit of the loss, and the pacer runs every W rounds. A client
+that participated and never reported counts as explored, with utility 0. The blacklist and the fairness knob are omitted
+(`selection.min_separation` prevents repeated selection of the same clients).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from fedplat.sampling.candidates import Candidates, ClientHistory
-from fedplat.sampling.uniform import some_of
-from fedplat.sampling.weighted import as_weights, by_weight, fill_missing_weights
+from fedplat.sampling.uniform import draw_uniformly
+from fedplat.sampling.weighted import draw_by_weight, fill_missing_weights, to_weights
 
 CLIPPED_QUANTILE = 0.95
 CUT_OFF = 0.95
@@ -41,25 +42,25 @@ _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="oort"):
-    """Prefers clients with a high loss that are not too slow, and tries all of them in the end.
+    """A policy that prefers clients with a high loss that are not too slow, and eventually tries all clients.
 
-    Clients have to report the metric `loss` or, better, `loss_squared`, the mean of the squared losses.
+    Clients must report the metric `loss` or, better, `loss_squared`, the mean of the squared losses.
     """
 
     pacer_s: Annotated[float, Meta(ge=0.01, le=31_536_000.0)]
-    """Preferred duration of a client's work at first, and the step by which the pacer raises it, in seconds (Δ)."""
+    """Initial preferred duration of an assignment, and the step by which the pacer raises it, in seconds (Δ)."""
     window: Annotated[int, Meta(ge=1, le=1_000_000)] = 20
     """Number of rounds that the pacer compares (W)."""
     alpha: Annotated[float, Meta(ge=0.0, le=100.0)] = 2.0
     """Exponent of the penalty for slow clients."""
     exploration: _Share = 0.9
-    """Share of clients that never took part, in round 1."""
+    """Share of the cohort, in round 1, for clients that never participated."""
     exploration_decay: _Share = 0.98
-    """Factor of that share from round to round."""
+    """Factor by which that share changes from round to round."""
     min_exploration: _Share = 0.2
     """Lowest value of that share."""
     speed: Annotated[str, Meta(max_length=1000)] = ""
-    """Label that holds a number, in proportion to which new clients are drawn; empty: all alike."""
+    """Label with a number, in proportion to which new clients are drawn; empty: uniformly."""
 
     remembers: ClassVar[bool] = True
     is_trial: ClassVar[bool] = False
@@ -71,7 +72,7 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
             )
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
-        """`count` of the candidates, or all of them if there are no more."""
+        """Draw `count` of the candidates, or all if there are not more than that."""
         if count >= len(candidates):
             return list(range(len(candidates)))
         known = candidates.list_known()
@@ -81,46 +82,46 @@ class Oort(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", 
         unexplored = np.flatnonzero(is_new)
         num_new = self._num_new(candidates.round, count, rng)
         num_new = max(min(num_new, len(unexplored)), count - len(explored))
-        chosen = self._exploit([past for _, past in known], candidates, count - num_new, rng)
+        chosen = self._exploit([history for _, history in known], candidates, count - num_new, rng)
         return [*explored[chosen].tolist(), *self._explore(unexplored, candidates, num_new, rng)]
 
     def _num_new(self, round_: int, count: int, rng: np.random.Generator) -> int:
-        """How many shall be explored; rounded at random, so that cohorts of a few explore too."""
+        """Return the number of clients to explore, rounded at random, so that small cohorts explore too."""
         share = max(self.exploration * self.exploration_decay ** (round_ - 1), self.min_exploration)
         return math.floor(share * count + rng.random())
 
     def _explore(self, unexplored: _Indices, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
         if not self.speed:
-            return unexplored[some_of(len(unexplored), count, rng)].tolist()
-        speeds = as_weights(candidates.values_of(self.speed))[unexplored]
-        return unexplored[by_weight(fill_missing_weights(speeds), count, rng)].tolist()
+            return unexplored[draw_uniformly(len(unexplored), count, rng)].tolist()
+        speeds = to_weights(candidates.values_of(self.speed))[unexplored]
+        return unexplored[draw_by_weight(fill_missing_weights(speeds), count, rng)].tolist()
 
     def _exploit(
-        self, pasts: Sequence[ClientHistory], candidates: Candidates, count: int, rng: np.random.Generator
+        self, histories: Sequence[ClientHistory], candidates: Candidates, count: int, rng: np.random.Generator
     ) -> _Indices:
         if count <= 0:
             return np.empty(0, np.int64)
         preferred_s = self.preferred_s(candidates.utilities, candidates.round)
-        scores = self.scores(pasts, candidates.round, preferred_s)
+        scores = self.scores(histories, candidates.round, preferred_s)
         cut_off = CUT_OFF * np.partition(scores, -count)[-count]
         admitted = np.flatnonzero(scores >= cut_off)
-        return admitted[by_weight(scores[admitted], count, rng)]
+        return admitted[draw_by_weight(scores[admitted], count, rng)]
 
-    def scores(self, pasts: Sequence[ClientHistory], round_: int, preferred_s: float) -> _Numbers:
-        """Util(i) of Algorithm 1: what each client is expected to bring in this round."""
-        utilities = np.array([past.utility for past in pasts])
+    def scores(self, histories: Sequence[ClientHistory], round_: int, preferred_s: float) -> _Numbers:
+        """Compute Util(i) of Algorithm 1, the expected utility of each client in this round."""
+        utilities = np.array([history.utility for history in histories])
         utilities = np.minimum(utilities, np.quantile(utilities, CLIPPED_QUANTILE))
         if (largest := utilities.max()) > 0.0:
             utilities = utilities / largest
-        last_rounds = np.array([past.round for past in pasts], np.float64)
+        last_rounds = np.array([history.round for history in histories], np.float64)
         scores = utilities + np.sqrt(UNCERTAINTY * math.log(round_) / last_rounds)
-        durations = np.array([past.duration_s or 0.0 for past in pasts])
+        durations = np.array([history.duration_s or 0.0 for history in histories])
         slow = durations > preferred_s
         scores[slow] *= (preferred_s / durations[slow]) ** self.alpha
         return scores
 
     def preferred_s(self, utilities: Sequence[float], round_: int) -> float:
-        """T: what the pacer allows in a round, by what the rounds before it have brought."""
+        """Compute T, the preferred duration in seconds that the pacer sets from the utilities of earlier rounds."""
         window, raised = self.window, 0
         for end in range(2 * window + 1, round_ + 1, window):
             before, last = utilities[end - 2 * window : end - window], utilities[end - window : end]

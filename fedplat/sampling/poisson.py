@@ -1,19 +1,19 @@
-"""Poisson sampling: a trial for each client. McMahan et al. 2018, arXiv 1710.06963, Algorithm 1.
+"""Poisson sampling: an independent trial for each client. McMahan et al. 2018, arXiv 1710.06963, Algorithm 1.
 
-Privacy amplification by sampling rests on this: whether one client takes part depends on nothing but its own trial,
-and neither does whose updates are in the model. For that a job needs, besides this policy,
+Privacy amplification by sampling requires that the participation of a client depends only on its own trial, and that
+this also holds for the presence of its update in the model. For that a job needs, besides this policy,
 
-- `selection.close = "deadline"`: an attempt that closes at a number of reports takes the fastest, and the chance to be
-  among them is far above `rate`;
-- a pool that does not depend on who is drawn: `wait_for` at the size of the fleet, or 0 (all who wait when
-  `selection_s` is over);
-- no minimum: an attempt that draws fewer is abandoned and drawn again, so that the number drawn leaks through the
-  minimum. Private jobs have none.
+- `selection.close = "deadline"`: an attempt that closes at a number of reports uses the fastest clients, and their
+  probability of inclusion is far above `rate`;
+- eligible clients that do not depend on the draw: `wait_for` equal to the size of the fleet, or 0 (all clients that
+  wait when `selection_s` ends);
+- no minimum: an attempt that draws fewer is abandoned and drawn again, so the number drawn leaks through the minimum.
+  Private jobs have no minimum.
 
-No more are drawn than a cap, which bounds memory and what a round costs. The chance that it bites is `OVERFLOW` a round
-at most, whatever the binomial's mean, by Chernoff's bound; for large means the cap is 8.3 standard deviations above it.
-With five it would bite with a chance of 3e-7, or 7e-6 where the mean is 10 (the binomial is skewed): more,
-over a thousand rounds, than the delta of most jobs.
+The number drawn is capped, which bounds the memory and the cost of a round. By Chernoff's bound, the cap takes effect
+with a probability of at most `OVERFLOW` per round for any mean of the binomial; for large means it is 8.3 standard
+deviations above the mean. A cap at five standard deviations would take effect with a probability of 3e-7, or 7e-6 for a
+mean of 10 (the binomial is skewed): over a thousand rounds, more than the delta of most jobs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fedplat.sampling.candidates import Candidates
-from fedplat.sampling.uniform import some_of
+from fedplat.sampling.uniform import draw_uniformly
 
 OVERFLOW = 1e-15
-"""The chance, in a round, that more would have been drawn than the cap lets."""
+"""Upper bound of the probability, per round, that the cap takes effect."""
 
 
 class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="poisson"):
-    """Each client with probability `rate`, independently of all others."""
+    """A policy that draws each client with probability `rate`, independently of all others."""
 
     rate: Annotated[float, Meta(gt=0.0, le=1.0)]
     """Probability with which each client is drawn."""
@@ -41,16 +41,17 @@ class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
     is_trial: ClassVar[bool] = True
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
-        """Those whose trial succeeds, whatever `count` is; at most `cap` of them.
+        """Draw the clients with a successful trial, for any `count`; at most `cap` of them.
 
-        A binomial number of clients of which each set is equally likely: the same distribution as trials one by one.
+        Draws a binomial number of clients, with all sets of that size equally likely: the same distribution as
+        individual trials.
         """
         total = len(candidates)
         drawn = int(rng.binomial(total, self.rate))
-        return some_of(total, min(drawn, self.cap(total)), rng)
+        return draw_uniformly(total, min(drawn, self.cap(total)), rng)
 
     def cap(self, total: int) -> int:
-        """The most that are drawn of so many: the least c with P[more than c] below `OVERFLOW` by Chernoff's bound.
+        """Return the maximum number drawn from `total`: the least c with P[X > c] ≤ `OVERFLOW` by Chernoff's bound.
 
         P[X ≥ k] ≤ exp(-n KL(k/n ‖ rate)) for k above the mean (Hoeffding 1963, Theorem 1).
         """
@@ -65,6 +66,6 @@ class Poisson(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy
 
 
 def _divergence(share: float, rate: float) -> float:
-    """Kullback-Leibler divergence of two trials, in nats."""
+    """Return the Kullback-Leibler divergence of two Bernoulli distributions, in nats."""
     rest = (1.0 - share) * math.log((1.0 - share) / (1.0 - rate)) if share < 1.0 else 0.0
     return share * math.log(share / rate) + rest

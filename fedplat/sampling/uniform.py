@@ -11,18 +11,18 @@ from fedplat.sampling.candidates import Candidates
 
 
 class Uniform(Struct, frozen=True, forbid_unknown_fields=True, tag_field="policy", tag="uniform"):
-    """Each set of clients is equally likely."""
+    """A policy in which each set of clients is equally likely."""
 
     remembers: ClassVar[bool] = False
     is_trial: ClassVar[bool] = False
 
     def draw(self, candidates: Candidates, count: int, rng: np.random.Generator) -> list[int]:
-        """`count` of the candidates, or all of them if there are no more."""
-        return some_of(len(candidates), count, rng)
+        """Draw `count` of the candidates, or all if there are not more than that."""
+        return draw_uniformly(len(candidates), count, rng)
 
 
-def some_of(total: int, count: int, rng: np.random.Generator) -> list[int]:
-    """`count` of the numbers below `total`, in time that grows with `count` where that is a small part."""
+def draw_uniformly(total: int, count: int, rng: np.random.Generator) -> list[int]:
+    """Draw `count` of the numbers below `total`; if `count` is a small part, time grows with `count` only."""
     if count >= total:
         return list(range(total))
     return rng.choice(total, count, replace=False).tolist()

@@ -135,7 +135,7 @@ def test_a_client_that_is_started_again_goes_on_as_who_it_was(
     ("given", "said"),
     [
         (["--ticket", "fpt1.AAAA"], "the ticket is damaged"),
-        (["--ticket", "nonsense"], "this is no ticket of this version"),
+        (["--ticket", "nonsense"], "this is not a ticket of this version"),
         (["--ticket", "fpt1." + "A" * 40_000], "expected at most"),
         (["--ticket-file", "no-such-file"], "the ticket file no-such-file cannot be read"),
         (["--ticket", "{good}", "--ticket-file", "file"], "give one of them"),

@@ -66,7 +66,7 @@ def test_an_unknown_codec_ends_the_task_before_the_training(
     client.run(max_tasks=1)
     (failed,) = fleet.requests["Fail"]
     assert failed.reason == model_pb2.REASON_UNKNOWN_CODEC
-    assert "known codecs: " in failed.text
+    assert "supported codecs: " in failed.text
     assert "Download" not in fleet.calls
 
 

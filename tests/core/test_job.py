@@ -238,12 +238,12 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "an expression that is no Python": (
         with_line("where = 'region ='", "selection"),
-        "selection.where = 'region =': 'region =' is no expression over labels (invalid syntax (<unknown>, line 1)); "
-        "expected, for instance: region == 'eu' and memory_mb >= 4096",
+        "selection.where = 'region =': 'region =' is not an expression over labels (invalid syntax (<unknown>, line 1)"
+        "); expected, for instance: region == 'eu' and memory_mb >= 4096",
     ),
     "an expression that calls": (
         with_line("where = 'f(1) == 1'", "selection"),
-        "selection.where = 'f(1) == 1': 'f(1)' is no label, text or number",
+        "selection.where = 'f(1) == 1': 'f(1)' is not a label, text or number",
     ),
     "an initial model of another kind": (
         with_line("initial = 'model.pt'", "model"),

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from fedplat import aggregate
 from fedplat.aggregate.robust import (
-    MAX_GATHERED,
+    MAX_ROBUST_UPDATES,
     Bucketing,
     CenteredClipping,
     Krum,
@@ -126,9 +126,9 @@ def test_mistakes_are_named(more: str, mistake: str) -> None:
 
 
 def test_so_many_updates_cannot_be_read_side_by_side() -> None:
-    assert parse_job(job(table("name = 'median'"), goal=MAX_GATHERED)).robust is not None
+    assert parse_job(job(table("name = 'median'"), goal=MAX_ROBUST_UPDATES)).robust is not None
     with pytest.raises(JobFileError, match=r"selection.goal = 1001: expected at most 1000 with \[robust\]"):
-        parse_job(job(table("name = 'median'"), goal=MAX_GATHERED + 1))
+        parse_job(job(table("name = 'median'"), goal=MAX_ROBUST_UPDATES + 1))
     late = "over_selection = 1.5\nclose = 'deadline'\n"  # then all who were assigned may report
     assert parse_job(job(late + table("name = 'median'"), goal=600)).robust is not None
     with pytest.raises(JobFileError, match=r"selection.over_selection x goal = 1050: expected at most 1000"):

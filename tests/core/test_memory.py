@@ -34,5 +34,5 @@ def test_forgetting_is_a_change() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 64])
 def test_names_are_checked(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name a note"):
+    with pytest.raises(ValueError, match="is not a valid name"):
         ClientState().put(name, note(1))

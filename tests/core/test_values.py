@@ -141,7 +141,7 @@ def test_a_file_of_other_software_and_one_that_shrinks_are_refused(tmp_path: Pat
     size = int.from_bytes(content[:8], "little")
     path.write_bytes((size + 8).to_bytes(8, "little") + content[8 : 8 + size] + b" " * 8 + content[8 + size :])
     assert Parameters.open(path) == parameters
-    with pytest.raises(ModelError, match="as fedplat does it"):
+    with pytest.raises(ModelError, match="fedplat did not write the header"):
         ModelFile.open(path)
     path.write_bytes(content)
     file = ModelFile.open(path)

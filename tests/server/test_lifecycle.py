@@ -159,7 +159,7 @@ async def test_models_that_cannot_be_trained_are_refused(site: Site) -> None:
     scaffold += '[aggregation]\nrule = "scaffold"\nnum_clients = 9'
     with pytest.raises(aio.AioRpcError) as caught:
         await site.operator.create(job_file(more=scaffold))
-    assert "for each NAME of them a tensor control/NAME" in (caught.value.details() or "")
+    assert "a tensor control/NAME for each tensor NAME" in (caught.value.details() or "")
     await site.operator.create(job_file(more=scaffold), with_control(initial_model()))
     request = admin_pb2.CreateJobRequest(job_file=job_file(), initial_digest="0" * 64, idempotency_key="12345678")
     with pytest.raises(aio.AioRpcError) as caught:

@@ -1,7 +1,7 @@
-"""Robust aggregation: a bounded number of updates may be anything, and the result is still of use.
+"""Robust aggregation: the result stays useful even if a bounded number of updates is arbitrary.
 
-Each rule stands in one file and wraps any rule that ends with a mean of updates, so that server optimizers go with all
-of them; pre-aggregators mix updates before. To add one: write one file (the paper in its docstring, a frozen options
+Each rule is one file and wraps any rule that ends with a mean of updates, so every server optimizer can be used with
+it; pre-aggregators mix the updates first. To add one: write one file (the paper in its docstring, a frozen options
 record), add its record to `RobustRule` or `PreAggregator` here, and one row to the table of
 `tests/core/aggregate/test_robust.py`.
 
@@ -27,43 +27,45 @@ from fedplat.aggregate.algebra import Wrapper
 from fedplat.aggregate.robust.bucketing import Bucketing
 from fedplat.aggregate.robust.bulyan import Bulyan
 from fedplat.aggregate.robust.centered_clipping import CenteredClipping
-from fedplat.aggregate.robust.cohort import Rows
 from fedplat.aggregate.robust.fltrust import FLTrust
 from fedplat.aggregate.robust.geometric_median import GeometricMedian
+from fedplat.aggregate.robust.inputs import Rows
 from fedplat.aggregate.robust.krum import Krum, MultiKrum
 from fedplat.aggregate.robust.median import Median
 from fedplat.aggregate.robust.nearest import NearestNeighbours
 from fedplat.aggregate.robust.trimmed_mean import TrimmedMean
 
 RobustRule = Median | TrimmedMean | Krum | MultiKrum | Bulyan | GeometricMedian | CenteredClipping | FLTrust
-"""The key `robust.rule` of a job file: a union that its key `name` tells apart."""
+"""The key `robust.rule` of a job file: a union tagged by its key `name`."""
 
 PreAggregator = Bucketing | NearestNeighbours
 """One of the tables of the key `robust.before`."""
 
-MAX_GATHERED = 1000
-"""Updates that a robust rule takes at most: all their files are open at once, and its work grows with the square."""
+MAX_ROBUST_UPDATES = 1000
+"""Maximum number of updates of a robust rule: their files are all open at once, and the work grows quadratically."""
 
 
 class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Robust aggregation: a rule in place of the mean of the updates."""
+    """Robust aggregation: a rule that replaces the mean of the updates."""
 
     rule: RobustRule
     """Rule and its options, such as `rule = { name = "median" }`."""
-    byzantine: Annotated[int, Meta(ge=0, le=MAX_GATHERED)]
-    """f, the number of updates of an attempt that may be anything at all."""
+    byzantine: Annotated[int, Meta(ge=0, le=MAX_ROBUST_UPDATES)]
+    """f, the number of updates of an attempt that may be arbitrary."""
     before: Annotated[tuple[PreAggregator, ...], Meta(max_length=10)] = ()
     """Pre-aggregators that mix the updates first, in this order, such as `before = [{ name = "nearest" }]`."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
         if self.before and isinstance(self.rule, FLTrust):
-            raise ValueError("before = [...]: expected none with fltrust, which must know whose update is whose")
+            raise ValueError(
+                "before = [...]: expected none with fltrust, which must identify the client of each update"
+            )
 
     def check(self, num_updates: int) -> None:
-        """Raises `ValueError` when so few updates cannot hold out against the byzantine ones, or for too many."""
-        if num_updates > MAX_GATHERED:
-            raise ValueError(f"{num_updates} updates cannot be read side by side; expected at most {MAX_GATHERED}")
+        """Raise `ValueError` if there are too few updates to tolerate the byzantine ones, or too many."""
+        if num_updates > MAX_ROBUST_UPDATES:
+            raise ValueError(f"a robust rule got {num_updates} updates; expected at most {MAX_ROBUST_UPDATES}")
         rows, text = num_updates, f"{num_updates} updates"
         for mixing in self.before:
             rows = mixing.rows_of(rows)
@@ -75,9 +77,9 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{name} with byzantine = {self.byzantine} needs at least {fewest}, not {text}")
 
     def build(self, seed: int) -> Wrapper:
-        """Makes a rule that ends with a mean robust; `seed` decides what is random.
+        """Return a wrapper that makes a rule with a mean robust; random choices follow from `seed`.
 
-        Its `gather` raises `ValueError` when there are too few updates, or too many.
+        `gather` of the resulting rule raises `ValueError` if there are too few updates, or too many.
         """
         mixings = [mixing.build(self.byzantine, seed) for mixing in self.before]
 
@@ -91,7 +93,7 @@ class Robust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 __all__ = [
-    "MAX_GATHERED",
+    "MAX_ROBUST_UPDATES",
     "Bucketing",
     "Bulyan",
     "CenteredClipping",

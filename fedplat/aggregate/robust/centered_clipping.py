@@ -1,7 +1,7 @@
-"""Centered clipping: every update pulls at last round's aggregate, and none by more than a radius.
+"""Centered clipping: every update pulls the last round's aggregate towards it, with a force of at most a radius.
 
 Source: Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", ICML 2021 (arXiv
-2012.10333), Section 4: v ← v + 1/n Σ (x_i - v) min(1, τ / ‖x_i - v‖). It begins at the last aggregate.
+2012.10333), Section 4: v ← v + 1/n Σ (x_i - v) min(1, τ / ‖x_i - v‖). v starts at the last aggregate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from fedplat.aggregate import options as ranges
 from fedplat.aggregate.algebra import Partial, Rule, State, Wrapper
-from fedplat.aggregate.robust.cohort import Mix, RobustInputs, gathering
+from fedplat.aggregate.robust.inputs import Mix, RobustInputs, make_wrapper
 from fedplat.model import Vector
 
 _CENTRE = "clipping_centre"
@@ -24,25 +24,25 @@ _CENTRE = "clipping_centre"
 class CenteredClipping(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="centered-clipping"
 ):
-    """Options of centered clipping. A value out of its range is a `ValueError`."""
+    """Options of centered clipping. Raises `ValueError` for a value out of range."""
 
     radius: ranges.Rate
     """τ, in the units of the model's entries: about the distance between two honest updates."""
     iterations: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """L, how often the centre moves in a round."""
+    """L, the number of moves of the centre in a round."""
 
     def __post_init__(self) -> None:
         ranges.check(self)
 
     def fewest(self, byzantine: int) -> int:
-        """The least number of updates of which so many may be byzantine."""
+        """Return the smallest number of updates of which `byzantine` may be arbitrary."""
         return 2 * byzantine + 1
 
     def build(self, byzantine: int, before: Mix) -> Wrapper:
-        """The rule, behind pre-aggregators. Remembers the vector `clipping_centre`."""
+        """Return the wrapper, with pre-aggregation by `before`. Its state is the vector `clipping_centre`."""
 
-        def reduce(cohort: RobustInputs) -> Vector:
-            rows = cohort.rows.with_vector(-1)  # the centre
+        def reduce(inputs: RobustInputs) -> Vector:
+            rows = inputs.rows.with_vector(-1)  # the centre
             number = len(rows) - 1
             shares = np.eye(number + 1)[-1]
             for _ in range(self.iterations):
@@ -52,11 +52,11 @@ class CenteredClipping(
                 shares[:number] += pull
             return rows.weighted_sum(shares)
 
-        return lambda rule: _remembering(gathering(reduce, before, beside=[_CENTRE])(rule))
+        return lambda rule: _remember_centre(make_wrapper(reduce, before, extra=[_CENTRE])(rule))
 
 
-def _remembering(inner: Rule) -> Rule:
-    """Adds the aggregate of the round before to the state: whatever an optimizer makes of it, it is the next centre."""
+def _remember_centre(inner: Rule) -> Rule:
+    """Add the aggregate of the round, before any optimizer, to the state: it is the next centre."""
 
     def init(size: int) -> State:
         return {**inner.init(size), _CENTRE: np.zeros(size, np.float32)}

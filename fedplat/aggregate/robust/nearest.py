@@ -1,7 +1,7 @@
-"""Nearest-neighbour mixing: each update becomes the mean of the n - f that are nearest to it.
+"""Nearest-neighbour mixing: each update is replaced by the mean of the n - f updates nearest to it.
 
 Source: Allouah et al. 2023, "Fixing by Mixing: A Recipe for Optimal Byzantine ML under Heterogeneity", AISTATS 2023
-(arXiv 2302.01772), Algorithm 2. An update is its own nearest; of equal distances the first counts.
+(arXiv 2302.01772), Algorithm 2. An update is its own nearest neighbour; at equal distances the first one counts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from fedplat.aggregate.robust.cohort import Mix, Rows
+from fedplat.aggregate.robust.inputs import Mix, Rows
 
 
 class NearestNeighbours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="nearest"):
-    """Options of nearest-neighbour mixing: none."""
+    """Nearest-neighbour mixing, which has no options."""
 
     def rows_of(self, num_updates: int) -> int:
-        """How many rows become of so many."""
+        """Return the number of rows that result from `num_updates`."""
         return num_updates
 
     def build(self, byzantine: int, seed: int) -> Mix:
-        """The mixing."""
+        """Return the pre-aggregator."""
 
         def mix(rows: Rows) -> Rows:
             count = len(rows) - byzantine

@@ -105,7 +105,7 @@ def test_the_number_goes_through_the_states_file(inner: Rule, size: int, tmp_pat
     columns = list(read_columns(tmp_path / "state", rule, size))
     assert all((vector == 2).all() for column in columns for vector in column.values())
     assert len(columns) == len(list(first_columns(rule, size)))
-    with pytest.raises(ModelError, match="not one of the job's rule"):
+    with pytest.raises(ModelError, match="not a state of the job's rule"):
         read_scalars(tmp_path / "state", FedAvgM().build(), size)
 
 

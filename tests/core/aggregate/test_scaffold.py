@@ -41,7 +41,7 @@ def test_the_server_knows_a_model_that_fits() -> None:
     lacking = {name: array for name, array in with_control(MODEL).items() if name != "control/b"}
     first = {"control/b": MODEL["b"], "control/c": MODEL["c"], **MODEL}
     for arrays in (dict(MODEL), lacking, first):
-        assert "for each NAME of them a tensor control/NAME" in MISFIT(Parameters.from_arrays(arrays).schema)
+        assert "a tensor control/NAME for each tensor NAME" in MISFIT(Parameters.from_arrays(arrays).schema)
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f8"])

@@ -113,7 +113,7 @@ class Round:
             shards.append(Accumulator(self.base.schema, self.rule, self.scalars, Shard(mine, across(), not index)))
             for update, contribution in updates:
                 shards[-1].fold(update, contribution)
-            gathered.append(shards[-1].reduce_gathered(self._columns(mine)))
+            gathered.append(shards[-1].reduce_updates(self._columns(mine)))
         if not self.rule.blockwise:
             gathered, columns = [gathered[0].merge_shards([each.total for each in gathered])], [range(self.size)]
         for accumulator, mine in zip(gathered, columns, strict=True):

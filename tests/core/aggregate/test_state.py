@@ -62,7 +62,7 @@ def test_the_first_state_column_by_column():
     ],
 )
 def test_bytes_that_hold_no_state_are_refused(arrays: dict[str, npt.NDArray[Any]]):
-    with pytest.raises(ModelError, match="no remembered state"):
+    with pytest.raises(ModelError, match="not a state file"):
         state_from_bytes(Parameters.from_arrays(arrays).to_bytes())
     with pytest.raises(ModelError):
         state_from_bytes(b"nonsense")

@@ -113,7 +113,7 @@ def test_an_absolute_path_needs_no_folder(folder: Path, tmp_path_factory: pytest
         ("pack.safetensors", r"cannot be read"),
         ("bad.safetensors", r"the header claims"),
         ("short.safetensors", r"too short"),
-        ("nomodule:build", r"there is no module 'nomodule' in .* and none that is installed"),
+        ("nomodule:build", r"there is no module 'nomodule' in .* and none is installed"),
         ("pack.none:build", r"there is no module 'pack.none'"),
         ("jobmodel.none:build", r"there is no module 'jobmodel.none'"),
         ("none.py:build", r"there is no file /.*/none.py"),

@@ -13,7 +13,7 @@ from scipy import stats
 from core.sampling.waiting import Waiting, heard
 from fedplat.sampling import Poisson, Policy, Stratified, Uniform, Weighted
 from fedplat.sampling.poisson import OVERFLOW
-from fedplat.sampling.stratified import equal_shares, round_shares
+from fedplat.sampling.stratified import divide_equally, round_shares
 
 NUM_DRAWS = 4000
 SIGNIFICANCE = 0.01
@@ -158,7 +158,7 @@ def test_equal_shares_give_what_a_small_stratum_lacks_to_the_others() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 29, 62])
 def test_equal_shares_add_up(count: int) -> None:
     sizes = np.array([5, 1, 40, 3, 13])
-    shares = equal_shares(sizes, count)
+    shares = divide_equally(sizes, count)
     assert shares.sum() == pytest.approx(count)
     assert (shares <= sizes).all()
     unfilled = shares[shares < sizes]

@@ -107,7 +107,7 @@ class _Attempt:
         accumulator = self.sums.close()
         columns, state = self._columns, self._inputs.read_columns(rule, base, self._columns)
         try:
-            result = accumulator.reduce_gathered(state)
+            result = accumulator.reduce_updates(state)
         except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
             return AttemptAggregate("refused", str(exc))
         if not rule.blockwise:  # the rule needs the whole step, which only one rank can have

@@ -1,9 +1,9 @@
-"""What a robust rule works on: the updates of an attempt as rows, and how its result becomes a partial one.
+"""The inputs of a robust rule (the updates of an attempt as rows), and the conversion of its result to a partial one.
 
-Almost every robust rule looks at distances only, or at single columns. Distances follow from the inner products of the
-rows, one pass over the updates; what is chosen or weighted by them is a sum of rows, one more pass. And a mixture of
-rows (a bucket's mean, say) has the inner products M G Mᵀ, which cost no pass at all. So each rule of this package reads
-each update at most twice, whatever is put before it, and with the memory of a few windows.
+Almost every robust rule uses only distances, or only single columns. Distances follow from the inner products of the
+rows, which take one pass over the updates; the result is a weighted sum of rows, one more pass. The inner products of
+mixed rows (the means of buckets, for instance) are M G Mᵀ, which takes no pass. So each rule of this package reads each
+update at most twice, with any pre-aggregators, in memory of a few windows.
 """
 
 from __future__ import annotations
@@ -22,35 +22,39 @@ from fedplat.model.shards import ShardReduce, single_shard
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that are weighted sums of vectors, by `mixing`, [rows, vectors]; `products()` are the vectors' own."""
+    """Rows that are weighted sums of vectors, with weights `mixing`, [rows, vectors].
+
+    `products()` returns the inner products of the vectors.
+    """
 
     vectors: Sequence[Blocks]
     mixing: Matrix
     products: Callable[[], Matrix]
 
     @classmethod
-    def of(cls, updates: Sequence[Blocks], beside: Sequence[Blocks] = (), across: ShardReduce = single_shard) -> Rows:
-        """One row for each update. The vectors `beside` them are no rows; see `with_vector`.
+    def of(
+        cls, updates: Sequence[Blocks], extra: Sequence[Blocks] = (), reduce_shards: ShardReduce = single_shard
+    ) -> Rows:
+        """Return one row for each update. The `extra` vectors are not rows; see `with_vector`.
 
-        Where all of them are a shard's parts of vectors, `across` brings in the other shards' inner products.
+        If all vectors are a shard's parts, `reduce_shards` adds the inner products of the other shards.
         """
-        vectors = [*updates, *beside]
-        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors, across)))
+        vectors = [*updates, *extra]
+        return cls(vectors, np.eye(len(updates), len(vectors)), cache(lambda: gram(vectors, reduce_shards)))
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.mixing)
 
     def combine(self, factors: Matrix) -> Rows:
-        """Weighted sums of these rows, [new rows, rows]."""
+        """Return weighted sums of these rows; `factors` has shape [new rows, rows]."""
         return dataclasses.replace(self, mixing=_product(factors, self.mixing))
 
     def select(self, indices: Sequence[int]) -> Rows:
-        """Some of these rows."""
+        """Return some of these rows."""
         return dataclasses.replace(self, mixing=self.mixing[list(indices)])
 
     def with_vector(self, index: int) -> Rows:
-        """These rows, and behind them one of the vectors as a row of its own."""
+        """Return these rows followed by one of the vectors as a row."""
         return dataclasses.replace(self, mixing=np.vstack([self.mixing, np.eye(len(self.vectors))[index]]))
 
     @cached_property
@@ -67,17 +71,17 @@ class Rows:
         return squared
 
     def distances_to(self, coefficients: Matrix) -> Matrix:
-        """The L2 distance of each row to a weighted sum of the rows."""
+        """Return the L2 distance of each row to a weighted sum of the rows."""
         products = (self.gram * coefficients).sum(axis=1)
         squared = np.diagonal(self.gram) - 2 * products + (products * coefficients).sum()
         return np.sqrt(np.maximum(squared, 0))
 
     def weighted_sum(self, coefficients: Matrix) -> Vector:
-        """The sum of coefficient times row."""
+        """Return the sum of coefficient times row."""
         return weighted_sum(self.vectors, (coefficients[:, None] * self.mixing).sum(axis=0))
 
     def each_column(self, combine: Callable[[Columns], Vector]) -> Vector:
-        """What `combine` makes of each column; see `fedplat.model.rows`."""
+        """Apply `combine` to the columns; see `fedplat.model.rows.each_column`."""
         [used] = np.nonzero(self.mixing.any(axis=0))
         mixing = self.mixing[:, used]
         if ((mixing == 1).sum(axis=1) == 1).all() and (mixing != 0).sum() == len(mixing):  # rows as they are
@@ -86,30 +90,31 @@ class Rows:
 
 
 def _product(left: Matrix, right: Matrix) -> Matrix:
-    # Not by BLAS, whose bits depend on its number of threads.
+    # Not with BLAS: its bits depend on the number of threads.
     return np.einsum("ij,jk->ik", left, right)
 
 
 @dataclasses.dataclass(frozen=True)
 class RobustInputs:
-    """What a robust rule is given: a row for each update, unless they were mixed, and what is known of the updates."""
+    """The inputs of a robust rule: a row for each update, unless they were mixed, and the contributions."""
 
     rows: Rows
     contributions: Sequence[Contribution]
 
 
 Mix = Callable[[Rows], Rows]
-"""A pre-aggregator: other rows instead of those that there are."""
+"""A pre-aggregator: it returns other rows in place of the rows."""
 
 Reduce = Callable[[RobustInputs], Vector]
-"""A robust rule: what the cohort's updates come to."""
+"""A robust rule: it reduces the updates of an attempt to one vector."""
 
 
-def gathering(reduce: Reduce, before: Mix, beside: Sequence[str] = ()) -> Wrapper:
-    """Makes the partial result of a rule the robust result alone: the wrapped rule's mean is that of one update.
+def make_wrapper(reduce: Reduce, before: Mix, extra: Sequence[str] = ()) -> Wrapper:
+    """Make a wrapper that replaces the updates of a partial result by the robust result, as a single update.
 
-    So whatever is done with a mean of updates is done with it; weights do not count. `before` mixes the rows first;
-    the remembered vectors named by `beside` are put beside the updates.
+    The wrapped rule's mean is then the robust result, and everything that follows is done with it; the updates' weights
+    have no effect. `before` mixes the rows first; `extra` names the state vectors that are passed along with the
+    updates.
     """
 
     def wrap(inner: Rule) -> Rule:
@@ -128,7 +133,7 @@ def gathering(reduce: Reduce, before: Mix, beside: Sequence[str] = ()) -> Wrappe
 
         def gather(state: Mapping[str, Blocks], partial: Partial) -> Partial:
             updates = [update for update, _ in partial.kept]
-            rows = Rows.of(updates, [state[name] for name in beside], partial.reduce_shards)
+            rows = Rows.of(updates, [state[name] for name in extra], partial.reduce_shards)
             total = reduce(RobustInputs(before(rows), [contribution for _, contribution in partial.kept]))
             return dataclasses.replace(partial, total=total, weight=1.0, kept=())
 
