@@ -301,7 +301,7 @@ async def test_a_server_without_the_authoritys_key_does_not_start(folder: Path) 
             pass
     made = make_pki(folder)
     made.ca_key.unlink()
-    with pytest.raises(ConfigError, match=r"--mtls-listen needs the private authority .*ca\.key.* init makes one"):
+    with pytest.raises(ConfigError, match=r"--mtls-listen needs the private authority .*ca\.key.* init creates one"):
         async with running(folder):
             pass
 

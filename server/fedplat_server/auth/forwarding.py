@@ -1,6 +1,6 @@
 """The metadata that a gateway adds to a call that it forwards to the leader.
 
-The secret of the leader's term proves that the call comes from a daemon of the same database: no other process has it.
+The secret of the leader's term proves that a daemon of the same database sent the call: no other process has it.
 A gateway removes these keys from a caller's metadata, and the leader ignores them without the secret.
 """
 

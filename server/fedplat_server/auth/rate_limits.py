@@ -1,7 +1,7 @@
 """Limits for one caller: requests, concurrent streams, bytes for an attempt, and the rate of a stream.
 
 A broken or hostile client must cost the others nothing. No code here reads a clock: the time, in seconds, is an
-argument, or comes from the function passed to `Quotas`.
+argument, or the result of the function passed to `Quotas`.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _num_private(population: Population) -> int:
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
     epsilon = accountant.epsilon(charges, delta)
-    # Where the first is infinite, the second is useless as a check, and perhaps cannot be computed.
-    checked = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    # If epsilon is infinite, the RDP bound is useless as a check, and perhaps cannot be computed.
+    epsilon_rdp = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
-    return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)
+    return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=epsilon_rdp)
