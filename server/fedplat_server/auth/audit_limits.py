@@ -1,7 +1,6 @@
 """Rate limits for audit entries that any caller can cause.
 
-Every append locks the end of the audit chain, which job control needs as well. Entries beyond the limit are only
-counted.
+Entries beyond the limit are only counted: every append locks the end of the audit chain, which job control needs, too.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class BoundedAudit:
 
 
 class RecentEntries:
-    """The names added in the last `period_s` seconds, at most `most`: records each name once per period."""
+    """The names added in the last `period_s` seconds, at most `max_names`: records each name once per period."""
 
-    def __init__(self, period_s: float = HOUR_S, most: int = 50_000) -> None:
+    def __init__(self, period_s: float = HOUR_S, max_names: int = 50_000) -> None:
         self._period_s = period_s
-        self._most = most
+        self._max_names = max_names
         self._seen: OrderedDict[str, float] = OrderedDict()
 
     def add(self, name: str, now: float) -> bool:
@@ -65,7 +64,7 @@ class RecentEntries:
             return False
         self._seen.pop(name, None)
         self._seen[name] = now
-        if len(self._seen) > self._most:
+        if len(self._seen) > self._max_names:
             self._seen.popitem(last=False)
         return True
 

@@ -127,7 +127,7 @@ class Authenticator:
         return session, session_id, counter
 
     async def _refuse_fenced(self, client: ClientRecord, number: int) -> None:
-        """Refuse calls of any session but the client's latest; audit that once an hour per client.
+        """Refuse calls under an older session than the client's latest; audit that once an hour per client.
 
         A restarted client never uses its old session again, so such a call means that two processes share one key.
         """

@@ -76,7 +76,7 @@ class PeerCertificates:
 
     def __init__(self, now: Callable[[], datetime.datetime] = utc_now) -> None:
         self._now = now
-        self._known: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
 
     def client_of(self, context: Any) -> str:
         """Return the client of the connection's certificate, as `<id>/<number>`.
@@ -88,11 +88,11 @@ class PeerCertificates:
         return self._client(chain[0]) if chain else ""
 
     def _client(self, certificate: bytes) -> str:
-        if certificate not in self._known:
-            self._known[certificate] = _read(certificate)
-            while len(self._known) > _CACHE_SIZE:
-                self._known.popitem(last=False)
-        name, expires = self._known[certificate]
+        if certificate not in self._cache:
+            self._cache[certificate] = _read(certificate)
+            while len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        name, expires = self._cache[certificate]
         if self._now() >= expires:
             raise RefusedError(Code.CERTIFICATE_EXPIRED, f"it was valid until {expires:%Y-%m-%d %H:%M:%S} UTC")
         return name

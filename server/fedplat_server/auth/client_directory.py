@@ -25,7 +25,7 @@ class ClientDirectory:
         self._clients = clients
         self._records = BatchLoader(clients.find_clients)
         self._sessions = BatchLoader(self._begin_sessions)
-        self._known: OrderedDict[str, ClientRecord] = OrderedDict()
+        self._cache: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
         self._updated = RecentEntries(UPDATE_EVERY_S, CACHE_SIZE)
@@ -34,7 +34,7 @@ class ClientDirectory:
 
     async def find(self, client_id: str) -> ClientRecord:
         """Return the client. Raises `RefusedError` if it is unknown or revoked."""
-        record = self._known.get(client_id)
+        record = self._cache.get(client_id)
         if record is None:
             before = self._num_changes
             record = await self._records.load(client_id)
@@ -92,8 +92,8 @@ class ClientDirectory:
     async def update(self, record: ClientRecord, labels: Mapping[str, str], software_version: str) -> ClientRecord:
         """Return the client with the labels and version that it reports, and store them if they changed.
 
-        Stores at most once a minute; a change in between is stored at a later check-in. So a client that changes its
-        labels each time costs one transaction a minute, and is still selected by its latest labels.
+        Stores at most once a minute; a change in between is stored at the first check-in afterwards. So a client that
+        changes its labels each time costs one transaction a minute, and is still selected by its latest labels.
         """
         if dict(labels) == dict(record.labels) and software_version == record.software_version:
             return record
@@ -105,10 +105,10 @@ class ClientDirectory:
         if before == self._num_changes:
             self.replace(changed)
         else:
-            self._known.pop(record.client_id, None)  # it may have been revoked meanwhile
+            self._cache.pop(record.client_id, None)  # it may have been revoked meanwhile
         return changed
 
     def _remember(self, record: ClientRecord) -> None:
-        self._known[record.client_id] = record
-        while len(self._known) > CACHE_SIZE:
-            self._known.popitem(last=False)
+        self._cache[record.client_id] = record
+        while len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)

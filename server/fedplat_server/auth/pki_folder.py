@@ -145,7 +145,7 @@ class PkiFolder:
 
 
 def all_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return the names for a certificate: these hosts and the loopback ones. Raises `ConfigError` if one is invalid."""
+    """Return these hosts and the loopback ones. Raises `ConfigError` for an invalid host, or more than `MAX_HOSTS`."""
     for host in hosts:
         if not (_NAME.fullmatch(host) or _is_address(host)):
             raise ConfigError(f"--host {host[:80]!r}: expected a host name or an address, without a port")

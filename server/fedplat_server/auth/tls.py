@@ -91,10 +91,10 @@ class Certificates:
         """Days until the certificate expires; negative when it has."""
         return (self.loaded.expires - self._clock()).total_seconds() / 86_400
 
-    def credentials(self, *, of_both: bool = False) -> grpc.ServerCredentials:
+    def credentials(self, *, mutual: bool = False) -> grpc.ServerCredentials:
         """Return credentials for one port, which call `refresh` at every handshake.
 
-        `of_both`: clients must present a certificate signed by `ca`.
+        `mutual`: clients must present a certificate signed by `ca`.
         """
         current = self.loaded  # the certificates of this port: another port or `check_files` may load new ones first
 
@@ -107,7 +107,7 @@ class Certificates:
             return current.configuration()
 
         # None means "keep the current configuration"; gRPC's type annotations lack it.
-        return grpc.dynamic_ssl_server_credentials(current.configuration(), cast(Any, fetch), of_both)
+        return grpc.dynamic_ssl_server_credentials(current.configuration(), cast(Any, fetch), mutual)
 
     def refresh(self) -> bool:
         """Load the files if they have changed; return whether new certificates were loaded."""

@@ -44,12 +44,12 @@ class _Queue:
 
 
 class _Queues:
-    """A queue for each key: `num_turns` calls run concurrently, and `max_waiting` wait `patience_s` for a turn."""
+    """A queue for each key: `num_turns` calls run concurrently, and `max_waiting` wait `timeout_s` for a turn."""
 
-    def __init__(self, num_turns: int, max_waiting: int, patience_s: float) -> None:
+    def __init__(self, num_turns: int, max_waiting: int, timeout_s: float) -> None:
         self._num_turns = num_turns
         self._max_calls = num_turns + max_waiting
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._queues: dict[str, _Queue] = {}
 
     @property
@@ -66,7 +66,7 @@ class _Queues:
         queue.num_calls += 1
         try:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self._timeout_s):
                     await queue.turns.acquire()
             except TimeoutError as exc:
                 raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {owner} are sending") from exc
@@ -85,9 +85,9 @@ class Reads:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        patience_s = limits.newcomer_read_s
-        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, patience_s)
-        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, patience_s)
+        timeout_s = limits.newcomer_read_s
+        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, timeout_s)
+        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, timeout_s)
         self._num_newcomers = 0
         self._identified: Counter[str] = Counter()
         self._open: Counter[str] = Counter()

@@ -21,7 +21,7 @@ from fedplat_server.errors import StoreError
 LIVENESS = "liveness"
 CHECK_S = 1.0
 """How often the database is pinged."""
-PATIENCE_S = 5.0
+PING_TIMEOUT_S = 5.0
 """A database that has not answered a ping for this long counts as unavailable."""
 
 _Status = health_pb2.HealthCheckResponse
@@ -53,7 +53,7 @@ class Health:
             while True:
                 ping = ping or asyncio.create_task(store.ping(), name="ping")
                 # A slow ping is not cancelled, which would cost a connection: the next iteration waits for it again.
-                await asyncio.wait([ping], timeout=PATIENCE_S)
+                await asyncio.wait([ping], timeout=PING_TIMEOUT_S)
                 is_available = False
                 if ping.done():
                     is_available, ping = _check_ping(ping), None

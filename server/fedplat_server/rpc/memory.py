@@ -37,9 +37,9 @@ class MemoryShare:
 class MemoryBudget:
     """Bytes that calls share. Up to `max_waiting` calls wait for bytes, in order; further ones are refused at once."""
 
-    def __init__(self, total_bytes: int, patience_s: float, max_waiting: int) -> None:
+    def __init__(self, total_bytes: int, timeout_s: float, max_waiting: int) -> None:
         self._total = self._free = total_bytes
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -57,7 +57,7 @@ class MemoryBudget:
     async def share(self, size_bytes: int) -> AsyncGenerator[MemoryShare]:
         """Wait for a share of this size (at most the whole budget) and hold it.
 
-        Raises `RefusedError` if too many calls wait, or after `patience_s`.
+        Raises `RefusedError` if too many calls wait, or after `timeout_s`.
         """
         share = MemoryShare(self, min(size_bytes, self._total))
         await self._take(share.size_bytes)
@@ -80,7 +80,7 @@ class MemoryBudget:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, turn))
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 await turn
         except BaseException as exc:
             if turn.done() and not turn.cancelled():  # the share was granted at the same moment

@@ -112,7 +112,7 @@ def _mtls_credentials(config: ServerConfig, folder: PkiFolder) -> grpc.ServerCre
             f"({exc}); fedplat-server init creates one"
         ) from exc
     files = TlsFiles(config.tls.certificate, config.tls.key, folder.ca)
-    return Certificates(files).credentials(of_both=True)
+    return Certificates(files).credentials(mutual=True)
 
 
 def _connection_age_options(config: ServerConfig) -> tuple[tuple[str, int], ...]:

@@ -38,7 +38,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_num_ranks() -> int:
-    """Return the number of GPUs; without GPUs, half the number of CPU cores."""
+    """Return the number of GPUs; without GPUs, half the number of usable CPU cores (at least 1)."""
     import torch
 
     if torch.cuda.is_available():

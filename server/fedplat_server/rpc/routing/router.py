@@ -34,7 +34,7 @@ class InFlightCalls:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._cut: set[asyncio.Task[Any]] = set()
+        self._cancelled: set[asyncio.Task[Any]] = set()
         self._is_over = False
         self._none_left = asyncio.Event()
 
@@ -51,12 +51,12 @@ class InFlightCalls:
             yield
         except asyncio.CancelledError:
             # As in asyncio.Timeout: a concurrent cancellation of this task by other code must still take effect.
-            if task in self._cut and task.uncancel() <= cancelling:
+            if task in self._cancelled and task.uncancel() <= cancelling:
                 raise RefusedError(Code.NO_LEADER) from None
             raise
         finally:
             self._tasks.discard(task)
-            self._cut.discard(task)
+            self._cancelled.discard(task)
             if self._is_over and not self._tasks:
                 self._none_left.set()
 
@@ -64,7 +64,7 @@ class InFlightCalls:
         """End all calls, and refuse new ones."""
         self._is_over = True
         for task in self._tasks:
-            self._cut.add(task)
+            self._cancelled.add(task)
             task.cancel()
         if not self._tasks:
             self._none_left.set()
