@@ -123,7 +123,7 @@ def protocol_version(version: int) -> None:
     if version != wire.PROTOCOL_VERSION:
         raise RefusedError(
             Code.UNSUPPORTED_VERSION,
-            f"the caller's version is {version}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
+            f"the caller has version {version}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
         )
 
 
