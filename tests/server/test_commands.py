@@ -284,7 +284,7 @@ def test_certificates_are_shown_and_renewed(run: Run, data: Path) -> None:
 
 @pytest.mark.parametrize("command", ["show", "renew", "rotate-ca"])
 def test_certificates_that_are_not_there(run: Run, command: str) -> None:
-    assert "fedplat-server init makes it" in line_of(run("certificates", command), 2)
+    assert "fedplat-server init creates it" in line_of(run("certificates", command), 2)
 
 
 def test_wrong_arguments_for_certificates(run: Run, data: Path) -> None:

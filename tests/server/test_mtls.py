@@ -167,7 +167,7 @@ async def test_an_expired_certificate_is_refused_with_the_reason(place: Place, c
     clock.ahead_s = 86_000
     await certified.refusal()
     clock.ahead_s = 86_500
-    with pytest.raises(aio.AioRpcError, match=r"expired; renew it: it was good until 20\d\d-.* UTC"):
+    with pytest.raises(aio.AioRpcError, match=r"expired; renew it: it was valid until 20\d\d-.* UTC"):
         await certified.check_in(0.0)  # on the connection that was made with it
     assert await refused(certified.check_in(0.0)) == (S.UNAUTHENTICATED, "CERTIFICATE_EXPIRED")
     await place.certificate(client)
@@ -301,7 +301,7 @@ async def test_a_server_without_the_authoritys_key_does_not_start(folder: Path) 
             pass
     made = make_pki(folder)
     made.ca_key.unlink()
-    with pytest.raises(ConfigError, match=r"--mtls-listen needs the private authority .*ca\.key.* init makes one"):
+    with pytest.raises(ConfigError, match=r"--mtls-listen needs the private authority .*ca\.key.* init creates one"):
         async with running(folder):
             pass
 

@@ -104,7 +104,7 @@ def test_only_who_has_the_key_can_speak_as_rank_0(tmp_path: Path) -> None:
     assert b"begin" not in message
     assert encryption.GroupCipher(key, b"group 7").decrypt(message, 0, 7) == b"begin"
     for sender, number, forged in ((0, 8, message), (1, 7, message), (0, 7, message + b"!"), (0, 7, b"")):
-        with pytest.raises(PermissionError, match="not of this pool"):
+        with pytest.raises(PermissionError, match="does not belong to this pool"):
             group.decrypt(forged, sender, number)
     for other in (encryption.GroupCipher(key, b"group 8"), encryption.GroupCipher(bytes(32), b"group 7")):
         with pytest.raises(PermissionError):

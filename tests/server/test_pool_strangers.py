@@ -195,7 +195,7 @@ def test_a_forged_event_is_refused_and_a_lost_rank_is_named(opened: list[Broadca
     key = secrets.token_bytes(32)
     first, second = _both(opened, key, tmp_path)
     first._connections[0].send_bytes(bytes(16))  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(PermissionError, match="message 0 of rank 0 is not of this pool"):
+    with pytest.raises(PermissionError, match="message 0 of rank 0 does not belong to this pool"):
         second.receive()
     first._connections[0].close()  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(LostRankError, match="rank 0 is gone"):

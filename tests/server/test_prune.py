@@ -75,7 +75,7 @@ async def test_the_daemon_keeps_what_a_job_says(folder: Path) -> None:
 
         await harness.until(applied, "old models to be given up")
         assert (await values(site, job, 3), await values(site, job)) == ([3.0, 0.0], [6.0, 0.0])
-        text = "the model file of this version is not kept any more: 4; kept are 0, 3, 5 to 6"
+        text = "the model file of this version is not kept any more: 4; the kept versions are 0, 3, 5 to 6"
         with pytest.raises(aio.AioRpcError, match=text):
             await site.operator.export(job, 4)
         with pytest.raises(aio.AioRpcError, match="not kept any more: 2"):

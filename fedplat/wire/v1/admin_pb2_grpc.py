@@ -107,7 +107,7 @@ class JobsServicer:
     """
 
     def UploadModel(self, request_iterator, context):
-        """Stores a model file (safetensors) that a job may start from.
+        """Stores a model file (safetensors), for a job to start from.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,14 +157,14 @@ class JobsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RollbackJob(self, request, context):
-        """Makes a running or paused job continue from an older version, which becomes a new version, the latest.
+        """Makes a running or paused job continue from an older version, which is committed again as the latest version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """All events of a job after a sequence number, then new ones as they happen, until the job has ended.
+        """Returns all events of a job after a sequence number, then new ones as they happen, until the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +183,7 @@ class JobsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportModel(self, request, context):
-        """Sends the safetensors file of a version.
+        """Returns the safetensors file of a version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -669,8 +669,8 @@ class ClientsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeClient(self, request, context):
-        """Ends a client's membership for good, from its next request on. Its open assignment fails, and its report to an
-        attempt that still collects is dropped.
+        """Revokes a client permanently, from its next request on. Its open assignment fails, and its report to an attempt
+        that is still collecting is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -690,7 +690,7 @@ class ClientsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeEnrollment(self, request, context):
-        """Lets no more clients enroll with the token. Clients that have enrolled stay, unless the request revokes them too.
+        """Revokes a token: no more clients can enroll with it. Enrolled clients stay, unless the request revokes them too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -933,14 +933,14 @@ class OperatorsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemoveOperator(self, request, context):
-        """The operator's token is refused from the next call on.
+        """Removes an operator. Its token is refused from the next call on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """Rows of the audit log, oldest first.
+        """Returns rows of the audit log, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1154,21 +1154,21 @@ class PrivacyServicer:
     """
 
     def ShowPrivacy(self, request, context):
-        """The releases of private jobs so far and at most, their costs, and the budgets of populations.
+        """Returns the releases of private jobs (so far, and the maximum), their costs, and the budgets of populations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPrivacyBudget(self, request, context):
-        """Bounds the total cost of all private jobs of a population, which accepts no other jobs from then on.
+        """Limits the total cost of all private jobs of a population, which accepts no other jobs from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemovePrivacyBudget(self, request, context):
-        """A population without a budget stays as it is.
+        """Removes the budget of a population; does nothing if it has no budget.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

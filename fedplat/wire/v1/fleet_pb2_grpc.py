@@ -96,78 +96,78 @@ class FleetServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetChallenge(self, request, context):
-        """Gives a nonce that a new proof of possession must cover.
+        """Returns a nonce for a proof of possession of a key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Enroll(self, request, context):
-        """Makes this installation a client of a population, for a token. Idempotent per idempotency_key and public key.
+        """Enrolls the caller as a client of a population, by a token. Idempotent per idempotency_key and public key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Begins a session of an enrolled client; an earlier one of the same client ends.
+        """Opens a session of an enrolled client; ends the client's earlier session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewCertificate(self, request, context):
-        """Gives a certificate for TLS, short-lived.
+        """Returns a short-lived certificate for TLS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckIn(self, request, context):
-        """Waits for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window.
+        """Long poll for work: returns as soon as there is an assignment, or after wait_s with a reason and a retry window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """Sends the bytes of a model from an offset on. Only content that belongs to a job of the client's population.
+        """Returns the bytes of a model or delta from an offset on; only files of jobs of the client's population.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upload(self, request_iterator, context):
-        """Receives the bytes of an update: a header first, then data. May stop anywhere and resume.
+        """Uploads the bytes of an update: a header first, then data. May stop at any byte, and resumes there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryUpload(self, request, context):
-        """Tells where an interrupted upload resumes.
+        """Returns the offset at which an interrupted upload resumes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Commits an update. Idempotent: the same content again gives the first receipt.
+        """Reports the result of an assignment. Idempotent: the same content again returns the first receipt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fail(self, request, context):
-        """Gives an assignment up, with a reason. Idempotent.
+        """Ends an assignment with a failure. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Carries progress in and "continue" or "stop" out. The server answers at once when the client shall stop,
-        else after wait_s.
+        """Long poll that sends the client's progress. Returns "stop" as soon as the client must stop, else "proceed" after
+        wait_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_ADMIN: _Role.ValueType  # 3
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """Role of an operator. Each role includes those before it."""
+    """The role of an operator. Each role includes those before it."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_VIEWER: Role.ValueType  # 1
@@ -40,4 +40,4 @@ Global___Role: _TypeAlias = Role  # noqa: Y015
 
 NEEDED_ROLE_FIELD_NUMBER: _builtins.int
 needed_role: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Role.ValueType]
-"""The least role that may call the method. A server does not start if a method of `admin.proto` lacks it."""
+"""The lowest role that may call the method. A server does not start if a method of `admin.proto` lacks this option."""

@@ -1,6 +1,6 @@
-"""Where a call comes from: its peer, or what a daemon or a trusted proxy in front of this one says of the caller.
+"""The origin of a call: its peer, or the address that a gateway daemon or a trusted proxy reports.
 
-A caller with IPv6 usually has a whole /64 to itself (RFC 6177), so what is counted is the network, not the address.
+A caller with IPv6 usually has a whole /64 (RFC 6177), so rate limits count networks, not addresses.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedplat_server.auth import forwarding
 from fedplat_server.errors import ConfigError
 
 FORWARDED = "x-forwarded-for"
-"""The metadata in which proxies name the caller, each adding the address that it was called from."""
+"""The metadata key in which proxies report the caller: each appends the address that called it."""
 MAX_PROXIES = 16
 IPV6_PREFIX = 64
 _CACHED = 4096
-"""Peers and addresses whose parts are remembered: a flood of refused calls is to cost little."""
+"""Size of the caches of parsed peers and addresses, which make refusing a flood of calls cheap."""
 
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -37,20 +37,20 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """Finds where calls come from. `trusted`: the networks of proxies; `secret`: that of the daemons' hops."""
+    """Finds the origins of calls. `trusted`: the networks of proxies; `secret`: that of forwarded calls."""
 
     def __init__(self, trusted: Sequence[str], secret: str) -> None:
         self._trusted = [parse_network(text) for text in trusted]
         self._secret = secret
 
     def of(self, context: aio.ServicerContext[Any, Any]) -> Origin:
-        """Return where a call comes from."""
+        """Return the origin of a call."""
         metadata = context.invocation_metadata() or ()
         forwarded = [part for key, value in metadata if key == FORWARDED for part in str(value).split(",")]
         return origin(forwarding.of(context, self._secret).peer, forwarded, self._trusted)
 
     def connection(self, context: aio.ServicerContext[Any, Any]) -> str:
-        """Return the connection that a call comes by; empty behind a trusted proxy, whose connections many share."""
+        """Return the connection of a call; empty behind a trusted proxy, where callers share connections."""
         peer = forwarding.of(context, self._secret).peer
         address = _of_peer(peer)
         is_shared = address is not None and any(address in network for network in self._trusted)
@@ -58,7 +58,7 @@ class Origins:
 
 
 def parse_network(text: str) -> _Network:
-    """Return the network that a text such as `10.0.0.0/8` means. Raises `ConfigError`."""
+    """Parse a network such as `10.0.0.0/8`. Raises `ConfigError` if it is invalid."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as exc:
@@ -66,10 +66,10 @@ def parse_network(text: str) -> _Network:
 
 
 def origin(peer: str, forwarded: Sequence[str], trusted: Sequence[_Network]) -> Origin:
-    """Return where a call comes from that `peer` (as gRPC has it) makes.
+    """Return the origin of a call from `peer`, a peer string of gRPC.
 
-    `forwarded` is what proxies say, the nearest one last. Only what a trusted proxy adds is believed; what stands
-    before it is the caller's own claim.
+    `forwarded` has the addresses that proxies reported, the nearest proxy last. Only addresses that a trusted proxy
+    appended count; those before them are the caller's own claim.
 
     >>> origin("ipv4:10.0.0.1:443", ["1.1.1.1", "192.0.2.7"], [ipaddress.ip_network("10.0.0.0/8")]).address
     'ipv4:192.0.2.7'
@@ -83,13 +83,13 @@ def origin(peer: str, forwarded: Sequence[str], trusted: Sequence[_Network]) -> 
 
 
 def _first_untrusted(address: _Address, forwarded: Sequence[str], trusted: Sequence[_Network]) -> _Address:
-    for said in reversed(forwarded[-MAX_PROXIES:]):
+    for text in reversed(forwarded[-MAX_PROXIES:]):
         if not any(address in network for network in trusted):
             break
-        before = _parse(said)
-        if before is None:
+        previous = _parse(text)
+        if previous is None:
             break
-        address = before
+        address = previous
     return address
 
 
@@ -102,17 +102,17 @@ def _origin_of(address: _Address) -> Origin:
 
 @functools.lru_cache(_CACHED)
 def _of_peer(peer: str) -> _Address | None:
-    """The address of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`: ports change with connections."""
+    """Return the address, without port, of a peer such as `ipv4:10.0.0.7:4242` or `ipv6:%5B::1%5D:4242`."""
     kind, _, rest = peer.partition(":")
     return _parse(unquote(rest)) if kind in ("ipv4", "ipv6") else None
 
 
 def _parse(text: str) -> _Address | None:
     text = text.strip()
-    if found := _WITH_PORT.fullmatch(text):
-        text = found["six"] or found["four"] or ""
+    if match := _WITH_PORT.fullmatch(text):
+        text = match["six"] or match["four"] or ""
     try:
-        address = ipaddress.ip_address(text.partition("%")[0])  # without the zone of a link-local one
+        address = ipaddress.ip_address(text.partition("%")[0])  # without the zone of a link-local address
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address

@@ -1,6 +1,6 @@
-"""Rate limit for audit entries that any caller can cause: so many rows a minute, and one that counts those left out.
+"""Rate limits for audit entries that any caller can cause.
 
-Every row takes the lock at the end of the chain, which job control needs as well.
+Entries beyond the limit are only counted: every append locks the end of the audit chain, which job control needs, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BoundedAudit:
         self._num_left_out = 0
 
     async def append(self, entry: AuditEntry) -> None:
-        """Append an entry, after a row that counts those left out before it; or leave it out and count it."""
+        """Append an entry, preceded by one that counts those left out before; beyond the limit, only count it."""
         self._bucket, wait_s = take(self._bucket, self._clock(), self._per_minute)
         if wait_s:
             self._num_left_out += 1
@@ -34,7 +34,7 @@ class BoundedAudit:
             await self._append([entry])
 
     async def finish(self) -> None:
-        """Append the row that counts what was left out, if anything was. To be called when the server stops."""
+        """Append the entry that counts those left out, if there were any. Call it when the server stops."""
         if self._num_left_out:
             await self._append([])
 
@@ -50,24 +50,24 @@ class BoundedAudit:
 
 
 class RecentEntries:
-    """The names of the last `period_s` seconds, at most `most`, so that each is recorded once in that time."""
+    """The names added in the last `period_s` seconds, at most `max_names`: records each name once per period."""
 
-    def __init__(self, period_s: float = HOUR_S, most: int = 50_000) -> None:
+    def __init__(self, period_s: float = HOUR_S, max_names: int = 50_000) -> None:
         self._period_s = period_s
-        self._most = most
+        self._max_names = max_names
         self._seen: OrderedDict[str, float] = OrderedDict()
 
     def add(self, name: str, now: float) -> bool:
-        """Add a name; return whether it was not there."""
-        at = self._seen.get(name)
-        if at is not None and now < at + self._period_s:
+        """Add a name at `now`, in seconds; return whether it was new in this period."""
+        added = self._seen.get(name)
+        if added is not None and now < added + self._period_s:
             return False
         self._seen.pop(name, None)
         self._seen[name] = now
-        if len(self._seen) > self._most:
+        if len(self._seen) > self._max_names:
             self._seen.popitem(last=False)
         return True
 
     def forget(self, name: str) -> None:
-        """Remove a name that could not be recorded."""
+        """Remove a name: recording it failed, so that the next `add` must accept it."""
         self._seen.pop(name, None)

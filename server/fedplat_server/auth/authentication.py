@@ -1,4 +1,4 @@
-"""Who makes a call: the owner of a client certificate, or the owner of the key that signed it."""
+"""Authentication of clients: by the certificate of their connection, or by a signature on each call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fedplat_server.records.audit import SERVER, AuditAction, AuditEntry
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientCall:
-    """What is known of a call before anything of it is believed; `request` is its first message as it came.
+    """An unauthenticated call; `request` is its first message as received.
 
-    `certified`: the client whose certificate its connection shows, and the number of the session that it got it in, as
-    `<id>/<number>`, which TLS has proven ("": it shows none).
+    `certified`: the client of the connection's certificate and the number of the session that it was issued in, as
+    `<id>/<number>`, proven by TLS ("": the connection has no client certificate).
     """
 
     method: str
@@ -34,78 +34,81 @@ class ClientCall:
     certified: str = ""
 
     def binary(self, name: str) -> bytes:
-        """A binary value of the metadata; empty if there is none."""
+        """Return a binary value of the metadata; empty if it is missing."""
         value = self.metadata.get(name, b"")
         return value if isinstance(value, bytes) else b""
 
     def text(self, name: str) -> str:
-        """A text of the metadata; empty if there is none."""
+        """Return a text value of the metadata; empty if it is missing."""
         value = self.metadata.get(name, "")
         return value if isinstance(value, str) else ""
 
 
 class Authenticator:
-    """Tells who calls, and opens sessions. Raises `RefusedError` for everybody else."""
+    """Authenticates clients and opens their sessions. Raises `RefusedError` for callers that it cannot authenticate."""
 
-    def __init__(self, audit: BoundedAudit, book: ClientDirectory) -> None:
+    def __init__(self, audit: BoundedAudit, directory: ClientDirectory) -> None:
         self._audit = audit
-        self._book = book
+        self._directory = directory
         self._sessions = Sessions()
         self._fenced = RecentEntries()
         self._challenges = Challenges(secrets.token_bytes(32))
 
     def challenge(self) -> bytes:
-        """A nonce for whoever wants to prove the possession of a key."""
+        """Return a nonce, over which a caller can prove that it has a private key."""
         return self._challenges.new(_now(), secrets.token_bytes(RANDOM_BYTES))
 
     def require_proof(self, call: ClientCall, public_key: bytes) -> None:
-        """Lets a call pass that was signed with the private key, over a nonce of ours that is used up by this."""
+        """Verify that a call is signed with the private key, over a nonce of this server; use up the nonce."""
         _verify(public_key, call, self._proof_payload(call))
 
     async def prove(self, call: ClientCall, client_id: str) -> None:
-        """Lets a call pass that a client makes who proves its key."""
+        """Verify that a call is signed with a client's key, over a nonce of this server; use up the nonce."""
         payload = self._proof_payload(call)
-        client = await self._book.find(client_id)
+        client = await self._directory.find(client_id)
         _verify(client.public_key, call, payload)
 
     def _proof_payload(self, call: ClientCall) -> bytes:
-        """What a proof signs. The nonce goes first: so each that was given costs one look-up and one check at most."""
+        """Return the bytes that a proof signs.
+
+        Uses up the nonce before all other checks: so each nonce costs one look-up and one verification at most.
+        """
         nonce = call.binary(auth.METADATA_NONCE)
         if not self._challenges.take(nonce, _now()):
             raise RefusedError(Code.CHALLENGE_EXPIRED)
         return auth.proof_payload(call.method, nonce, call.request)
 
     async def open_session(self, client_id: str) -> str:
-        """Begins a session of a client that has proven its key, and returns its id; earlier ones are fenced by it."""
-        record = await self._book.begin_session(client_id)
+        """Open a session of a client that has proven its key; return the session id. Fences its earlier sessions."""
+        record = await self._directory.begin_session(client_id)
         session_id = secrets.token_urlsafe(24)
         self._sessions.open(session_id, client_id, record.session_number)
-        self._book.record_call(client_id)
+        self._directory.record_call(client_id)
         return session_id
 
     def read_claim(self, call: ClientCall) -> str:
-        """Return the client that a call names, before its message is there; `authenticate` proves it afterwards."""
+        """Return the client that a call claims to be; `authenticate` verifies that once its message has arrived."""
         return call.certified.rpartition("/")[0] or self._session(call)[0].client_id
 
     async def authenticate(self, call: ClientCall) -> ClientRecord:
-        """The client that makes a call; what else one says that shows a certificate does not matter."""
+        """Return the client that makes a call: that of its certificate if it has one, else the one that signed it."""
         if not call.certified:
             return await self.authenticate_by_key(call)
         client_id, _, number = call.certified.rpartition("/")
-        client = await self._book.find(client_id)
+        client = await self._directory.find(client_id)
         await self._refuse_fenced(client, int(number))
-        self._book.record_call(client.client_id)
+        self._directory.record_call(client.client_id)
         return client
 
     async def authenticate_by_key(self, call: ClientCall) -> ClientRecord:
-        """The client that has signed a call, whatever its connection shows."""
-        client = await self._by_session(call)
-        self._book.record_call(client.client_id)
+        """Return the client that signed a call; ignores the certificate of its connection."""
+        client = await self._verify_session(call)
+        self._directory.record_call(client.client_id)
         return client
 
-    async def _by_session(self, call: ClientCall) -> ClientRecord:
+    async def _verify_session(self, call: ClientCall) -> ClientRecord:
         session, session_id, counter = self._session(call)
-        client = await self._book.find(session.client_id)
+        client = await self._directory.find(session.client_id)
         _verify(client.public_key, call, auth.call_payload(call.method, session_id, counter, call.request))
         await self._refuse_fenced(client, session.number)
         window = session.window.accept(counter)
@@ -124,9 +127,9 @@ class Authenticator:
         return session, session_id, counter
 
     async def _refuse_fenced(self, client: ClientRecord, number: int) -> None:
-        """Refuse calls under an older session than the latest, and note that once an hour for each client.
+        """Refuse calls under an older session than the client's latest; audit that once an hour per client.
 
-        Then two places use one key: a restarted client does not speak under its old session again.
+        A restarted client never uses its old session again, so such a call means that two processes share one key.
         """
         if number >= client.session_number:
             return

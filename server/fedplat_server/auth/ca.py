@@ -1,9 +1,9 @@
-"""The server's own certificate authority: for people who have none.
+"""The server's own certificate authority, for deployments without a PKI.
 
-`Authority` signs certificates for servers and, for a short time each, for clients. Its key stays in the data folder,
-readable by its owner only. All keys that TLS sees are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there.
-Certificates follow RFC 5280; a client's has its id, and the number of the session that it was asked for in, as the
-common name (`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`).
+`Authority` signs certificates for servers and short-lived ones for clients. Its key stays in the data folder, readable
+by its owner only. All TLS keys are ECDSA on P-256: gRPC's TLS library refuses Ed25519 there. Certificates follow RFC
+5280; a client certificate has the client's id and the number of the session that requested it, as the common name
+(`<id>/<number>`) and as a URI (`fedplat:client:<id>/<number>`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from fedplat_server.errors import ConfigError
 AUTHORITY_DAYS = 3650
 SERVER_DAYS = 397
 CLOCK_SKEW = datetime.timedelta(hours=1)
-"""How far before the moment of signing a certificate is valid: clocks of edge devices are often wrong."""
+"""Certificates are valid from this long before they are signed: clocks of edge devices are often wrong."""
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """A fresh private key for TLS."""
+    """Return a new private key for TLS."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM (PKCS #8), not encrypted."""
+    """Return a private key as PEM (PKCS #8), not encrypted."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
-    """A certificate as PEM."""
+    """Return a certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 class Authority:
-    """A certificate authority: its certificate, and the key that signs."""
+    """A certificate authority: its certificate and signing key."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self.certificate = certificate
@@ -52,7 +52,7 @@ class Authority:
 
     @classmethod
     def new(cls, now: datetime.datetime) -> Authority:
-        """A new authority, valid for ten years."""
+        """Return a new authority, valid for ten years."""
         key, name = new_key(), _name("fedplat private CA")
         builder = _builder(name, name, key.public_key(), now, datetime.timedelta(days=AUTHORITY_DAYS))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -62,7 +62,7 @@ class Authority:
 
     @classmethod
     def load(cls, certificate: Path, key: Path) -> Authority:
-        """Read an authority from PEM files. Raises `ConfigError`."""
+        """Read an authority from PEM files. Raises `ConfigError` if they are unreadable or do not match."""
         try:
             loaded = serialization.load_pem_private_key(key.read_bytes(), password=None)
             authority = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -74,17 +74,17 @@ class Authority:
 
     @property
     def key_pem(self) -> bytes:
-        """The key that signs, as PEM."""
+        """The signing key, as PEM."""
         return key_pem(self._key)
 
     def cross_sign(self, other: Authority, now: datetime.datetime) -> x509.Certificate:
-        """A certificate of this authority for another one: who trusts this one then trusts that one's, too.
+        """Return a certificate for `other`, signed by this authority: peers that trust this one then trust both.
 
         Both have the same name, so that the path length of RFC 5280, section 4.2.1.9, does not count it.
         """
-        left = self.certificate.not_valid_after_utc - now
+        validity = self.certificate.not_valid_after_utc - now
         subject, public_key = other.certificate.subject, other._key.public_key()
-        builder = _builder(subject, self.certificate.subject, public_key, now, left)
+        builder = _builder(subject, self.certificate.subject, public_key, now, validity)
         for extension in other.certificate.extensions:
             builder = builder.add_extension(extension.value, critical=extension.critical)
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
@@ -97,7 +97,7 @@ class Authority:
         now: datetime.datetime,
         valid: datetime.timedelta = datetime.timedelta(days=SERVER_DAYS),
     ) -> x509.Certificate:
-        """A certificate for a server that is reached by these host names and addresses."""
+        """Return a certificate for a server with these host names and addresses."""
         builder = _builder(_name(hosts[0]), self.certificate.subject, public_key, now, valid)
         builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
         return self._leaf(builder, ExtendedKeyUsageOID.SERVER_AUTH)
@@ -105,7 +105,7 @@ class Authority:
     def for_client(
         self, name: str, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, valid: datetime.timedelta
     ) -> x509.Certificate:
-        """A certificate for a client; `name` is `<id>/<number>`."""
+        """Return a certificate for a client; `name` is `<id>/<number>`."""
         builder = _builder(_name(name), self.certificate.subject, public_key, now, valid)
         uri = x509.UniformResourceIdentifier(f"fedplat:client:{name}")
         builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)

@@ -1,4 +1,4 @@
-"""Certificates of clients: signed for whoever asks as a known client, and read from the connections that show one."""
+"""Client certificates: signs them for authenticated clients, and reads them from TLS connections."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CACHE_SIZE = 10_000
 
 
 def utc_now() -> datetime.datetime:
-    """This moment; certificates know no other clock than that on the wall."""
+    """Return the wall-clock time: certificates are valid by no other clock."""
     return datetime.datetime.now(datetime.UTC)
 
 
 class CertificateIssuer:
-    """Signs certificates with the present authority's key; without one (None) it signs none. Raises `RefusedError`."""
+    """Signs client certificates with the current authority's key; refuses all if `authority` is None."""
 
     def __init__(
         self,
@@ -40,7 +40,10 @@ class CertificateIssuer:
         self._now = now
 
     def issue(self, client: ClientRecord, signing_request: bytes) -> str:
-        """A certificate (PEM) for a client in its present session, for the key that has signed the request (DER)."""
+        """Return a certificate (PEM) for a client's current session, for the key of the signing request (DER).
+
+        Raises `RefusedError` if there is no authority or the request is invalid.
+        """
         if self._authority is None:
             raise RefusedError(Code.NO_CERTIFICATES)
         key = _requested_key(signing_request)
@@ -57,7 +60,7 @@ def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
         key = request.public_key()
         is_proven = request.is_signature_valid
     except ValueError as exc:
-        raise RefusedError(Code.INVALID_REQUEST, "the signing request is no PKCS #10 in DER") from exc
+        raise RefusedError(Code.INVALID_REQUEST, "the signing request is not PKCS #10 in DER") from exc
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise RefusedError(Code.INVALID_REQUEST, "the key must be ECDSA on the curve P-256")
     if not is_proven:
@@ -66,31 +69,32 @@ def _requested_key(signing_request: bytes) -> ec.EllipticCurvePublicKey:
 
 
 class PeerCertificates:
-    """Reads whom a connection's certificate names.
+    """Reads the client from the certificate of a connection.
 
-    TLS has checked who signed it; whether it is still good is checked here again, as connections outlive certificates.
+    TLS has verified the signature. The expiry is checked again for each call: connections outlive certificates.
     """
 
     def __init__(self, now: Callable[[], datetime.datetime] = utc_now) -> None:
         self._now = now
-        self._known: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[str, datetime.datetime]] = OrderedDict()
 
     def client_of(self, context: Any) -> str:
-        """The client, as `<id>/<number>`, that the connection of a call shows the certificate of.
+        """Return the client of the connection's certificate, as `<id>/<number>`.
 
-        Empty on a port that asks for none. Raises `RefusedError` if the certificate names nobody or has expired.
+        Empty on a port that requires no certificate. Raises `RefusedError` if the certificate names no client or has
+        expired.
         """
-        shown: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ())
-        return self._client(shown[0]) if shown else ""
+        chain: Sequence[bytes] = context.auth_context().get("x509_pem_cert", ())
+        return self._client(chain[0]) if chain else ""
 
     def _client(self, certificate: bytes) -> str:
-        if certificate not in self._known:
-            self._known[certificate] = _read(certificate)
-            while len(self._known) > _CACHE_SIZE:
-                self._known.popitem(last=False)
-        name, expires = self._known[certificate]
+        if certificate not in self._cache:
+            self._cache[certificate] = _read(certificate)
+            while len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        name, expires = self._cache[certificate]
         if self._now() >= expires:
-            raise RefusedError(Code.CERTIFICATE_EXPIRED, f"it was good until {expires:%Y-%m-%d %H:%M:%S} UTC")
+            raise RefusedError(Code.CERTIFICATE_EXPIRED, f"it was valid until {expires:%Y-%m-%d %H:%M:%S} UTC")
         return name
 
 
@@ -100,7 +104,7 @@ def _read(certificate: bytes) -> tuple[str, datetime.datetime]:
         names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as exc:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN) from exc
-    found = [_URI.fullmatch(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
-    if len(found) != 1 or found[0] is None:
+    matches = [_URI.fullmatch(uri) for uri in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    if len(matches) != 1 or matches[0] is None:
         raise RefusedError(Code.CERTIFICATE_UNKNOWN)
-    return found[0][1], loaded.not_valid_after_utc
+    return matches[0][1], loaded.not_valid_after_utc

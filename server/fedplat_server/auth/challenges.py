@@ -1,7 +1,7 @@
-"""Nonces that prove that a signature is fresh: given to anybody without remembering them, good once.
+"""Nonces that prove that a signature is fresh. Any caller may request one; each is accepted once.
 
-A nonce is a moment, 16 random bytes and a MAC over both, so that asking for millions costs the server no memory.
-Only those that were used are remembered, until they would have expired anyway. Time is a monotonic clock's.
+A nonce is a timestamp, 16 random bytes and a MAC over both, so that issuing millions costs the server no memory. It
+only remembers used nonces, until they expire. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIZE = _TIME_BYTES + RANDOM_BYTES + _MAC_BYTES
 
 
 class Challenges:
-    """Makes nonces and takes them back, each once. `key`: 32 random bytes, which live as long as this process."""
+    """Issues nonces and accepts each once. `key`: the MAC's key, 32 random bytes that only this process has."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -26,12 +26,12 @@ class Challenges:
         self._floor_ms = 0
 
     def new(self, now: float, random: bytes) -> bytes:
-        """A nonce, from `RANDOM_BYTES` random bytes."""
+        """Return a nonce made from `RANDOM_BYTES` random bytes."""
         body = int(now * 1000).to_bytes(_TIME_BYTES, "big") + random
         return body + self._mac(body)
 
     def take(self, nonce: bytes, now: float) -> bool:
-        """Whether this is a nonce of ours that is still good; from now on it is not."""
+        """Use up a nonce; return whether this server issued it and it is neither expired nor used."""
         body, mac = nonce[:-_MAC_BYTES], nonce[-_MAC_BYTES:]
         if len(nonce) != _SIZE or not hmac.compare_digest(mac, self._mac(body)):
             return False
@@ -41,7 +41,7 @@ class Challenges:
             return False
         self._used[body] = made_ms
         if len(self._used) > MAX_USED:
-            # Nothing as old as what is forgotten here may be believed any more.
+            # A nonce that is forgotten here could be used again: refuse all that are as old.
             _, oldest_ms = self._used.popitem(last=False)
             self._floor_ms = max(self._floor_ms, oldest_ms + 1)
         return True

@@ -1,4 +1,4 @@
-"""The clients, by their id: their stored records, when they were last seen, and the number of their open calls."""
+"""A cache of client records by id, with the time each client was last seen and its number of open calls."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from fedplat_server.errors import Code, RefusedError
 
 CACHE_SIZE = 50_000
 UPDATE_EVERY_S = 60.0
-"""Minimum interval between updates of what a client reports of itself."""
+"""Minimum interval between updates of a client's labels and software version."""
 
 
 class ClientDirectory:
-    """A cache of the latest clients: only the daemon that leads changes them."""
+    """A cache of the most recently stored clients. Coherent because only the leader changes clients."""
 
     def __init__(self, clients: ClientStore) -> None:
         self._clients = clients
-        self._found = BatchLoader(clients.find_clients)
-        self._begun = BatchLoader(self._begin_sessions)
-        self._known: OrderedDict[str, ClientRecord] = OrderedDict()
+        self._records = BatchLoader(clients.find_clients)
+        self._sessions = BatchLoader(self._begin_sessions)
+        self._cache: OrderedDict[str, ClientRecord] = OrderedDict()
         self._num_changes = 0
         self._num_calls: Counter[str] = Counter()
         self._updated = RecentEntries(UPDATE_EVERY_S, CACHE_SIZE)
         self.last_seen_unix_s: dict[str, float] = {}
-        self._seen_lately: dict[str, float] = {}
+        self._newly_seen: dict[str, float] = {}
 
     async def find(self, client_id: str) -> ClientRecord:
         """Return the client. Raises `RefusedError` if it is unknown or revoked."""
-        record = self._known.get(client_id)
+        record = self._cache.get(client_id)
         if record is None:
             before = self._num_changes
-            record = await self._found.load(client_id)
+            record = await self._records.load(client_id)
             if record is None:
                 raise RefusedError(Code.CLIENT_UNKNOWN)
-            if before == self._num_changes:  # else it may be another one than was read
+            if before == self._num_changes:  # else the record may have changed since it was read
                 self._remember(record)
         if record.revoked_unix_s is not None:
             raise RefusedError(Code.REVOKED)
         return record
 
     async def begin_session(self, client_id: str) -> ClientRecord:
-        """Count a new session of a client, and return the client. Raises `RefusedError` if it is unknown."""
-        record = await self._begun.load(client_id)
+        """Store a new session number for a client; return the client. Raises `RefusedError` if it is unknown."""
+        record = await self._sessions.load(client_id)
         if record is None:
             raise RefusedError(Code.CLIENT_UNKNOWN)
         return record
@@ -60,21 +60,24 @@ class ClientDirectory:
         return records
 
     def replace(self, record: ClientRecord) -> None:
-        """Replace a client by its record, which was just stored."""
+        """Cache a client's record that was just stored."""
         self._num_changes += 1
         self._remember(record)
 
     def record_call(self, client_id: str) -> None:
-        """Record that a client has called."""
-        self.last_seen_unix_s[client_id] = self._seen_lately[client_id] = time.time()
+        """Record the current time as when the client was last seen."""
+        self.last_seen_unix_s[client_id] = self._newly_seen[client_id] = time.time()
 
     def take_seen(self) -> Mapping[str, float]:
-        """Return when clients were seen since the last call of this method."""
-        seen, self._seen_lately = self._seen_lately, {}
+        """Return the clients seen since the last call of this method, with the times (unix seconds)."""
+        seen, self._newly_seen = self._newly_seen, {}
         return seen
 
     def begin_call(self, client_id: str, limit: int) -> Callable[[], None]:
-        """Count a call that begins; return a function to call at its end. Raises `RefusedError`."""
+        """Count a call that begins; return a function to call at its end.
+
+        Raises `RefusedError` if the client has `limit` calls open.
+        """
         if self._num_calls[client_id] >= limit:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limit}")
         self._num_calls[client_id] += 1
@@ -87,10 +90,10 @@ class ClientDirectory:
         return end
 
     async def update(self, record: ClientRecord, labels: Mapping[str, str], software_version: str) -> ClientRecord:
-        """Return the client with what it reports of itself now, and store that if it is new.
+        """Return the client with the labels and version that it reports, and store them if they changed.
 
-        At most once a minute: what it says in between is put off to its first check-in afterwards. So a client that
-        says something else each time costs one transaction a minute, and is still selected by its latest labels.
+        Stores at most once a minute; a change in between is stored at the first check-in afterwards. So a client that
+        changes its labels each time costs one transaction a minute, and is still selected by its latest labels.
         """
         if dict(labels) == dict(record.labels) and software_version == record.software_version:
             return record
@@ -102,10 +105,10 @@ class ClientDirectory:
         if before == self._num_changes:
             self.replace(changed)
         else:
-            self._known.pop(record.client_id, None)  # it may have been revoked meanwhile
+            self._cache.pop(record.client_id, None)  # it may have been revoked meanwhile
         return changed
 
     def _remember(self, record: ClientRecord) -> None:
-        self._known[record.client_id] = record
-        while len(self._known) > CACHE_SIZE:
-            self._known.popitem(last=False)
+        self._cache[record.client_id] = record
+        while len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Enrollment: operators create tokens, by which devices become clients."""
+"""Enrollment: operators create tokens, with which devices become clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_EXPIRES_S = 366 * 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """A request to become a client."""
+    """An enrollment request of a device."""
 
     population: str
     labels: Mapping[str, str]
@@ -35,31 +35,31 @@ class Newcomer:
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """How clients authenticate this server; see `fedplat.auth.Ticket`."""
+    """How clients authenticate this server: the fields of the same names in `fedplat.auth.Ticket`."""
 
     tls: bool = False
     ca: str = ""
 
     @classmethod
     def of(cls, certificates: Certificates | None) -> Trust:
-        """Return the trust for a server with these certificates; None: without TLS."""
+        """Return the trust settings for a server with these certificates (None: without TLS)."""
         if certificates is None:
             return cls()
         return cls(tls=True, ca=(certificates.loaded.ca or b"").decode())
 
 
 class Enrollments:
-    """Creates tokens and enrolls clients by them. Raises `RefusedError`."""
+    """Creates and revokes tokens, and enrolls clients with them. All methods raise `RefusedError`."""
 
-    def __init__(self, clients: ClientStore, book: ClientDirectory, trust: Callable[[], Trust]) -> None:
+    def __init__(self, clients: ClientStore, directory: ClientDirectory, trust: Callable[[], Trust]) -> None:
         self._clients = clients
-        self._book = book
+        self._directory = directory
         self._trust = trust
 
     async def create(
         self, population: str, num_uses: int, expires_s: float, address: str, actor: str
     ) -> tuple[EnrollmentToken, Ticket]:
-        """Return a new token, and the ticket with it; `actor` is the operator who asked for it."""
+        """Create a token; return it with its ticket. `actor` is the operator for the audit log."""
         if not 1 <= num_uses <= MAX_USES:
             raise RefusedError(Code.INVALID_REQUEST, f"{num_uses} uses; expected 1 to {MAX_USES}")
         if not (math.isfinite(expires_s) and 0 < expires_s <= MAX_EXPIRES_S):
@@ -67,14 +67,14 @@ class Enrollments:
         secret, token_hash = new_token()
         now, trust = time.time(), self._trust()
         token = EnrollmentToken(f"e-{uuid4().hex[:12]}", population, num_uses, num_uses, now, now + expires_s)
-        made = AuditEntry(
+        entry = AuditEntry(
             actor, AuditAction.ENROLLMENT_CREATED, token.token_id, {"population": population, "uses": num_uses}
         )
-        await self._clients.add_enrollment_token(token, token_hash, [made])
+        await self._clients.add_enrollment_token(token, token_hash, [entry])
         return token, Ticket(address, population, secret, trust.tls, trust.ca)
 
     async def revoke(self, token_id: str, actor: str) -> EnrollmentToken:
-        """Revoke a token."""
+        """Revoke a token; return it."""
         token = await self._clients.revoke_enrollment_token(
             token_id, [AuditEntry(actor, AuditAction.ENROLLMENT_REVOKED, token_id)]
         )
@@ -83,7 +83,7 @@ class Enrollments:
         return token
 
     async def enroll(self, newcomer: Newcomer) -> ClientRecord:
-        """Enroll a client whose key is proven; a client that enrolls again keeps its id."""
+        """Enroll a client that has proven its key; a client that enrolls again keeps its id."""
         enrollment = Enrollment(
             client_id=f"c-{uuid4().hex[:16]}",
             population=newcomer.population,
@@ -103,7 +103,7 @@ class Enrollments:
             raise RefusedError(Code.INVALID_REQUEST, str(exc)) from exc
         if record.revoked_unix_s is not None:
             raise RefusedError(Code.REVOKED)
-        self._book.replace(record)
+        self._directory.replace(record)
         return record
 
 

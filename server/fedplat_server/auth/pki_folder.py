@@ -1,8 +1,8 @@
-"""The folder DATA_DIR/pki: a private authority, a server certificate, and how they are made, renewed and replaced.
+"""The folder DATA_DIR/pki: creates, renews and replaces a private authority and the server's certificate.
 
-`ca.pem` has what clients shall trust: the authority, and while it is being replaced the one before, too. `server.pem`
-has the server's certificate and, in that time, a certificate of the new authority that the old one has signed: so
-those who know only the old one, and those who know only the new one, both find what they trust.
+`ca.pem` has the authorities that clients must trust: the current one and, while it is being replaced, the old one.
+`server.pem` has the server's certificate and, in that time, a certificate of the new authority signed by the old one:
+so clients that trust only the old one, and clients that trust only the new one, both find a chain that they trust.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class PkiFolder:
 
     @classmethod
     def of(cls, data_dir: Path) -> PkiFolder:
-        """That of a data folder."""
+        """Return the folder of a data folder."""
         return cls(data_dir / "pki")
 
     @property
     def files(self) -> TlsFiles:
-        """What the daemon reads."""
+        """The files that the daemon reads."""
         return TlsFiles(self.folder / "server.pem", self.folder / "server.key", self.ca)
 
     @property
     def ca(self) -> Path:
-        """The certificates to trust, the present authority's first."""
+        """The file of certificates to trust, the current authority's first."""
         return self.folder / "ca.pem"
 
     @property
     def ca_key(self) -> Path:
-        """The present authority's key."""
+        """The file of the current authority's key."""
         return self.folder / "ca.key"
 
     @property
@@ -59,91 +59,99 @@ class PkiFolder:
         return self.folder / "ca-next.key"
 
     def authority(self) -> Authority:
-        """The present authority. Raises `ConfigError`."""
+        """Load the current authority; finish a `rotate` that crashed. Raises `ConfigError` if it is unreadable."""
         try:
             return Authority.load(self.ca, self.ca_key)
         except ConfigError:
             if not self._next_key.exists():
                 raise
-            found = Authority.load(self.ca, self._next_key)  # a crash came before the last step of `rotate`
+            authority = Authority.load(self.ca, self._next_key)  # `rotate` crashed before its last step
             self._next_key.replace(self.ca_key)
-            return found
+            return authority
 
     def authority_in_use(self) -> Authority:
-        """The present authority, for a server that runs while it may be replaced: changes nothing.
+        """Load the current authority while another process may be replacing it; changes no file.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` if it is unreadable.
         """
         with contextlib.suppress(ConfigError):
             return Authority.load(self.ca, self.ca_key)
         with contextlib.suppress(ConfigError):
             return Authority.load(self.ca, self._next_key)
-        return Authority.load(self.ca, self.ca_key)  # the replacement has ended meanwhile, or something is wrong
+        return Authority.load(self.ca, self.ca_key)  # the replacement has finished since, or a file is broken
 
     def make_authority(self, now: datetime.datetime) -> bool:
-        """Makes the authority if there is none; whether it did."""
+        """Create the authority unless it exists; return whether it was created."""
         if self.ca.exists():
             return False
         authority = Authority.new(now)
-        # The certificate comes last and says that both are there; a key without one was left by a crash.
+        # The certificate is written last, so it implies the key; a key without a certificate is left by a crash.
         replace(self.ca_key, authority.key_pem, 0o600)
         replace(self.ca, certificate_pem(authority.certificate), 0o644)
         return True
 
     def make_server(self, hosts: Sequence[str], now: datetime.datetime) -> bool:
-        """Makes the server's key and certificate unless both are there; whether it did."""
+        """Create the server's key and certificate unless both exist; return whether they were created."""
         if self.files.certificate.exists() and self.files.key.exists():
             return False
         self._sign(self.authority(), hosts, now)
         return True
 
     def hosts(self) -> list[str]:
-        """The names and addresses of the server's certificate. Raises `ConfigError`."""
+        """Return the names and addresses of the server's certificate. Raises `ConfigError` if it is unreadable."""
         return hosts_of(read(self.files.certificate)[0])
 
     def renew(self, hosts: Sequence[str], now: datetime.datetime) -> None:
-        """Makes a new key and certificate for the server; what it had to say of an authority's change stays."""
+        """Create a new key and certificate for the server; keep the cross-signed certificate during a rotation."""
         chain = read(self.files.certificate)
         self._sign(self.authority(), hosts, now, chain[1:])
 
     def rotate(self, now: datetime.datetime) -> None:
-        """Makes a new authority, which those who trust the old one trust too. Raises `ConfigError`."""
+        """Create a new authority that clients of the old one trust as well.
+
+        Raises `ConfigError` if a rotation is already under way.
+        """
         hosts, old = self.hosts(), self.authority()
         if len(read(self.ca)) > 1:
-            raise ConfigError("the authority is being replaced already; end that with: certificates rotate-ca --finish")
+            raise ConfigError(
+                "the authority is already being replaced; finish that with: certificates rotate-ca --finish"
+            )
         new = Authority.new(now)
-        both = certificate_pem(new.certificate) + certificate_pem(old.certificate)
-        # In this order: wherever a crash comes, the server's certificate is trusted, and an authority can be loaded.
+        trusted = certificate_pem(new.certificate) + certificate_pem(old.certificate)
+        # In this order, after a crash at any point the server's certificate is trusted and an authority can be loaded.
         replace(self._next_key, new.key_pem, 0o600)
         self._sign(new, hosts, now, [old.cross_sign(new, now)])
-        replace(self.ca, both, 0o644)
+        replace(self.ca, trusted, 0o644)
         self._next_key.replace(self.ca_key)
 
     def finish_rotation(self, now: datetime.datetime) -> None:
-        """Forgets the old authority: who trusts only that one is shut out. Raises `ConfigError`."""
+        """Remove the old authority: clients that trust only that one can no longer connect.
+
+        Raises `ConfigError` if no rotation is under way.
+        """
         trusted = read(self.ca)
         if len(trusted) < 2:
-            raise ConfigError("there is no old authority to forget; begin with: certificates rotate-ca")
+            raise ConfigError("there is no old authority to remove; begin with: certificates rotate-ca")
         self._sign(self.authority(), self.hosts(), now)
         replace(self.ca, certificate_pem(trusted[0]), 0o644)
 
     def _sign(
-        self, authority: Authority, hosts: Sequence[str], now: datetime.datetime, rest: Sequence[x509.Certificate] = ()
+        self, authority: Authority, hosts: Sequence[str], now: datetime.datetime, chain: Sequence[x509.Certificate] = ()
     ) -> None:
         key = pki.new_key()
         certificate = authority.for_server(hosts, key.public_key(), now)
         replace(self.files.key, key_pem(key), 0o600)
-        replace(self.files.certificate, b"".join(map(certificate_pem, [certificate, *rest])), 0o644)
+        replace(self.files.certificate, b"".join(map(certificate_pem, [certificate, *chain])), 0o644)
 
 
-def all_hosts(given: Sequence[str]) -> list[str]:
-    """The names for a certificate: those that were given, and this machine by itself. Raises `ConfigError`."""
-    for host in given:
+def all_hosts(hosts: Sequence[str]) -> list[str]:
+    """Return these hosts and the loopback ones. Raises `ConfigError` for an invalid host, or more than `MAX_HOSTS`."""
+    for host in hosts:
         if not (_NAME.fullmatch(host) or _is_address(host)):
             raise ConfigError(f"--host {host[:80]!r}: expected a host name or an address, without a port")
-    if len(given) > MAX_HOSTS:
-        raise ConfigError(f"{len(given)} times --host; at most {MAX_HOSTS}")
-    return list(dict.fromkeys([*given, *LOOPBACK]))
+    if len(hosts) > MAX_HOSTS:
+        raise ConfigError(f"{len(hosts)} times --host; expected at most {MAX_HOSTS}")
+    return list(dict.fromkeys([*hosts, *LOOPBACK]))
 
 
 def _is_address(text: str) -> bool:
@@ -155,7 +163,7 @@ def _is_address(text: str) -> bool:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """The names and addresses of a certificate."""
+    """Return the names and addresses of a certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -165,17 +173,17 @@ def hosts_of(certificate: x509.Certificate) -> list[str]:
 
 
 def read(path: Path) -> list[x509.Certificate]:
-    """The certificates of a file. Raises `ConfigError`."""
+    """Read the certificates of a PEM file. Raises `ConfigError` if it is unreadable."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}; fedplat-server init makes it") from exc
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}; fedplat-server init creates it") from exc
     except ValueError as exc:
         raise ConfigError(f"{path} holds no certificates in PEM: {exc}") from exc
 
 
 def replace(path: Path, content: bytes, mode: int) -> None:
-    """Write a file, whole or not at all, whether it exists or not. Raises `ConfigError`."""
+    """Write a file atomically. Raises `ConfigError` if that fails."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         durable.write_bytes(path, content, mode)

@@ -1,7 +1,7 @@
-"""What one caller may use up: requests, streams at once, bytes for an attempt, and the time of a stream.
+"""Limits for one caller: requests, concurrent streams, bytes for an attempt, and the rate of a stream.
 
-A client that is broken or hostile shall cost the others nothing. Nothing here reads a clock: the moment is an argument,
-or comes from the function that `Quotas` was given.
+A broken or hostile client must cost the others nothing. No code here reads a clock: the time, in seconds, is an
+argument, or the result of the function passed to `Quotas`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 
 MAX_REMEMBERED = 50_000
-"""Callers whose use is remembered; who called longest ago is forgotten, and has everything again."""
+"""Callers to remember; the one that called longest ago is dropped first, and then has its full quota again."""
 
 
 class Bucket(NamedTuple):
-    """A token bucket: `tokens` there were at the moment `at`, in seconds."""
+    """A token bucket that held `tokens` at the time `at`, in seconds."""
 
     tokens: float
     at: float
 
 
 def take(bucket: Bucket, now: float, per_minute: float) -> tuple[Bucket, float]:
-    """Takes a token if there is one: the bucket afterwards, and the seconds until there is one (0.0: it was taken).
+    """Take a token if there is one; return the new bucket and the seconds until there is one (0.0: it was taken).
 
-    A bucket holds the tokens of a minute and fills at this rate.
+    A bucket holds at most the tokens of one minute and fills at `per_minute`.
 
     >>> take(Bucket(1.0, at=10.0), now=10.0, per_minute=60)
     (Bucket(tokens=0.0, at=10.0), 0.0)
@@ -47,7 +47,7 @@ def take(bucket: Bucket, now: float, per_minute: float) -> tuple[Bucket, float]:
 
 
 class MinimumRate:
-    """How long a stream may go on: every `window_s` seconds have to bring `min_bytes`."""
+    """The minimum rate of a stream: it must bring `min_bytes` in every window of `window_s` seconds."""
 
     def __init__(self, window_s: float, min_bytes: float, now: float) -> None:
         self._window_s = window_s
@@ -56,11 +56,11 @@ class MinimumRate:
         self._missing = min_bytes
 
     def left_s(self, now: float) -> float:
-        """Seconds until the stream is too slow."""
+        """Return the seconds until the stream is too slow."""
         return max(self._ends - now, 0.0)
 
     def on_received(self, num_bytes: int, now: float) -> None:
-        """Notes bytes; enough of them begin another window."""
+        """Count received bytes; begin another window once this one has `min_bytes`."""
         self._missing -= num_bytes
         if self._missing <= 0:
             self._missing = self._min_bytes
@@ -75,7 +75,7 @@ class Buckets:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def take(self, name: str, now: float) -> None:
-        """Takes a token. Raises `RefusedError` with the moment when there will be one."""
+        """Take a token. Raises `RefusedError`, with a retry window, if the bucket is empty."""
         full = Bucket(self._per_minute, now)
         bucket, wait_s = take(self._buckets.pop(name, full), now, self._per_minute)
         self._buckets[name] = bucket
@@ -85,20 +85,20 @@ class Buckets:
             raise self._refusal(wait_s)
 
     def require(self, name: str, now: float) -> None:
-        """Refuse as `take` does where there is no token, but take none."""
+        """Raise as `take` does if there is no token, but take none."""
         full = Bucket(self._per_minute, now)
         _, wait_s = take(self._buckets.get(name, full), now, self._per_minute)
         if wait_s:
             raise self._refusal(wait_s)
 
     def give_back(self, name: str) -> None:
-        """Gives back a token that was taken, if the bucket is not full again."""
+        """Return a token that was taken, unless the bucket is full again."""
         bucket = self._buckets.get(name)
         if bucket is not None:
             self._buckets[name] = Bucket(min(bucket.tokens + 1.0, self._per_minute), bucket.at)
 
     def _refusal(self, wait_s: float) -> RefusedError:
-        # A second at least: who asks too often shall not ask again at once. The spread keeps callers apart.
+        # At least a second: a caller over its limit must not retry at once. The window spreads the retries.
         earliest_s = max(wait_s, 1.0)
         text = f"at most {self._per_minute:g} a minute"
         return RefusedError(Code.TOO_MANY_REQUESTS, text, RetryWindow(earliest_s, 4.0 * earliest_s))
@@ -111,7 +111,7 @@ class _Spent:
 
 
 class Quotas:
-    """What the callers of this server have used up. All methods raise `RefusedError`."""
+    """The quotas of this server's callers. All methods but `refund_anonymous` raise `RefusedError` beyond a limit."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -126,16 +126,16 @@ class Quotas:
         self._spent: OrderedDict[str, _Spent] = OrderedDict()
 
     def request(self, client_id: str) -> None:
-        """Counts a request of a client."""
+        """Count a request of a client."""
         self._requests.take(client_id, self._clock())
 
     def session(self, client_id: str) -> None:
-        """Count a session that a client opens: a request, and one that writes."""
+        """Count the opening of a session by a client: both a request and a write."""
         self.request(client_id)
         self._writes.take(client_id, self._clock())
 
     def operator_call(self, name: str) -> Callable[[], None]:
-        """Count a call of an operator; return what is to be called at its end."""
+        """Count a call of an operator; return a function to call at its end."""
         self._of_operators.take(name, self._clock())
         limit, calls = self._limits.operator_calls, self._calls_of_operators
         if calls[name] >= limit:
@@ -150,11 +150,11 @@ class Quotas:
         return end
 
     def challenge(self, network: str) -> None:
-        """Count a nonce that is given to somebody in a network, as `addresses.Origin` names it.
+        """Count a nonce that is issued to a caller in `network` (see `addresses.Origin`).
 
-        Each costs at most one look-up and one check of a signature afterwards. A network has tokens of its own, and
-        beyond them takes those that all share: so a neighbour who uses them up locks out no client of the network,
-        and costs clients elsewhere nothing.
+        Each nonce costs at most one look-up and one verification afterwards. A network has its own tokens; when they
+        are used up, it takes tokens that all networks share. So a caller that uses them up locks out no client of its
+        network, and costs clients of other networks nothing.
         """
         now = self._clock()
         try:
@@ -163,24 +163,24 @@ class Quotas:
             self._shared.take("", now)
 
     def charge_anonymous(self, network: str) -> None:
-        """Count a request that has proven nothing, or a proof that failed."""
+        """Charge an unauthenticated request, or a failed proof, to its network."""
         self._anonymous.take(network, self._clock())
 
     def require_anonymous(self, network: str) -> None:
-        """Refuse what would cost a transaction to somebody who is no client yet, from a network without tokens."""
+        """Refuse an unauthenticated request that would cost a transaction if its network has no tokens; take none."""
         self._anonymous.require(network, self._clock())
 
     def refund_anonymous(self, network: str) -> None:
-        """Give a network back what a challenge cost: its owner has proven to be a client since.
+        """Refund a network the cost of a challenge, whose caller has since proven to be a client.
 
         So thousands of clients behind one address, which all open a session after a restart of the server, only pay
-        for those challenges that are not answered yet.
+        for challenges not yet answered.
         """
         self._anonymous.give_back(network)
 
     @contextlib.contextmanager
     def stream(self, client_id: str) -> Generator[None]:
-        """Counts a stream of a client while it lasts."""
+        """Count a stream of a client while the block runs."""
         limit = self._limits.max_streams
         if self._streams[client_id] >= limit:
             raise RefusedError(Code.TOO_MANY_STREAMS, f"at most {limit}")
@@ -193,9 +193,9 @@ class Quotas:
                 del self._streams[client_id]
 
     def upload(self, client_id: str, key: AttemptKey, limit_bytes: int, num_bytes: int) -> None:
-        """Counts bytes of an update of an attempt, those that are sent again too.
+        """Count uploaded bytes of an attempt, including those sent again.
 
-        `limit_bytes` is the most that one upload may announce.
+        `limit_bytes` is the largest size that one upload may announce.
         """
         spent = self._spent.pop(client_id, None)
         if spent is None or spent.key != key:  # a client works for one attempt at a time
@@ -206,4 +206,4 @@ class Quotas:
         spent.num_bytes += num_bytes
         limit = self._limits.max_upload_factor * limit_bytes
         if spent.num_bytes > limit:
-            raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; at most {limit} are taken")
+            raise RefusedError(Code.TOO_MANY_BYTES, f"{spent.num_bytes} bytes were sent; expected at most {limit}")

@@ -1,6 +1,6 @@
-"""Which numbers of a sequence were seen: each is accepted once, also when they come in another order.
+"""Replay protection: accepts each number of a sequence once, in any order.
 
-The window is that of IPsec's protection against replays (RFC 4303, section 3.4.3): what lies below it is refused.
+The window is that of IPsec's anti-replay service (RFC 4303, section 3.4.3): numbers below it are refused.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import dataclasses
 
 SIZE = 1024
-"""How far behind the newest call another one may come. A client has far fewer calls under way."""
+"""How far behind the newest call a call may be. A client has far fewer calls under way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayWindow:
-    """The highest number that was seen, and, as bits, which of the `SIZE` numbers up to it were (bit 0: itself)."""
+    """The highest number seen, and a bit set of the `SIZE` numbers up to it that were seen (bit 0: the highest)."""
 
     highest: int = 0
-    seen: int = 1  # 0 is no number of a call
+    seen: int = 1  # no call has the number 0
 
     def accept(self, number: int) -> ReplayWindow | None:
-        """The window with this number in it; None if it was seen before, or is too old to tell."""
+        """Return the window with this number added; None if the number was seen, or is below the window."""
         if number > self.highest:
             shift = number - self.highest
             kept = (self.seen << shift) & _MASK if shift < SIZE else 0

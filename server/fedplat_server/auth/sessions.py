@@ -1,4 +1,4 @@
-"""Sessions: what a client that signs its calls has opened. They live in memory: after a restart a client opens anew."""
+"""Sessions of clients that sign their calls. They are only in memory: after a server restart, clients open new ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedplat_server.auth.replay_window import ReplayWindow
 
 MAX_SESSIONS = 100_000
 MAX_OF_CLIENT = 4
-"""Sessions of one client that are remembered, so that no client makes the server forget those of others."""
+"""Limit per client, so that no client can evict the sessions of others."""
 
 
 @dataclasses.dataclass(slots=True)
 class Session:
-    """A session: the `number`-th of its client."""
+    """The `number`-th session of a client."""
 
     client_id: str
     number: int
@@ -22,7 +22,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions that are known; of too many, the one that was quiet the longest is forgotten."""
+    """The open sessions; beyond `max_sessions`, the least recently used one is dropped."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
@@ -30,17 +30,17 @@ class Sessions:
         self._of_client: dict[str, list[str]] = {}
 
     def open(self, session_id: str, client_id: str, number: int) -> None:
-        """Begins a session under a random id. Older ones of the client stay, so that they hear that they are fenced."""
+        """Add a session. The client's older ones stay, so that calls under them are refused as fenced."""
         self._sessions[session_id] = Session(client_id, number)
-        mine = self._of_client.setdefault(client_id, [])
-        mine.append(session_id)
-        if len(mine) > MAX_OF_CLIENT:
-            self._forget(mine[0])
+        own_ids = self._of_client.setdefault(client_id, [])
+        own_ids.append(session_id)
+        if len(own_ids) > MAX_OF_CLIENT:
+            self._forget(own_ids[0])
         if len(self._sessions) > self._max_sessions:
             self._forget(next(iter(self._sessions)))
 
     def find(self, session_id: str) -> Session | None:
-        """The session with this id."""
+        """Return the session with this id; None if it is unknown."""
         session = self._sessions.get(session_id)
         if session is not None:
             self._sessions.move_to_end(session_id)

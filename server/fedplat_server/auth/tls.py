@@ -1,7 +1,7 @@
-"""The server's certificates while it runs: changed files are taken up at the next handshake, without a restart.
+"""The server's certificates while it runs: the next handshake loads changed files, without a restart.
 
-Streams and rounds that are under way go on. Files that are broken, expired, or not of one kind are not taken: the
-server keeps what it had, and says so in the log.
+Open streams and rounds continue. If the files are broken, expired or do not match each other, the server keeps the
+certificates that it has and logs an error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fedplat_server.errors import ConfigError
 
 WARN_DAYS = 14
 CHECK_S = 3600.0
-"""How often the days that are left are looked at, and what is insecure is said again."""
+"""How often the expiry is checked, and warnings are repeated."""
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCertificate:
-    """The content of the files, checked."""
+    """The checked content of the certificate files."""
 
     certificate: bytes
     key: bytes = dataclasses.field(repr=False)
@@ -37,12 +37,12 @@ class LoadedCertificate:
     expires: datetime.datetime
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What gRPC takes."""
+        """Return the certificates as gRPC accepts them."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], root_certificates=self.ca)
 
 
 def load(files: TlsFiles, now: datetime.datetime) -> LoadedCertificate:
-    """Reads and checks the files. Raises `ConfigError`."""
+    """Read and check the files. Raises `ConfigError` if they are unreadable, expired or do not match each other."""
     try:
         certificate, key = files.certificate.read_bytes(), files.key.read_bytes()
         ca = files.ca.read_bytes() if files.ca is not None else None
@@ -56,33 +56,33 @@ def load(files: TlsFiles, now: datetime.datetime) -> LoadedCertificate:
         raise ConfigError(f"{files.certificate} or {files.ca} holds no certificates in PEM: {exc}") from exc
     try:
         private = serialization.load_pem_private_key(key, password=None)
-    except (ValueError, TypeError) as exc:  # not with its text, which may quote the key
+    except (ValueError, TypeError) as exc:  # its text may quote the key
         raise ConfigError(f"{files.key} holds no private key in PEM without a password") from exc
     if private.public_key() != chain[0].public_key():
         raise ConfigError(f"the key {files.key} does not belong to the certificate {files.certificate}")
     expires = chain[0].not_valid_after_utc
     if expires <= now:
         raise ConfigError(
-            f"the certificate {files.certificate} expired {expires:%Y-%m-%d %H:%M} UTC; make a new one with: "
+            f"the certificate {files.certificate} expired {expires:%Y-%m-%d %H:%M} UTC; renew it with: "
             "fedplat-server certificates renew"
         )
     return LoadedCertificate(certificate, key, ca, expires)
 
 
 def utc_now() -> datetime.datetime:
-    """The moment on the wall clock, by which certificates are judged."""
+    """Return the wall-clock time: certificates are valid by no other clock."""
     return datetime.datetime.now(datetime.UTC)
 
 
 class Certificates:
-    """The certificates that handshakes use. Raises `ConfigError` when there are none to begin with."""
+    """The certificates for handshakes. The constructor loads them, and raises `ConfigError` as `load` does."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], datetime.datetime] = utc_now) -> None:
         self._files = files
         self._clock = clock
-        self._lock = threading.Lock()  # gRPC asks in threads of its own
+        self._lock = threading.Lock()  # gRPC calls `refresh` in its own threads
         self._stamp = _stamp(files)
-        self._complained = self._stamp
+        self._reported = self._stamp
         self._suspect: _Stamp | None = None
         self.loaded = load(files, clock())
 
@@ -91,26 +91,26 @@ class Certificates:
         """Days until the certificate expires; negative when it has."""
         return (self.loaded.expires - self._clock()).total_seconds() / 86_400
 
-    def credentials(self, *, of_both: bool = False) -> grpc.ServerCredentials:
-        """Credentials for one port, which asks `refresh` at every handshake.
+    def credentials(self, *, mutual: bool = False) -> grpc.ServerCredentials:
+        """Return credentials for one port, which call `refresh` at every handshake.
 
-        `of_both`: who connects must show one of `ca`, too.
+        `mutual`: clients must present a certificate signed by `ca`.
         """
-        given = self.loaded  # by these credentials: others, or `look`, may have taken up a change before
+        current = self.loaded  # the certificates of this port: another port or `check_files` may load new ones first
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal given
+            nonlocal current
             self.refresh()
-            if self.loaded is given:
+            if self.loaded is current:
                 return None
-            given = self.loaded
-            return given.configuration()
+            current = self.loaded
+            return current.configuration()
 
-        # None, for "go on with what you have", is missing in the types of gRPC.
-        return grpc.dynamic_ssl_server_credentials(given.configuration(), cast(Any, fetch), of_both)
+        # None means "keep the current configuration"; gRPC's type annotations lack it.
+        return grpc.dynamic_ssl_server_credentials(current.configuration(), cast(Any, fetch), mutual)
 
     def refresh(self) -> bool:
-        """Takes up files that have changed; whether there was something to take up."""
+        """Load the files if they have changed; return whether new certificates were loaded."""
         with self._lock:
             stamp = _stamp(self._files)
             if stamp == self._stamp:
@@ -118,21 +118,21 @@ class Certificates:
             try:
                 loaded = load(self._files, self._clock())
             except ConfigError as exc:
-                self._complain(stamp, exc)
+                self._report(stamp, exc)
                 return False
             self.loaded, self._stamp = loaded, stamp
-        logs.get().info("the server has new certificates", expires=loaded.expires.isoformat())
+        logs.get().info("loaded new certificates", expires=loaded.expires.isoformat())
         return True
 
-    def _complain(self, stamp: _Stamp, exc: ConfigError) -> None:
-        # Files that are being replaced one after the other do not fit for a moment: only what stays so is an error.
-        if stamp == self._suspect and stamp != self._complained:
-            self._complained = stamp
-            logs.get().error("changed certificates are not taken; the old ones stay", error=str(exc))
+    def _report(self, stamp: _Stamp, exc: ConfigError) -> None:
+        # Files that are replaced one after the other briefly do not match: it is an error if that persists.
+        if stamp == self._suspect and stamp != self._reported:
+            self._reported = stamp
+            logs.get().error("cannot load the changed certificates; keeping the old ones", error=str(exc))
         self._suspect = stamp
 
     def check_files(self) -> None:
-        """Takes up what has changed, and warns of a certificate that expires soon."""
+        """Load changed files, and warn if the certificate expires soon."""
         self.refresh()
         days = round(self.days_left, 1)
         if days < WARN_DAYS:
@@ -145,11 +145,11 @@ class Certificates:
 
 
 async def watch(certificates: Certificates | None, listen: str) -> None:
-    """Warns now and once an hour of what an operator should mend; ends when it is cancelled."""
+    """Warn now and once an hour about an expiring certificate or missing TLS, until cancelled."""
     while True:
         if certificates is None:
             logs.get().warning(
-                "this server runs WITHOUT TLS: whoever is on the way can read and change everything",
+                "this server runs WITHOUT TLS: anyone on the network path can read and change all traffic",
                 listen=listen,
                 mend="fedplat-server init, and run it without --insecure",
             )
@@ -159,14 +159,14 @@ async def watch(certificates: Certificates | None, listen: str) -> None:
 
 
 def _stamp(files: TlsFiles) -> _Stamp:
-    """What changes when one of the files does."""
-    found: list[tuple[int, int, int]] = []
+    """Return the inode, size and modification time of each file: a value that changes when a file does."""
+    parts: list[tuple[int, int, int]] = []
     for path in (files.certificate, files.key, files.ca):
         if path is None:
             continue
         try:
             status = path.stat()
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            parts.append((status.st_ino, status.st_size, status.st_mtime_ns))
         except OSError:
-            found.append((0, 0, 0))
-    return tuple(found)
+            parts.append((0, 0, 0))
+    return tuple(parts)

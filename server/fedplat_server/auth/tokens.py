@@ -1,4 +1,4 @@
-"""Secrets that the server hands out, and what it keeps of them."""
+"""Random secrets that the server issues, and the hashes that it stores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hashlib import sha256
 
 
 def hash_secret(secret: str) -> bytes:
-    """Return what the database keeps of a token. Tokens are random, so that a plain hash is enough."""
+    """Return the hash that the database stores of a token. Tokens are random, so a plain hash is enough."""
     return sha256(secret.encode()).digest()
 
 
 def new_token() -> tuple[str, bytes]:
-    """Return a fresh secret of 256 random bits, and its hash."""
+    """Return a new secret of 256 random bits, and its hash."""
     secret = secrets.token_urlsafe(32)
     return secret, hash_secret(secret)

@@ -1,1 +1,1 @@
-"""The election of the daemon that leads the jobs."""
+"""Leader election among the daemons of one database."""

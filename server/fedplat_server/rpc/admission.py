@@ -1,9 +1,9 @@
-"""What a caller may send, decided by a call's metadata before any of its messages is received.
+"""Admission of calls by their metadata, before any message is received.
 
-gRPC receives the message of a unary method whole before a handler of ours runs. A method that takes a stream receives
-when its handler asks for it, and until then a call holds no more memory than its first window. So every method takes a
-stream here (see `switch`); on the wire that is the same. Callers without a credential have few reads at a time, all
-together and for each network, so that one host cannot hold the memory or the turns of all.
+gRPC receives the whole message of a unary method before it calls the handler. The handler of a streaming method reads
+messages itself, and until then a call holds no more memory than its first window. So every method accepts a stream here
+(see `handlers`); on the wire both are the same. Callers without a credential have few concurrent reads, in total and
+for each network, so that one host cannot use up the memory or the turns of all.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FLEET = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
 NEWCOMERS = frozenset({"GetChallenge", "Enroll", "OpenSession"})
 """Methods of the Fleet service that are called without a credential."""
 READS_PER_CONNECTION = 2
-"""First messages of callers without a credential that one connection may send at a time; a client sends one."""
+"""First messages that one connection without a credential may send concurrently; a client sends one."""
 MAX_WAITING_PER_CONNECTION = 16
-"""Calls without a credential that may wait for a turn of their connection; others are refused at once."""
+"""Calls without a credential that may wait for a turn of their connection; further ones are refused at once."""
 MAX_WAITING_PER_NETWORK = 256
-"""The same for the turns of a network: two calls of each connection wait for those."""
+"""Calls that may wait for a turn of their network: at most two of each connection."""
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 
@@ -44,32 +44,32 @@ class _Queue:
 
 
 class _Queues:
-    """A queue for each key: `num_turns` calls go on at a time, and `max_waiting` wait `patience_s` for a turn."""
+    """A queue for each key: `num_turns` calls run concurrently, and `max_waiting` wait `timeout_s` for a turn."""
 
-    def __init__(self, num_turns: int, max_waiting: int, patience_s: float) -> None:
+    def __init__(self, num_turns: int, max_waiting: int, timeout_s: float) -> None:
         self._num_turns = num_turns
         self._max_calls = num_turns + max_waiting
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._queues: dict[str, _Queue] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Number of calls that wait for a turn."""
+        """The number of calls that wait for a turn."""
         return sum(max(queue.num_calls - self._num_turns, 0) for queue in self._queues.values())
 
     @contextlib.asynccontextmanager
-    async def turn(self, key: str, whose: str) -> AsyncGenerator[None]:
-        """Wait for a turn, in order of arrival, and hold it. Raises `RefusedError`."""
+    async def turn(self, key: str, owner: str) -> AsyncGenerator[None]:
+        """Wait for a turn, in order of arrival, and hold it. Raises `RefusedError` if too many wait, or on timeout."""
         queue = self._queues.setdefault(key, _Queue(self._num_turns))
         if queue.num_calls >= self._max_calls:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {whose} wait to send")
+            raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {owner} wait to send")
         queue.num_calls += 1
         try:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self._timeout_s):
                     await queue.turns.acquire()
             except TimeoutError as exc:
-                raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {whose} are sending") from exc
+                raise RefusedError(Code.TOO_MANY_REQUESTS, f"too many calls of this {owner} are sending") from exc
             try:
                 yield
             finally:
@@ -81,43 +81,43 @@ class _Queues:
 
 
 class Reads:
-    """First messages that are being received, and calls of open services: so many at a time and no more."""
+    """Limits the concurrent reads of first messages, and the concurrent calls of public services."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        patience_s = limits.newcomer_read_s
-        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, patience_s)
-        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, patience_s)
+        timeout_s = limits.newcomer_read_s
+        self._connections = _Queues(READS_PER_CONNECTION, MAX_WAITING_PER_CONNECTION, timeout_s)
+        self._networks = _Queues(limits.newcomer_reads_per_network, MAX_WAITING_PER_NETWORK, timeout_s)
         self._num_newcomers = 0
-        self._known: Counter[str] = Counter()
+        self._identified: Counter[str] = Counter()
         self._open: Counter[str] = Counter()
 
     @property
     def num_newcomers(self) -> int:
-        """Number of first messages of callers without a credential that are being received."""
+        """The number of first messages of callers without a credential that are being received."""
         return self._num_newcomers
 
     @property
     def num_waiting(self) -> int:
-        """Number of calls without a credential that wait for a turn of their connection or network."""
+        """The number of calls without a credential that wait for a turn of their connection or network."""
         return self._connections.num_waiting + self._networks.num_waiting
 
     @contextlib.asynccontextmanager
-    async def in_turn(self, connection: str, network: str) -> AsyncGenerator[None]:
-        """Wait for the turn of a call without a credential: in its connection, if that is known, then in its network.
+    async def wait_for_turn(self, connection: str, network: str) -> AsyncGenerator[None]:
+        """Wait for the turn of a call without a credential: in its connection ("": unknown), then in its network.
 
-        A connection that holds many calls open keeps only itself waiting, and each of its calls waits unread: so it
-        costs the window of a stream, and is refused no more often than once in `newcomer_read_s`.
+        A connection that holds many calls open only delays itself, and each of its calls waits unread: so it costs the
+        window of a stream, and is refused no more often than once in `newcomer_read_s`.
         """
         own = self._connections.turn(connection, "connection") if connection else contextlib.nullcontext()
         async with own, self._networks.turn(network, "network"):
             yield
 
     @contextlib.contextmanager
-    def of_newcomer(self) -> Generator[float]:
-        """Count the read of a caller without a credential, and give the seconds that it may take."""
+    def count_newcomer(self) -> Generator[float]:
+        """Count the read of a caller without a credential; yield its timeout in seconds."""
         if self._num_newcomers >= self._limits.newcomer_reads:
-            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many newcomers are sending at this moment")
+            raise RefusedError(Code.TOO_MANY_REQUESTS, "too many callers without a credential are sending")
         self._num_newcomers += 1
         try:
             yield self._limits.newcomer_read_s
@@ -125,17 +125,17 @@ class Reads:
             self._num_newcomers -= 1
 
     @contextlib.contextmanager
-    def of_known(self, name: str, method: str) -> Generator[float]:
-        """Count the read of a caller who names a session, or has shown a token or a certificate."""
+    def count_identified(self, name: str, method: str) -> Generator[float]:
+        """Count the read of a caller that named a session, or sent a token or certificate; yield its timeout in s."""
         limits = self._limits
-        if self._known[name] >= limits.max_calls:
+        if self._identified[name] >= limits.max_calls:
             raise RefusedError(Code.TOO_MANY_CALLS, f"at most {limits.max_calls} may be sent at a time")
-        with _count(self._known, name):
+        with _count(self._identified, name):
             yield max(limits.idle_s, interceptor.max_bytes(method) / limits.min_bytes_per_s)
 
     @contextlib.contextmanager
     def open_call(self, network: str) -> Generator[None]:
-        """Count a call of a service that is open to everybody, while it lasts: a watch lasts for ever."""
+        """Count a call of a public service while it is open: a watch of the health service stays open for ever."""
         limits = self._limits
         if self._open[network] >= limits.open_calls_per_network or self._open.total() >= limits.open_calls:
             raise RefusedError(Code.TOO_MANY_REQUESTS, "too many calls of this service are open; close some, or poll")
@@ -155,7 +155,7 @@ def _count(counter: Counter[str], name: str) -> Generator[None]:
 
 
 class ReadPermit:
-    """The leave to send a first message."""
+    """The permission to send a first message, with the limits to hold while it is received."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class ReadPermit:
         self._queue = queue
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """Receive the first message. Raises `RefusedError` if it does not come, or not in time."""
+        """Receive the first message. Raises `RefusedError` if it is missing or too late."""
         if self._queue is None:
             return await self._receive(requests)
         async with self._queue:
@@ -189,50 +189,50 @@ class ReadPermit:
 
 
 class Admission:
-    """Admits calls of clients, and of operators. Raises `RefusedError`.
+    """Admits calls of clients and of operators. Raises `RefusedError` for others.
 
-    `claimed` returns the client that a call names. Nothing is proven by that: the signature covers the message, too.
+    `read_claim` returns the client that a call claims to be. The message is needed to verify that: it is signed, too.
     """
 
     def __init__(
         self,
         operator_access: OperatorAccess,
-        claimed: Callable[[str, Context], Awaitable[str]],
+        read_claim: Callable[[str, Context], Awaitable[str]],
         origins: Origins,
         reads: Reads,
         memory: UploadMemory,
     ) -> None:
         self._operator_access = operator_access
-        self._claimed = claimed
+        self._read_claim = read_claim
         self._origins = origins
         self._reads = reads
         self._memory = memory
 
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
-        """Let a call in, and hold what it needs while it lasts."""
+        """Admit a call; hold its share of the upload memory until it ends."""
         service, _, name = method.removeprefix("/").partition("/")
         if service != FLEET:
             operator = await self._operator_access.admit(method, context)
-            read = self._reads.of_known(f"operator {operator}", method)
+            read = self._reads.count_identified(f"operator {operator}", method)
         elif name in NEWCOMERS:
             connection, network = self._origins.connection(context), self._origins.of(context).network
-            await _let_gateway_go_ahead(context)
-            yield ReadPermit(self._reads.of_newcomer(), queue=self._reads.in_turn(connection, network))
+            await _signal_gateway(context)
+            yield ReadPermit(self._reads.count_newcomer(), queue=self._reads.wait_for_turn(connection, network))
             return
         else:
-            read = self._reads.of_known(await self._claimed(method, context), method)
+            read = self._reads.count_identified(await self._read_claim(method, context), method)
         if name != "Report":
-            await _let_gateway_go_ahead(context)
+            await _signal_gateway(context)
             yield ReadPermit(read)
             return
         async with self._memory.reports.share(interceptor.max_bytes(method)) as share:
-            await _let_gateway_go_ahead(context)
+            await _signal_gateway(context)
             yield ReadPermit(read, share)
 
 
 class OpenAdmission:
-    """Lets calls of the services in that are open to everybody: health and reflection. Raises `RefusedError`."""
+    """Admits calls of the public services: health and reflection. Raises `RefusedError` beyond their limits."""
 
     def __init__(self, reads: Reads, origins: Origins) -> None:
         self._reads = reads
@@ -240,13 +240,13 @@ class OpenAdmission:
 
     @contextlib.asynccontextmanager
     async def admit(self, method: str, context: Context) -> AsyncGenerator[ReadPermit]:
-        """Let a call in."""
+        """Admit a call, and count it while it is open."""
         network = self._origins.of(context).network
         with self._reads.open_call(network):
-            yield ReadPermit(self._reads.of_newcomer(), queue=self._reads.in_turn("", network))
+            yield ReadPermit(self._reads.count_newcomer(), queue=self._reads.wait_for_turn("", network))
 
 
-async def _let_gateway_go_ahead(context: Context) -> None:
-    """A gateway, which knows neither sessions nor tokens, receives no message before the leader has let a call in."""
+async def _signal_gateway(context: Context) -> None:
+    """Signal a gateway that the call is admitted: it cannot check sessions or tokens, and reads no message before."""
     if forwarding.is_marked(interceptor.INCOMING.get().metadata.items()):
         await context.send_initial_metadata(())

@@ -81,7 +81,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
         services = self._services
         coordinator = services.runner.coordinator
         key = coordinator.assignment_of(record.client_id)
-        found = coordinator.find(key, record.client_id) if key is not None else None
+        assignment = coordinator.find(key, record.client_id) if key is not None else None
         return admin_pb2.Client(
             client_id=record.client_id,
             population=record.population,
@@ -92,7 +92,7 @@ class ClientsService(admin_pb2_grpc.ClientsServicer):
             software_version=record.software_version,
             job_id=key.job_id if key is not None else "",
             enrollment_id=record.token_id,
-            progress=services.progress.get(found) if found is not None else None,
+            progress=services.progress.get(assignment) if assignment is not None else None,
         )
 
     def _state(self, record: ClientRecord) -> str:

@@ -1,4 +1,4 @@
-"""Between the records of the core and the messages of the wire."""
+"""Conversion between records of the core and messages of the wire."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TASKS = {AttemptKind.TRAIN: fleet_pb2.TASK_TRAIN, AttemptKind.EVALUATE: fleet_pb
 
 
 def reason_from_wire(value: model_pb2.Reason.ValueType) -> Reason | None:
-    """The reason that a message names; None when it is unset or from a newer version."""
+    """Decode a reason; None if it is unset or from a newer version."""
     return _REASONS_BACK.get(value)
 
 
 def refusal(reason: Reason, window: RetryWindow, text: str = "") -> fleet_pb2.Refusal:
-    """A refusal with its reason in words."""
+    """Encode a refusal; `text` replaces the default text of the reason."""
     return fleet_pb2.Refusal(
         reason=REASONS[reason],
         text=text or REASON_TEXTS[reason],
@@ -41,8 +41,8 @@ def refusal(reason: Reason, window: RetryWindow, text: str = "") -> fleet_pb2.Re
 
 
 def value(scalar: Scalar) -> model_pb2.Value:
-    """A hyper-parameter."""
-    if isinstance(scalar, bool):  # before int: a bool is one
+    """Encode a hyper-parameter."""
+    if isinstance(scalar, bool):  # before int: bool is a subclass
         return model_pb2.Value(bool_value=scalar)
     if isinstance(scalar, int):
         return model_pb2.Value(int_value=scalar)
@@ -52,12 +52,12 @@ def value(scalar: Scalar) -> model_pb2.Value:
 
 
 def model_ref(version: ModelVersion) -> model_pb2.ModelRef:
-    """Names a version and its content."""
+    """Return the reference to a version's model file."""
     return model_pb2.ModelRef(version=version.version, digest=version.digest, size_bytes=version.size_bytes)
 
 
 def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | None:
-    """Names the step that leads to a version; None if there is none, or the whole model is no larger."""
+    """Return the reference to the step from a version's base to it; None without one smaller than the whole model."""
     codec = spec.compression.downlink
     if codec is None or not version.delta_digest or version.delta_size_bytes >= version.size_bytes:
         return None
@@ -70,7 +70,7 @@ def model_delta(version: ModelVersion, spec: JobSpec) -> fleet_pb2.ModelDelta | 
 
 
 def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
-    """The trainer or evaluator that an assignment runs."""
+    """Return the name of the trainer or evaluator that an assignment runs."""
     if kind is AttemptKind.TRAIN:
         return spec.trainer
     assert spec.evaluation.clients is not None
@@ -78,13 +78,13 @@ def handler_of(spec: JobSpec, kind: AttemptKind) -> str:
 
 
 def uplink(spec: JobSpec, kind: AttemptKind) -> str:
-    """The codec of the updates of an attempt, with its options; empty if there are none, or nothing is encoded."""
+    """Return the codec of an attempt's updates, with its options; empty without updates or without a codec."""
     codec = spec.compression.uplink
     return container.options_to_text(codec) if codec is not None and kind is AttemptKind.TRAIN else ""
 
 
 def job(record: JobRecord, current: admin_pb2.Round | None) -> admin_pb2.Job:
-    """A job with its last attempt."""
+    """Encode a job with its last attempt."""
     state = record.state
     return admin_pb2.Job(
         job_id=state.job_id,
@@ -117,7 +117,7 @@ def progress(summary: ProgressSummary) -> admin_pb2.AttemptProgress:
 def round_(
     attempt: AttemptRecord, server_metrics: Mapping[str, float], summary: ProgressSummary | None = None
 ) -> admin_pb2.Round:
-    """An attempt with its outcome counted."""
+    """Encode an attempt with the counts of its assignments by outcome."""
     counts = {state: attempt.counts.get(state, 0) for state in AssignmentState}
     ended = attempt.ended_unix_s
     return admin_pb2.Round(
@@ -149,7 +149,7 @@ def round_(
 
 
 def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
-    """A model version; of a private job without the sum of the weights, which tells of the clients' examples."""
+    """Encode a model version; for a private job without the total weight, which depends on the clients' examples."""
     return admin_pb2.ModelVersion(
         model=model_ref(record.version),
         round=record.version.round,
@@ -166,12 +166,12 @@ def version(record: VersionRecord, spec: JobSpec) -> admin_pb2.ModelVersion:
 
 
 def without_state(version: ModelVersion) -> ModelVersion:
-    """A version whose rule's state is not kept any more."""
+    """Return a version without the rule's state, whose file was removed."""
     return structs.replace(version, state_digest="")
 
 
 def event(record: HistoryRecord) -> admin_pb2.JobEvent:
-    """A row of the history."""
+    """Encode a row of the history."""
     row = record.row
     return admin_pb2.JobEvent(
         sequence=record.sequence,

@@ -1,4 +1,4 @@
-"""The part of `fleet.proto` by which clients come to be known: enrollment, sessions, certificates."""
+"""The identity part of the Fleet service: enrollment, sessions, certificates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from grpc import aio
+from typing_extensions import override
 
 from fedplat import wire
 from fedplat.wire.v1 import fleet_pb2, fleet_pb2_grpc
@@ -25,29 +26,29 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for th
 
 _T = TypeVar("_T")
 _RENEWAL = "/fedplat.wire.v1.Fleet/RenewCertificate"
-"""No certificate leads to the next one, so that one who asks for it is known by a signature only."""
+"""Its caller is authenticated by a signature only: a certificate must not be enough to get the next one."""
 
 
 class EnrollmentService(fleet_pb2_grpc.FleetServicer):
-    """What is asked before a client may work."""
+    """The methods that a client calls before it can check in, and the authentication of all methods."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._limits = services.config.limits
         self._certified = RecentEntries()
-        self._certificates = BatchLoader(self._note_certificates)
+        self._certificates = BatchLoader(self._audit_certificates)
 
+    @override
     async def GetChallenge(
         self, request: fleet_pb2.GetChallengeRequest, context: Context
     ) -> fleet_pb2.GetChallengeResponse:
-        """Gives a nonce."""
         validation.protocol_version(request.protocol_version)
         self._services.quotas.challenge(self._network_of(context))
         nonce = self._services.authenticator.challenge()
         return fleet_pb2.GetChallengeResponse(protocol_version=wire.PROTOCOL_VERSION, nonce=nonce)
 
+    @override
     async def Enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
-        """Makes the caller a client."""
         return await self._refund_proven(self._enroll(request, context), context)
 
     async def _enroll(self, request: fleet_pb2.EnrollRequest, context: Context) -> fleet_pb2.EnrollResponse:
@@ -65,10 +66,10 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         record = await self._services.enrollments.enroll(newcomer)
         return fleet_pb2.EnrollResponse(client_id=record.client_id)
 
+    @override
     async def OpenSession(
         self, request: fleet_pb2.OpenSessionRequest, context: Context
     ) -> fleet_pb2.OpenSessionResponse:
-        """Begins a session, and ends the one before."""
         return await self._refund_proven(self._open_session(request, context), context)
 
     async def _open_session(
@@ -81,21 +82,21 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         session_id = await self._services.authenticator.open_session(client_id)
         return fleet_pb2.OpenSessionResponse(session_id=session_id)
 
+    @override
     async def RenewCertificate(
         self, request: fleet_pb2.RenewCertificateRequest, context: Context
     ) -> fleet_pb2.RenewCertificateResponse:
-        """Gives a client a certificate for TLS, if it signs for that: no certificate leads to the next one."""
         client = await self._charge_failures(self._services.authenticator.authenticate_by_key(_call()), context)
         self._services.quotas.request(client.client_id)
         issuer = self._services.issuer
         certificate = await asyncio.to_thread(issuer.issue, client, request.signing_request)
-        await self._note_certificate(client)
+        await self._audit_certificate(client)
         return fleet_pb2.RenewCertificateResponse(
             certificate=certificate, port=self._services.mtls_port, valid_s=issuer.valid.total_seconds()
         )
 
-    async def _note_certificate(self, client: ClientRecord) -> None:
-        """Note that a client gets a certificate, once an hour at most; before it gets it."""
+    async def _audit_certificate(self, client: ClientRecord) -> None:
+        """Audit a certificate before the client receives it, at most once an hour per client."""
         if not self._certified.add(client.client_id, asyncio.get_running_loop().time()):
             return
         try:
@@ -104,14 +105,14 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
             self._certified.forget(client.client_id)
             raise
 
-    async def _note_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
-        """Notes those of a whole fleet, which asks for them at once, in few transactions."""
+    async def _audit_certificates(self, client_ids: Sequence[str]) -> Mapping[str, None]:
+        """Append the entries of many clients in one transaction: a whole fleet may renew at once."""
         entries = [AuditEntry(name, AuditAction.CERTIFICATE_ISSUED, name) for name in client_ids]
         await self._services.store.audit.append(entries)
         return {}
 
     async def read_claim(self, method: str, context: Context) -> str:
-        """Return the client that a call names: who names none is refused before the message is received."""
+        """Return the client that a call claims to be. Raises `RefusedError`, before a message is read, without one."""
         return await self._charge_failures(self._read_claim(method, context), context)
 
     async def _read_claim(self, method: str, context: Context) -> str:
@@ -119,11 +120,9 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
         return self._services.authenticator.read_claim(_call(certified))
 
     def _network_of(self, context: Context) -> str:
-        """Return the network that a caller is counted in."""
         return self._services.origins.of(context).network
 
     async def _authenticate_client(self, context: Context) -> ClientRecord:
-        """The client that calls."""
         return await self._charge_failures(self._authenticate(context), context)
 
     async def _authenticate(self, context: Context) -> ClientRecord:
@@ -132,30 +131,30 @@ class EnrollmentService(fleet_pb2_grpc.FleetServicer):
     def _by_certificate(self, context: Context) -> str:
         incoming = interceptor.INCOMING.get()
         if incoming.certified is None:
-            passed_on = forwarding.read(incoming.metadata.items(), self._services.lease.secret)
-            certified = passed_on.client if passed_on is not None else self._services.peers.client_of(context)
+            forwarded = forwarding.read(incoming.metadata.items(), self._services.lease.secret)
+            certified = forwarded.client if forwarded is not None else self._services.peers.client_of(context)
             incoming.certified = certified
         return incoming.certified
 
-    async def _charge_failures(self, work: Awaitable[_T], context: Context) -> _T:
-        """Whoever is no client is counted with the strangers."""
+    async def _charge_failures(self, proof: Awaitable[_T], context: Context) -> _T:
+        """Await the authentication of a call; charge a failure to its network."""
         try:
-            return await work
+            return await proof
         except RefusedError as exc:
-            # One whose session is from before a restart only has to open another, and that is counted. A whole
-            # fleet does so at once, perhaps from one address; to say so costs no more than to say no.
+            # After a restart a whole fleet, perhaps at one address, calls with sessions that are gone. This refusal
+            # costs no more than refusing for lack of tokens would, and opening a new session is counted.
             if exc.code is not Code.SESSION_UNKNOWN:
                 self._services.quotas.charge_anonymous(self._network_of(context))
             raise
 
-    async def _refund_proven(self, work: Awaitable[_T], context: Context) -> _T:
-        """Who proves to be a client gets back what its address paid for the challenge; who does not pays again."""
-        answer = await self._charge_failures(work, context)
+    async def _refund_proven(self, proof: Awaitable[_T], context: Context) -> _T:
+        """Await a proof; then refund its network the cost of the challenge. Charge the network again if it fails."""
+        response = await self._charge_failures(proof, context)
         self._services.quotas.refund_anonymous(self._network_of(context))
-        return answer
+        return response
 
 
 def _call(certified: str = "") -> ClientCall:
-    """What is known of the call that this task serves."""
+    """Return the unauthenticated call that this task serves."""
     incoming = interceptor.INCOMING.get()
     return ClientCall(incoming.method, incoming.metadata, incoming.request, certified)

@@ -1,4 +1,4 @@
-"""The service of `fleet.proto`: what clients say."""
+"""The Fleet service (`fleet.proto`), which clients call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 from grpc import aio
+from typing_extensions import override
 
 from fedplat import rounds, wire
 from fedplat.rounds import Assignment, JobState, ModelVersion
@@ -32,16 +33,15 @@ DRAINING = RetryWindow(1.0, 5.0)
 
 
 class FleetService(EnrollmentService):
-    """Every method: who is it, what does the coordinator say, tell them."""
+    """The handlers of the service: each authenticates the client and submits its event to the coordinator."""
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._intake = ReportIntake(services)
-        # Of clients with a report under way.
-        self._reporting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._report_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client id
 
+    @override
     async def CheckIn(self, request: fleet_pb2.CheckInRequest, context: Context) -> fleet_pb2.CheckInResponse:
-        """Waits for work."""
         validation.protocol_version(request.protocol_version)
         client = await self._client(context)
         labels = validation.labels(request.labels, self._limits)
@@ -62,22 +62,22 @@ class FleetService(EnrollmentService):
             codecs=validation.names(request.codecs, "codec", self._limits),
         )
         wait_s = validation.wait_s(request.wait_s, self._limits)
-        answer = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
-        assignment = await self._assignment(answer) if isinstance(answer, Assign) else None
+        command = await wait_for_work(self._services.runner, self._services.long_polls, event, wait_s)
+        assignment = await self._assignment(command) if isinstance(command, Assign) else None
         await self._services.clients.find(client.client_id)  # it may have been revoked while it waited
         if assignment is not None:
             response.assignment.CopyFrom(assignment)
         elif reason := self._services.refuse_if_draining():
             response.refusal.CopyFrom(convert.refusal(reason, DRAINING))
-        elif isinstance(answer, Refuse):
-            response.refusal.CopyFrom(convert.refusal(answer.reason, answer.retry))
+        elif isinstance(command, Refuse):
+            response.refusal.CopyFrom(convert.refusal(command.reason, command.retry))
         return response
 
-    # Messages of files are bytes here, and not what the generated code makes of them: see `serving`.
+    # Download and Upload do not use the generated message classes, which copy file contents: see `serving`.
+    @override
     async def Download(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: fleet_pb2.DownloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        """Sends a model of one of the population's jobs, or a delta, as messages `Chunk`."""
         client = await self._client(context)
         digest = validation.digest(request.digest)
         if not await self._may_read(client, digest):
@@ -87,12 +87,12 @@ class FleetService(EnrollmentService):
                 await self._services.clients.find(client.client_id)  # it may be revoked meanwhile
                 yield message
 
+    @override
     async def Upload(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[streams.UploadMessage], context: Context
     ) -> fleet_pb2.UploadResponse:
-        """Receives an update, from where it stopped."""
-        messages = streams.steadily(request_iterator, self._limits)
-        first = await anext(messages, None)  # before we know who calls: it is what was signed
+        messages = streams.enforce_min_rate(request_iterator, self._limits)
+        first = await anext(messages, None)  # before the client is authenticated: its signature covers this message
         client = await self._client(context)
         if first is None or first.header is None:
             raise RefusedError(Code.INVALID_REQUEST, "an upload must begin with a header")
@@ -101,21 +101,21 @@ class FleetService(EnrollmentService):
             received = await self._intake.receive_upload(assignment, first.header, messages)
         return fleet_pb2.UploadResponse(received_bytes=received)
 
+    @override
     async def QueryUpload(
         self, request: fleet_pb2.QueryUploadRequest, context: Context
     ) -> fleet_pb2.QueryUploadResponse:
-        """Return where an upload resumes."""
         client = await self._client(context)
         assignment = await self._find_open(client, request.token)
         digest = validation.digest(request.digest)
         received = await asyncio.to_thread(self._services.spool.count_received, assignment.id, digest)
         return fleet_pb2.QueryUploadResponse(received_bytes=received)
 
+    @override
     async def Report(self, request: fleet_pb2.ReportRequest, context: Context) -> fleet_pb2.ReportResponse:
-        """Commits an update."""
         client = await self._client(context)
-        # One at a time: the same report that comes twice waits for the first, and has its receipt then.
-        async with self._reporting.setdefault(client.client_id, asyncio.Lock()):
+        # One report of a client at a time: a duplicate waits for the first, and then gets the same receipt.
+        async with self._report_locks.setdefault(client.client_id, asyncio.Lock()):
             return await self._report(client, request)
 
     async def _report(self, client: ClientRecord, request: fleet_pb2.ReportRequest) -> fleet_pb2.ReportResponse:
@@ -136,8 +136,8 @@ class FleetService(EnrollmentService):
             refusal=convert.refusal(verdict.reason or Reason.STALE, RETRY_SOON, verdict.text)
         )
 
+    @override
     async def Fail(self, request: fleet_pb2.FailRequest, context: Context) -> fleet_pb2.FailResponse:
-        """Gives an assignment up."""
         client = await self._client(context)
         reason = convert.reason_from_wire(request.reason)
         if reason is None or reason not in FAILURES:
@@ -150,8 +150,8 @@ class FleetService(EnrollmentService):
             await self._services.runner.submit(AssignmentFailed(*assignment.id, reason, text))
         return fleet_pb2.FailResponse()
 
+    @override
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: Context) -> fleet_pb2.HeartbeatResponse:
-        """Take the progress in; answer "go on" with the time that is left after a while, or "stop" at once."""
         client = await self._client(context)
         progress = validation.progress(request.progress)
         assignment = await self._find(client, request.token)
@@ -206,11 +206,11 @@ class FleetService(EnrollmentService):
         )
 
     async def _base_of(self, job: JobState, version: int) -> ModelVersion:
-        """The version that an assignment begins with; no longer the latest, if that is given out again late."""
-        found = job.latest if job.latest.version == version else None
-        found = found or await self._services.store.jobs.find_version(job.job_id, version)
-        assert found is not None
-        return found
+        """Return the version that an assignment starts from; not the latest if a late client reclaims it."""
+        base = job.latest if job.latest.version == version else None
+        base = base or await self._services.store.jobs.find_version(job.job_id, version)
+        assert base is not None
+        return base
 
     async def _may_read(self, client: ClientRecord, digest: str) -> bool:
         for job in self._services.runner.coordinator.jobs.values():
@@ -220,12 +220,12 @@ class FleetService(EnrollmentService):
         return client.population in await self._services.store.jobs.find_populations(digest)
 
     async def _find(self, client: ClientRecord, token: str) -> Assignment | None:
-        """Return the assignment that the token names, however old; None if it is not this client's."""
+        """Return the assignment of a token, however old; None if it is not this client's."""
         coordinator, token_hash = self._services.runner.coordinator, hash_secret(token)
         key = coordinator.assignment_of(client.client_id)
-        live = coordinator.find(key, client.client_id) if key is not None else None
-        if live is not None and secrets.compare_digest(live.token_hash, token_hash):
-            return live
+        current = coordinator.find(key, client.client_id) if key is not None else None
+        if current is not None and secrets.compare_digest(current.token_hash, token_hash):
+            return current
         stored = await self._services.store.jobs.find_assignment(token_hash)
         if stored is None or stored.client_id != client.client_id:
             return None

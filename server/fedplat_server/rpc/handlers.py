@@ -1,8 +1,7 @@
-"""Wraps gRPC method handlers, whatever their arity, as handlers that take a stream of requests.
+"""Wraps gRPC method handlers of any arity as handlers that accept a stream of requests.
 
-gRPC receives the request of a unary method in full before it calls the handler. A handler that takes a stream receives
-a request when it asks for one, so a call can be checked before its first message is in memory. On the wire both are
-the same.
+gRPC receives the request of a unary method in full before it calls the handler. The handler of a streaming method reads
+requests itself, so a call can be checked before its first message is in memory. On the wire both are the same.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from grpc import aio
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"  # a string: generic for the type checker only
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, generic for the type checker only
 Behavior: TypeAlias = Callable[[Any, Any], Any]
-"""What a handler does: takes its request or requests and the context, and returns its response, or yields several."""
+"""A handler's function of its request or requests and the context; it returns a response, or yields several."""
 Wrapper: TypeAlias = Callable[[Behavior], Behavior]
 
 
 class StartedRequests:
-    """The requests of a call, the first of which has been received."""
+    """The requests of a call whose first request has been received."""
 
     def __init__(self, first: Any, rest: AsyncIterator[Any]) -> None:
         self.first = first
@@ -42,11 +41,11 @@ class StartedRequests:
 def wrap(
     handler: Handler, deserialize: Callable[[bytes], Any] | None, wrap_returning: Wrapper, wrap_yielding: Wrapper
 ) -> Handler:
-    """Return a handler of the same method that takes a stream of requests, with a wrapped behavior.
+    """Return a handler of the same method that accepts a stream of requests, with a wrapped behavior.
 
     `wrap_yielding` is for behaviors that are async generators, `wrap_returning` for all others: those that return their
-    response, and those that write their responses to the context, as the health service does. A behavior that takes
-    one request expects `StartedRequests` from its wrapper, and gets the first of them.
+    response, and those that write their responses to the context, as the health service does. The wrapper must call
+    the behavior with `StartedRequests`; a behavior of one request receives the first of them.
     """
     behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     wrapper = wrap_yielding if inspect.isasyncgenfunction(behavior) else wrap_returning

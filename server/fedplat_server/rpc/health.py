@@ -1,8 +1,8 @@
-"""The health service: readiness under the empty name and those of the services, liveness under the name `liveness`.
+"""The health service: readiness under the empty name and the names of the services, liveness under `liveness`.
 
-Ready means that the database answers, or at a gateway that the leader can be reached: who balances load sends nobody
-here meanwhile. Alive means that the process and its port are there: who restarts what is dead has no business here,
-because a restart brings no database back.
+Ready means that the database answers or, at a gateway, that the leader is reachable: load balancers send no calls to a
+daemon that is not ready. Alive means that the process serves its port. Restart policies must use liveness: a restart
+does not bring back a database.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fedplat_server.errors import StoreError
 
 LIVENESS = "liveness"
 CHECK_S = 1.0
-"""How often the database is asked whether it is there."""
-PATIENCE_S = 5.0
-"""A database that has not answered for so long is away."""
+"""How often the database is pinged."""
+PING_TIMEOUT_S = 5.0
+"""A database that has not answered a ping for this long counts as unavailable."""
 
 _Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Says how the server is; `watch` keeps it true."""
+    """The state that the health service reports; `watch` updates it."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self.servicer: Any = cast(Any, health).aio.HealthServicer()
@@ -37,28 +37,28 @@ class Health:
         self._stopped = False
 
     async def start(self) -> None:
-        """Alive; ready, if that was told before."""
+        """Report alive, and ready if `tell(True)` was called before."""
         await self.servicer.set(LIVENESS, _Status.SERVING)
         await self.tell(self._ready or False)
 
     async def stop(self) -> None:
-        """Alive, and never ready again."""
+        """Report not ready from now on; stay alive."""
         await self.tell(False)
         self._stopped = True
 
     async def watch(self, store: Store, runner: Runner) -> None:
-        """Asks the database again and again; runs until it is cancelled."""
+        """Ping the database and report readiness, until cancelled."""
         ping: asyncio.Task[None] | None = None
         try:
             while True:
                 ping = ping or asyncio.create_task(store.ping(), name="ping")
-                # A ping is not cut off, which would cost a connection: it is waited for again.
-                await asyncio.wait([ping], timeout=PATIENCE_S)
-                answers = False
+                # A slow ping is not cancelled, which would cost a connection: the next iteration waits for it again.
+                await asyncio.wait([ping], timeout=PING_TIMEOUT_S)
+                is_available = False
                 if ping.done():
-                    answers, ping = _check_ping(ping), None
+                    is_available, ping = _check_ping(ping), None
                 before = self._ready
-                await self.tell(answers and not runner.in_doubt)
+                await self.tell(is_available and not runner.in_doubt)
                 if self._ready != before:
                     logs.get().info("the server is ready again" if self._ready else "the server is not ready")
                 await asyncio.sleep(CHECK_S)
@@ -67,7 +67,7 @@ class Health:
                 ping.cancel()
 
     async def tell(self, ready: bool) -> None:
-        """Ready or not, from now on."""
+        """Report ready or not ready from now on."""
         if self._stopped or ready == self._ready:
             return
         self._ready = ready
@@ -78,5 +78,5 @@ class Health:
 def _check_ping(ping: asyncio.Task[None]) -> bool:
     error = ping.exception()
     if error is not None and not isinstance(error, StoreError):
-        logs.get().error("the database could not be asked", exc_info=error)
+        logs.get().error("pinging the database failed", exc_info=error)
     return error is None

@@ -1,4 +1,4 @@
-"""The interceptor of every call: bounds its messages, and turns exceptions into gRPC statuses."""
+"""The interceptor of every call: limits the size of its messages, and translates exceptions to gRPC statuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedplat_server.rpc.handlers import Behavior, Context, Handler
 from fedplat_server.rpc.statuses import STATUSES
 
 MAX_QUOTED = 6000
-"""Most bytes of a status message, quoted as in the trailers, which may have 8 KiB in all."""
+"""Maximum bytes of a status message, quoted as in the trailers, which may have 8 KiB in all."""
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 # A string: these classes are generic for the type checker only.
@@ -40,10 +40,10 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Turns exceptions of handlers into statuses. The details of unexpected ones go to the log only, under a number."""
+    """Translates exceptions of handlers to statuses. Details of unexpected ones are only logged, under a number."""
 
     def __init__(self) -> None:
-        # Otherwise each open call would hold a handler of its own.
+        # Cached: otherwise each open call would hold its own handler.
         self._wrap = functools.lru_cache(maxsize=64)(_wrap)
 
     @override
@@ -65,7 +65,7 @@ def _wrap(handler: Handler, method: str) -> Handler:
 
 
 SMALL_BYTES = 128 * 2**10
-"""Most bytes of a message of a method that is not in the table below."""
+"""Maximum bytes of a message of a method that is not in the table below."""
 _NEWCOMER_BYTES = 64 * 2**10
 _MAX_BYTES = {
     "GetChallenge": _NEWCOMER_BYTES,
@@ -79,7 +79,7 @@ _MAX_BYTES = {
 
 
 def max_bytes(method: str) -> int:
-    """Return the most bytes of a message of a method (`/service/name`)."""
+    """Return the maximum bytes of a message of a method (`/service/name`)."""
     return _MAX_BYTES.get(method.rpartition("/")[2], SMALL_BYTES)
 
 
@@ -87,8 +87,8 @@ def max_bytes(method: str) -> int:
 class Incoming:
     """The call that this task serves. `request` has the bytes of its first message, which clients sign.
 
-    `metadata` is read once, since gRPC copies it each time. `certified` (see `identity.callers.Call`) is None until it
-    is known.
+    `metadata` is read once, since gRPC copies it each time. `certified` (see `authentication.ClientCall`) is None until
+    it has been read.
     """
 
     method: str
@@ -98,7 +98,7 @@ class Incoming:
 
     @classmethod
     def of(cls, method: str, context: Context) -> Incoming:
-        """Return a call of which no message was received yet."""
+        """Return a call before its first message."""
         return cls(method, {str(key): value for key, value in context.invocation_metadata() or ()})
 
 
@@ -107,7 +107,7 @@ INCOMING: ContextVar[Incoming] = ContextVar("incoming")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Received:
-    """A message and its bytes, or why they were refused. If decoding raised, gRPC would log a traceback each time."""
+    """A message and its bytes, or its refusal. If decoding raised, gRPC would log a traceback each time."""
 
     message: Any
     data: bytes
@@ -124,7 +124,7 @@ def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callabl
         if len(data) > limit_bytes:
             text = f"the message has {len(data)} bytes; expected at most {limit_bytes} for this method"
             return _Received(None, b"", RefusedError(Code.TOO_LARGE, text))
-        if decode is None:  # a gateway passes bytes on
+        if decode is None:  # a gateway forwards bytes
             return _Received(data, b"")
         try:
             return _Received(decode(data), data)
@@ -136,9 +136,9 @@ def _decoder(decode: Callable[[bytes], Any] | None, limit_bytes: int) -> Callabl
 
 
 class _Messages:
-    """The decoded messages of a call, each received when it is asked for.
+    """The decoded messages of a call, each received on demand.
 
-    Not a generator: asyncio would need a task to close each one that is left before its end, as most are.
+    Not a generator: asyncio would need a task to close each one that is not exhausted, as most are not.
     """
 
     def __init__(self, context: Context, incoming: Incoming) -> None:
@@ -196,7 +196,7 @@ async def _translate_errors(context: Context, method: str) -> AsyncGenerator[Non
         await _abort(context, RefusedError(Code.STORE_UNAVAILABLE))
     except aio.AbortError:
         raise
-    except Exception:  # the RPC boundary: logged with its traceback, and not sent to the caller
+    except Exception:  # the RPC boundary: log the traceback, and do not send it to the caller
         number = secrets.token_hex(4)
         logs.get().exception("a call failed", method=method, number=number)
         await _abort(context, RefusedError(Code.INTERNAL, number))

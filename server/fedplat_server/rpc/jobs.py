@@ -32,7 +32,7 @@ _AUDIT_ACTIONS = {
 }
 VERSIONS_PER_QUERY = 1000
 MAX_RANGES = 20
-"""Ranges of version numbers that an error names."""
+"""Maximum number of version ranges in an error message."""
 
 
 class JobsService(admin_pb2_grpc.JobsServicer):
@@ -47,7 +47,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         self, request_iterator: AsyncIterator[admin_pb2.UploadModelRequest], context: Context
     ) -> admin_pb2.UploadModelResponse:
         limits = self._services.config.limits
-        parts = (part.data async for part in streams.steadily(request_iterator, limits))
+        parts = (part.data async for part in streams.enforce_min_rate(request_iterator, limits))
         blob = await streams.store_model(self._services.blobs, parts, limits.max_model_bytes)
         details = {"size_bytes": blob.size_bytes}
         entry = AuditEntry(current_operator(), audit.AuditAction.MODEL_UPLOADED, blob.digest, details)
@@ -117,18 +117,18 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         latest = services.jobs.state(job.job_id).latest
         if latest.restored_from == version.version:
             version = latest  # also if an earlier call restored it
-        shown = await self._job(services.jobs.find(job.job_id))
-        return admin_pb2.RollbackJobResponse(job=shown, rule_state=_rule_state(job, version, record))
+        message = await self._job(services.jobs.find(job.job_id))
+        return admin_pb2.RollbackJobResponse(job=message, rule_state=_rule_state(job, version, record))
 
     @override
     async def WatchJob(self, request: admin_pb2.WatchJobRequest, context: Context) -> AsyncIterator[admin_pb2.JobEvent]:
         services = self._services
         job_id = services.jobs.find(request.job).state.job_id
         progress = ProgressEvents(services, job_id, validation.progress_every_s(request.progress_every_s))
-        sequence = min(request.after_sequence, 2**62)  # more than any database counts to
+        sequence = min(request.after_sequence, 2**62)  # above all sequence numbers, but within the database's range
         while True:
             changed = services.jobs.next_change(job_id)
-            # The last version may still be scored when the job has ended.
+            # The last version may still be evaluated when the job has ended.
             is_over = services.jobs.state(job_id).status in ENDED_JOBS and not services.evaluation.is_pending(job_id)
             rows = await services.store.jobs.list_history(job_id, sequence)
             for record in rows:
@@ -140,26 +140,26 @@ class JobsService(admin_pb2_grpc.JobsServicer):
                 continue
             if is_over:
                 return
-            if services.draining:  # an end without an error would mean that the job has ended
+            if services.draining:  # to the caller, the end of the stream means that the job has ended
                 raise RefusedError(Code.DRAINING)
             await progress.wait(changed)
 
     @override
     async def ListRounds(self, request: admin_pb2.ListRoundsRequest, context: Context) -> admin_pb2.ListRoundsResponse:
         store, job_id = self._services.store, self._services.jobs.find(request.job).state.job_id
-        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
-        after = (given[0], given[1]) if given is not None else None
+        size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.PAIR)
+        after = (last[0], last[1]) if last is not None else None
         attempts = await store.jobs.list_attempts(
             job_id, all_attempts=request.all_attempts, after=after, limit=size + 1
         )
         if not attempts:
             return admin_pb2.ListRoundsResponse()
         versions = await store.jobs.list_versions_of_rounds(job_id, attempts[0].key.round, attempts[-1].key.round)
-        scores = {(record.version.round, record.version.attempt): record.metrics for record in versions}
+        metrics = {(record.version.round, record.version.attempt): record.metrics for record in versions}
         rounds, token = pages.cut(
             attempts,
             size,
-            lambda attempt: self._round(attempt, scores.get(attempt.key[1:], {})),
+            lambda attempt: self._round(attempt, metrics.get(attempt.key[1:], {})),
             lambda attempt: f"{attempt.key.round}.{attempt.key.number}",
         )
         return admin_pb2.ListRoundsResponse(rounds=rounds, next_page_token=token)
@@ -169,8 +169,8 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         self, request: admin_pb2.ListModelVersionsRequest, context: Context
     ) -> admin_pb2.ListModelVersionsResponse:
         state = self._services.jobs.find(request.job).state
-        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
-        after = given[0] if given is not None else -1
+        size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.NUMBER)
+        after = last[0] if last is not None else -1
         records = await self._services.store.jobs.list_versions(state.job_id, after=after, limit=size + 1)
         versions, token = pages.cut(
             records,
@@ -185,9 +185,9 @@ class JobsService(admin_pb2_grpc.JobsServicer):
         self, request: admin_pb2.ExportModelRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ExportModelResponse]:
         job = self._services.jobs.find(request.job).state
-        wanted = request.version if request.HasField("version") else job.latest.version
-        version = (await self._find_version(job, wanted)).version
-        await self._note_export(current_operator(), job.job_id, version)
+        number = request.version if request.HasField("version") else job.latest.version
+        version = (await self._find_version(job, number)).version
+        await self._audit_export(current_operator(), job.job_id, version)
         yield admin_pb2.ExportModelResponse(model=convert.model_ref(version))
         async for message in streams.send(self._services.chunks, self._services.blobs.path(version.digest), 0):
             yield admin_pb2.ExportModelResponse(data=model_pb2.Chunk.FromString(message).data)
@@ -210,25 +210,25 @@ class JobsService(admin_pb2_grpc.JobsServicer):
             return convert.round_(record, server_metrics)
         return convert.round_(record, server_metrics, self._services.progress.summarize(attempt))
 
-    async def _find_version(self, job: JobState, wanted: int) -> VersionRecord:
-        """Return the version of this number, whose model file is kept. Raises `RefusedError`."""
+    async def _find_version(self, job: JobState, number: int) -> VersionRecord:
+        """Return the version of this number. Raises `RefusedError` if it is unknown, or its file was removed."""
         store = self._services.store
-        found: Sequence[VersionRecord] = ()
-        if wanted <= job.latest.version:
-            found = await store.jobs.list_versions(job.job_id, after=wanted - 1, limit=1)
-        if not found:
-            raise RefusedError(Code.NO_SUCH_VERSION, f"{wanted}; the latest is {job.latest.version}")
-        if found[0].model_removed_unix_s is None:
-            return found[0]
+        records: Sequence[VersionRecord] = ()
+        if number <= job.latest.version:
+            records = await store.jobs.list_versions(job.job_id, after=number - 1, limit=1)
+        if not records:
+            raise RefusedError(Code.NO_SUCH_VERSION, f"{number}; the latest is {job.latest.version}")
+        if records[0].model_removed_unix_s is None:
+            return records[0]
         kept: list[int] = []
         after = -1
         while page := await store.jobs.list_versions(job.job_id, after=after, limit=VERSIONS_PER_QUERY):
             kept += [record.version.version for record in page if record.model_removed_unix_s is None]
             after = page[-1].version.version
-        raise RefusedError(Code.VERSION_REMOVED, f"{wanted}; kept are {format_ranges(kept)}")
+        raise RefusedError(Code.VERSION_REMOVED, f"{number}; the kept versions are {format_ranges(kept)}")
 
-    async def _note_export(self, operator: str, job_id: str, version: ModelVersion) -> None:
-        """Note an operator's export of a version in the audit log, at most once an hour."""
+    async def _audit_export(self, operator: str, job_id: str, version: ModelVersion) -> None:
+        """Audit an operator's export of a version, at most once an hour."""
         name = f"{operator} {job_id} {version.version}"
         if not self._exports.add(name, asyncio.get_running_loop().time()):
             return
@@ -242,7 +242,7 @@ class JobsService(admin_pb2_grpc.JobsServicer):
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers in words; of more than `MAX_RANGES` ranges only the last.
+    """Format ascending numbers as ranges; only the last `MAX_RANGES` of them.
 
     >>> format_ranges([0, 5, 6, 7, 9])
     '0, 5 to 7, 9'
@@ -253,12 +253,12 @@ def format_ranges(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[-MAX_RANGES:]]
-    return ("..., " if len(ranges) > MAX_RANGES else "") + ", ".join(shown)
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[-MAX_RANGES:]]
+    return ("..., " if len(ranges) > MAX_RANGES else "") + ", ".join(parts)
 
 
 def _rule_state(job: JobState, version: ModelVersion, record: VersionRecord) -> str:
-    """Return where the rule's state after a rollback comes from, as `RollbackJobResponse` names it."""
+    """Return the source of the rule's state after a rollback, as in `RollbackJobResponse.rule_state`."""
     if not (record.version.state_digest or job.latest.state_digest):
         return "none"
     if job.spec.privacy is not None:

@@ -1,7 +1,6 @@
-"""The memory that updates may take while they are received: each has its share, or waits for one.
+"""Budgets for the memory of updates that are being received: each update holds a share, or waits for one.
 
-Clients report when their round ends, which is for all of them at about the same time. What they send at once must not
-grow with the cohort.
+The clients of a round report at about the same time. The memory for that must not grow with the cohort.
 """
 
 from __future__ import annotations
@@ -16,47 +15,50 @@ from fedplat_server.config import Limits
 from fedplat_server.errors import Code, RefusedError
 
 UPLOAD_BYTES = 2 * wire.CHUNK_BYTES
-"""The most that one upload holds: a chunk that is being written, and one that is being received."""
+"""The memory of one upload: a chunk that is being written, and one that is being received."""
 REPORTS_PART = 0.25
-"""The part of the memory that is for updates within reports, so that a report never waits for an upload."""
+"""The fraction of the memory for updates within reports, so that a report never waits for an upload."""
 
 
 class MemoryShare:
-    """What a call may hold of a budget."""
+    """The part of a budget that a call holds."""
 
     def __init__(self, budget: MemoryBudget, size_bytes: int) -> None:
         self._budget = budget
         self.size_bytes = size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Give back what is beyond this size."""
+        """Reduce the share to this size if it is larger."""
         if size_bytes < self.size_bytes:
             freed, self.size_bytes = self.size_bytes - size_bytes, size_bytes
             self._budget.give_back(freed)
 
 
 class MemoryBudget:
-    """Bytes that calls share. Those that find none left wait in order for a while; others are refused at once."""
+    """Bytes that calls share. Up to `max_waiting` calls wait for bytes, in order; further ones are refused at once."""
 
-    def __init__(self, total_bytes: int, patience_s: float, max_waiting: int) -> None:
+    def __init__(self, total_bytes: int, timeout_s: float, max_waiting: int) -> None:
         self._total = self._free = total_bytes
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def free_bytes(self) -> int:
-        """Number of bytes that no call holds."""
+        """The number of bytes that no call holds."""
         return self._free
 
     @property
     def num_waiting(self) -> int:
-        """How many calls wait for a share."""
+        """The number of calls that wait for a share."""
         return sum(not turn.done() for _, turn in self._waiting)
 
     @contextlib.asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncGenerator[MemoryShare]:
-        """Hold a share of this size, or of the whole budget if that is less. Raises `RefusedError`."""
+        """Wait for a share of this size (at most the whole budget) and hold it.
+
+        Raises `RefusedError` if too many calls wait, or after `timeout_s`.
+        """
         share = MemoryShare(self, min(size_bytes, self._total))
         await self._take(share.size_bytes)
         try:
@@ -65,7 +67,7 @@ class MemoryBudget:
             self.give_back(share.size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
-        """Free bytes, for those who wait first."""
+        """Free bytes, and hand them to waiting calls."""
         self._free += size_bytes
         self._serve()
 
@@ -78,10 +80,10 @@ class MemoryBudget:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, turn))
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 await turn
         except BaseException as exc:
-            if turn.done() and not turn.cancelled():  # it was given this very moment
+            if turn.done() and not turn.cancelled():  # the share was granted at the same moment
                 self.give_back(size_bytes)
             else:
                 turn.cancel()
@@ -91,7 +93,7 @@ class MemoryBudget:
             raise
 
     def _serve(self) -> None:
-        """Give shares to those who wait, in order; who gave up is passed over."""
+        """Grant shares to waiting calls in order; skip cancelled ones."""
         while self._waiting:
             size_bytes, turn = self._waiting[0]
             if not turn.done():
@@ -103,7 +105,7 @@ class MemoryBudget:
 
 
 class UploadMemory:
-    """The budgets of this daemon: for uploads, and for updates that come within a report."""
+    """The memory budgets of this daemon: for uploads, and for updates within reports."""
 
     def __init__(self, limits: Limits) -> None:
         reports = int(REPORTS_PART * limits.upload_memory_bytes)

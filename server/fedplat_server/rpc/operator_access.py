@@ -1,6 +1,6 @@
-"""Access of operators: authenticates each call of the services of `admin.proto`, and checks the operator's role.
+"""Authentication and authorization of operators, for each call of the services of `admin.proto`.
 
-The option `needed_role` of a method in the proto names the least role that may call it. All other methods are denied.
+The option `needed_role` of a method in the proto is the lowest role that may call it. All other methods are denied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROLES = {
 
 
 def read_needed_roles(services: Iterable[ServiceDescriptor]) -> dict[str, Role]:
-    """Return the least role for each method (`/service/name`). Raises `ValueError` for a method that names none."""
+    """Return the lowest role for each method (`/service/name`). Raises `ValueError` for a method without the option."""
     needed: dict[str, Role] = {}
     for service in services:
         for method in service.methods:
@@ -50,14 +50,14 @@ def read_needed_roles(services: Iterable[ServiceDescriptor]) -> dict[str, Role]:
 SERVICES = tuple(admin_pb2.DESCRIPTOR.services_by_name.values())
 """The services for operators."""
 NEEDED_ROLES: Mapping[str, Role] = read_needed_roles(SERVICES)
-"""The least role for each of their methods (`/service/name`)."""
+"""The lowest role for each of their methods (`/service/name`)."""
 
 MAX_PENDING = 16
 """Refused calls of one network, or of one operator, that may wait for their response."""
 MAX_CALLERS = 10_000
-"""Callers whose refused calls are counted; beyond them, those that were refused longest ago are forgotten."""
+"""Callers whose refused calls are counted; beyond them, the one refused longest ago is dropped."""
 NOTE_EVERY_S = 60.0
-"""Refused calls of one network, or of one operator, are noted no more often: no caller can fill the audit log."""
+"""Minimum interval between audit entries for the refused calls of one network, or of one operator."""
 
 _operator_name: contextvars.ContextVar[str] = contextvars.ContextVar("operator")
 
@@ -69,16 +69,16 @@ def current_operator() -> str:
 
 @dataclasses.dataclass
 class _RefusedCalls:
-    """Refused calls of one network, or of one operator whose role is too low."""
+    """The refused calls of one network, or of one operator whose role is too low."""
 
     pending: int = 0
-    since_noted: int = 0
-    noted_at: float = -NOTE_EVERY_S
+    num_since_audit: int = 0
+    audited_at: float = -NOTE_EVERY_S
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refusal:
-    """A refused call of a method. `operator` is the owner of the call's token, if that is known."""
+    """A refused call of a method. `operator` is the owner of the call's token ("": unknown)."""
 
     method: str
     code: Code
@@ -87,7 +87,7 @@ class _Refusal:
 
 
 class OperatorAccess:
-    """Admits calls of operators, or refuses them: slowly, and few at a time."""
+    """Admits the calls of operators. Delays refusals, and limits how many are pending."""
 
     def __init__(self, services: Services, clock: Callable[[], float] = time.time) -> None:
         self._services = services
@@ -96,7 +96,7 @@ class OperatorAccess:
         self._refused: OrderedDict[str, _RefusedCalls] = OrderedDict()
 
     async def admit(self, method: str, context: Context) -> str:
-        """Return the name of the operator, who may call the method (`/service/name`). Raises `RefusedError`."""
+        """Return the name of the calling operator. Raises `RefusedError` if it may not call `/service/name`."""
         needed = NEEDED_ROLES.get(method)
         if needed is None:
             raise RefusedError(Code.ROLE_TOO_LOW, f"no role may call {method}")
@@ -110,7 +110,7 @@ class OperatorAccess:
         return operator.name
 
     def _count(self, operator: OperatorRecord, context: Context) -> None:
-        """Count a call until it ends, also if it is refused for its role."""
+        """Count a call until it ends, even if it is refused for its role."""
         end_call = self._services.quotas.operator_call(operator.name)
 
         def on_done(_: object) -> None:
@@ -119,11 +119,12 @@ class OperatorAccess:
         context.add_done_callback(cast(Any, on_done))
 
     async def _authenticate(self, method: str, context: Context) -> OperatorRecord:
-        given = [str(value) for key, value in context.invocation_metadata() or () if key == wire.METADATA_AUTHORIZATION]
-        if not given:
+        metadata = context.invocation_metadata() or ()
+        values = [str(value) for key, value in metadata if key == wire.METADATA_AUTHORIZATION]
+        if not values:
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, "no token was sent"))
-        scheme, _, token = given[0].partition(" ")
-        if len(given) > 1 or scheme != "Bearer" or not looks_like_token(token):
+        scheme, _, token = values[0].partition(" ")
+        if len(values) > 1 or scheme != "Bearer" or not looks_like_token(token):
             reason = "the authorization is not an operator's token; expected: Bearer TOKEN"
             await self._refuse(context, _Refusal(method, Code.NO_OPERATOR, reason))
         operator = await self._services.store.operators.find_operator(hash_token(token))
@@ -138,27 +139,27 @@ class OperatorAccess:
         return operator
 
     async def _refuse(self, context: Context, refusal: _Refusal) -> NoReturn:
-        """Refuse a call after a delay, few at a time, so that guessing tokens or probing methods is slow."""
+        """Refuse a call after a delay, with a limit of pending ones, so that guessing tokens or methods is slow."""
         origin = self._services.origins.of(context)
         caller = f"operator {refusal.operator}" if refusal.code is Code.ROLE_TOO_LOW else origin.network
-        seen = self._refused.setdefault(caller, _RefusedCalls())
+        refused = self._refused.setdefault(caller, _RefusedCalls())
         self._refused.move_to_end(caller)
         while len(self._refused) > MAX_CALLERS:
             self._refused.popitem(last=False)
-        seen.since_noted += 1
-        if seen.pending >= MAX_PENDING:
+        refused.num_since_audit += 1
+        if refused.pending >= MAX_PENDING:
             raise RefusedError(Code.TOO_MANY_LOGINS)
-        seen.pending += 1
+        refused.pending += 1
         try:
-            if self._clock() >= seen.noted_at + NOTE_EVERY_S:
-                await self._note(seen, refusal, origin.address)
+            if self._clock() >= refused.audited_at + NOTE_EVERY_S:
+                await self._audit(refused, refusal, origin.address)
             await asyncio.sleep(self._delay_s)
         finally:
-            seen.pending -= 1
+            refused.pending -= 1
         raise RefusedError(refusal.code, refusal.reason)
 
-    async def _note(self, seen: _RefusedCalls, refusal: _Refusal, address: str) -> None:
-        seen.noted_at, count, seen.since_noted = self._clock(), seen.since_noted, 0
+    async def _audit(self, refused: _RefusedCalls, refusal: _Refusal, address: str) -> None:
+        refused.audited_at, count, refused.num_since_audit = self._clock(), refused.num_since_audit, 0
         details = {"why": refusal.reason, "address": address, "num_refused": count}
         action = AuditAction.ROLE_REFUSED if refusal.code is Code.ROLE_TOO_LOW else AuditAction.LOGIN_REFUSED
         logs.get().warning("an operator's call was refused", method=refusal.method, **details)

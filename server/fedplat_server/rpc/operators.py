@@ -83,8 +83,8 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
         self, request: admin_pb2.ListOperatorsRequest, context: Context
     ) -> admin_pb2.ListOperatorsResponse:
         size, after = pages.size(request.page_size), pages.token(request.page_token, pages.NAME)
-        found = await self._services.store.operators.list_operators(after=after, limit=size + 1)
-        page, token = pages.cut(found, size, _operator, lambda record: record.name)
+        records = await self._services.store.operators.list_operators(after=after, limit=size + 1)
+        page, token = pages.cut(records, size, _operator, lambda record: record.name)
         return admin_pb2.ListOperatorsResponse(operators=page, next_page_token=token)
 
     @override
@@ -104,8 +104,8 @@ class OperatorsService(admin_pb2_grpc.OperatorsServicer):
 
     @override
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, context: Context) -> admin_pb2.ListAuditResponse:
-        size, given = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
-        after = given[0] if given is not None else min(request.after_sequence, 2**62)
+        size, last = pages.size(request.page_size), pages.numbers(request.page_token, pages.SEQUENCE)
+        after = last[0] if last is not None else min(request.after_sequence, 2**62)
         rows = await self._services.store.audit.list_rows(after, size + 1)
         events, token = pages.cut(rows, size, _audit_event, lambda row: str(row.sequence))
         return admin_pb2.ListAuditResponse(events=events, next_page_token=token)

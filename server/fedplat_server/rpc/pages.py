@@ -1,7 +1,7 @@
-"""Pages of lists: bounded by rows and by serialized size, so that each fits into a message with room to spare.
+"""Pages of lists: limited in rows and in serialized size, so that each page fits into a message.
 
-A page token names the last row of a page, by the key that its list is in the order of. Rows that come or go between
-two pages do not move the others, and a page costs the same wherever it is.
+A page token is the sort key of the last row of a page. So rows that are added or removed between two pages do not shift
+the others, and the cost of a page does not depend on its position.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from google.protobuf.message import Message
 from fedplat_server.errors import Code, RefusedError
 
 MAX_ROWS = 250
-"""Rows of a page at most, which bounds what a query reads for it: no row has more than some 100 KiB."""
+"""Maximum rows of a page, which bounds the bytes that a query reads: a row has at most about 100 KiB."""
 MAX_BYTES = 2**20
-"""Serialized size of the messages of a page at most, unless the first one alone is larger."""
+"""Maximum serialized size of the messages of a page, unless the first message is larger."""
 
 ID = re.compile(r"[a-z]-[0-9a-f]{1,64}")
 NUMBER = re.compile(r"([0-9]{1,9})")
-"""Not more digits: columns of numbers have 32 bits."""
+"""At most 9 digits, because number columns have 32 bits."""
 PAIR = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 SEQUENCE = re.compile(r"([0-9]{1,18})")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
@@ -30,31 +30,31 @@ _Row = TypeVar("_Row")
 _Message = TypeVar("_Message", bound=Message)
 
 
-def size(asked: int) -> int:
-    """Return how many rows a page has at most."""
-    return min(asked or MAX_ROWS, MAX_ROWS)
+def size(requested: int) -> int:
+    """Return the maximum rows of a page; `requested` is 0 for the default."""
+    return min(requested or MAX_ROWS, MAX_ROWS)
 
 
-def token(given: str, expected: re.Pattern[str]) -> str:
-    """Return a page token that is empty or of a list's form. Raises `RefusedError`."""
-    if given and expected.fullmatch(given) is None:
-        text = "the page_token is not one of this list; expected the next_page_token of the page before, or none"
-        raise RefusedError(Code.INVALID_REQUEST, text)
-    return given
+def token(text: str, expected: re.Pattern[str]) -> str:
+    """Return a page token that is empty or of a list's format. Raises `RefusedError` for others."""
+    if text and expected.fullmatch(text) is None:
+        problem = "the page_token is not one of this list; expected the next_page_token of the previous page, or none"
+        raise RefusedError(Code.INVALID_REQUEST, problem)
+    return text
 
 
-def numbers(given: str, expected: re.Pattern[str]) -> tuple[int, ...] | None:
-    """Return the numbers in a page token, or None for the first page. Raises `RefusedError`."""
-    match = expected.fullmatch(token(given, expected))
+def numbers(text: str, expected: re.Pattern[str]) -> tuple[int, ...] | None:
+    """Return the numbers in a page token, or None for the first page. Raises `RefusedError` if it is invalid."""
+    match = expected.fullmatch(token(text, expected))
     return tuple(map(int, match.groups())) if match is not None else None
 
 
 def cut(
     rows: Sequence[_Row], num_rows: int, encode: Callable[[_Row], _Message], key: Callable[[_Row], str]
 ) -> tuple[list[_Message], str]:
-    """Return the messages of a page and the token of the next one, empty if these are all rows.
+    """Return the messages of a page and the token of the next page ("" on the last page).
 
-    `rows` begin with the page, and have at least one row more if there is another page.
+    `rows` start with the first row of the page, and must include at least one row of the next page if it exists.
     """
     page: list[_Message] = []
     num_bytes = 0

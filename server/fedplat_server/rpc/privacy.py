@@ -75,20 +75,21 @@ class PrivacyService(admin_pb2_grpc.PrivacyServicer):
 def _page(
     records: Sequence[JobRecord], populations: Sequence[Population], after: str, size: int
 ) -> admin_pb2.ShowPrivacyResponse:
-    """Return a page of the jobs, then of the populations. Only costs on this page are computed: it takes seconds."""
+    """Return a page of the jobs, then of the populations. Computes the costs of this page only: each is slow."""
     accounts = {account.job_id: account for population in populations for account in population.accounts}
     jobs = {f"job:{record.state.job_id}": record for record in records}
-    others = {f"population:{one.name}": one for one in populations if one.budget is not None or _num_private(one)}
+    listed = [population for population in populations if population.budget is not None or _num_private(population)]
+    others = {f"population:{population.name}": population for population in listed}
     keys = [*jobs, *others]
-    rest = keys if not after else keys[keys.index(after) + 1 :] if after in keys else []
+    remaining = keys if not after else keys[keys.index(after) + 1 :] if after in keys else []
 
     def encode(key: str) -> admin_pb2.JobPrivacy | admin_pb2.PopulationPrivacy:
         return _job(jobs[key], accounts[jobs[key].state.job_id]) if key in jobs else _population(others[key])
 
-    page, token = pages.cut(rest, size, encode, str)
+    page, token = pages.cut(remaining, size, encode, str)
     return admin_pb2.ShowPrivacyResponse(
-        jobs=[one for one in page if isinstance(one, admin_pb2.JobPrivacy)],
-        populations=[one for one in page if isinstance(one, admin_pb2.PopulationPrivacy)],
+        jobs=[message for message in page if isinstance(message, admin_pb2.JobPrivacy)],
+        populations=[message for message in page if isinstance(message, admin_pb2.PopulationPrivacy)],
         next_page_token=token,
     )
 
@@ -144,7 +145,7 @@ def _num_private(population: Population) -> int:
 
 def _cost(charges: tuple[Charge, ...], delta: float) -> admin_pb2.PrivacyCost:
     epsilon = accountant.epsilon(charges, delta)
-    # Where the first is infinite, the second is useless as a check, and perhaps cannot be computed.
-    checked = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
+    # If epsilon is infinite, the RDP bound is useless as a check, and perhaps cannot be computed.
+    epsilon_rdp = accountant.epsilon_rdp(charges, delta) if math.isfinite(epsilon) else math.inf
     releases = sum(charge.releases for charge in charges)
-    return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=checked)
+    return admin_pb2.PrivacyCost(releases=releases, epsilon=epsilon, epsilon_rdp=epsilon_rdp)

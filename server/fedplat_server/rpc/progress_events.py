@@ -1,4 +1,4 @@
-"""The events of a watch about the progress of the open attempt. They are not part of the job's history."""
+"""The progress events of a watch, about the open attempt. They are not part of the job's history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedplat_server.rpc.services import Services
 
 
 class ProgressEvents:
-    """The events about a job's progress that one watch sends: at most one in `every_s` seconds, none if that is 0."""
+    """The progress events of one watch of a job: at most one in `every_s` seconds; 0 disables them."""
 
     def __init__(self, services: Services, job_id: str, every_s: float) -> None:
         self._services = services
@@ -26,7 +26,7 @@ class ProgressEvents:
         self._last: tuple[AttemptKey, ProgressSummary] | None = None
 
     def next_event(self, sequence: int) -> admin_pb2.JobEvent | None:
-        """Return an event if one is due and the progress has changed; `sequence` is that of the event before."""
+        """Return an event if one is due and the progress has changed; `sequence` is that of the previous event."""
         if self._clock() < self._due_at:
             return None
         self._due_at = self._clock() + self._every_s

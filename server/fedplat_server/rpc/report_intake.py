@@ -1,6 +1,6 @@
-"""Takes in uploads and reports: received within bounds, validated by the core's rules, made durable, then accepted.
+"""Intake of uploads and reports: receives updates within limits, validates them, makes them durable, accepts them.
 
-`fedplat.report_validation` has the rules; the coordinator has the last word.
+`fedplat.report_validation` has the rules; the coordinator makes the decision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedplat_server.rpc.services import Services
 from fedplat_server.storage.spool import Spool
 
 Validate = Callable[[Path], float | Verdict]
-"""Returns the norm of the update in a file, or its refusal."""
+"""A function that returns the norm of the update in a file, or its refusal."""
 
 
 class ReceivedUpdate(NamedTuple):
@@ -36,7 +36,7 @@ class ReceivedUpdate(NamedTuple):
 
 
 class ReportIntake:
-    """Takes in what clients send for open assignments."""
+    """Receives the uploads and reports of clients for their open assignments."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -45,7 +45,10 @@ class ReportIntake:
     async def receive_upload(
         self, assignment: Assignment, header: fleet_pb2.UploadHeader, messages: AsyncIterator[streams.UploadMessage]
     ) -> int:
-        """Receive an upload from where it stopped; return how many bytes there are. Raises `RefusedError`."""
+        """Receive an upload from the header's offset; return the number of bytes stored so far.
+
+        Raises `RefusedError`.
+        """
         services = self._services
         await self._check_size(assignment, header.size_bytes)
         started = await services.runner.submit(UploadStarted(*assignment.id))
@@ -59,11 +62,11 @@ class ReportIntake:
                 yield part.data
 
         async with services.memory.uploads.share(size_bytes):
-            still_wanted = functools.partial(self._is_busy, assignment)
-            return await streams.receive(services.spool, assignment.id, header, parts(), still_wanted)
+            is_open = functools.partial(self._is_busy, assignment)
+            return await streams.receive(services.spool, assignment.id, header, parts(), is_open)
 
     async def submit_report(self, assignment: Assignment, request: fleet_pb2.ReportRequest) -> Verdict:
-        """Validate a report and hand it to the coordinator. Raises `RefusedError` if it has to be sent again."""
+        """Validate a report and submit it to the coordinator. Raises `RefusedError` if it must be sent again."""
         services, update_bytes, norm = self._services, 0, None
         verdict = report_validation.validate_claims(
             build_rule(services.jobs.state(assignment.key.job_id).spec),
@@ -90,9 +93,9 @@ class ReportIntake:
     async def _receive_update(
         self, assignment: Assignment, request: fleet_pb2.ReportRequest
     ) -> ReceivedUpdate | Verdict | None:
-        """Return the update that a report brings or names, once it outlives this process; or its refusal.
+        """Return the update that a report contains or refers to, once it is durable; or its refusal.
 
-        None if the assignment has ended meanwhile, and the update was deleted: the coordinator has the verdict then.
+        None if the assignment has ended since and the update was deleted: the coordinator then returns the verdict.
         """
         services, digest = self._services, validation.digest(request.digest)
         if request.update:
@@ -101,7 +104,7 @@ class ReportIntake:
         base, codec = services.blobs.path(job.latest.digest), job.spec.compression.uplink
         validate = functools.partial(report_validation.validate_file, base=base, codec=codec)
         try:
-            # One visit to a thread: for a small update the visits cost more than the work.
+            # One thread call for all steps: for a small update, switching threads costs more than the work.
             return await asyncio.to_thread(
                 receive_update, services.spool, assignment.id, digest, request.update, validate
             )
@@ -114,9 +117,9 @@ class ReportIntake:
             return None
 
     def _is_busy(self, assignment: Assignment) -> bool:
-        """Return whether the client still works for an assignment that was open before."""
-        found = self._services.runner.coordinator.find(*assignment.id)
-        return found is not None and found.is_busy
+        """Return whether an assignment that was open before is still open."""
+        current = self._services.runner.coordinator.find(*assignment.id)
+        return current is not None and current.is_busy
 
     def _size_limit(self, assignment: Assignment) -> int:
         job = self._services.jobs.state(assignment.key.job_id)
@@ -130,7 +133,7 @@ class ReportIntake:
             raise RefusedError(Code.TOO_LARGE, text)
 
     async def _count_bytes(self, assignment: Assignment, num_bytes: int) -> None:
-        """Bound the bytes that a client sends for an attempt, repetitions too. Beyond it the assignment is over."""
+        """Count the bytes that a client sends for an attempt, including repetitions; beyond the quota, end it."""
         try:
             limit = self._size_limit(assignment)
             self._services.quotas.upload(assignment.client_id, assignment.key, limit, num_bytes)
@@ -139,7 +142,10 @@ class ReportIntake:
             raise
 
     async def _abandon(self, assignment: Assignment, text: str) -> None:
-        """Abandon the open attempt whose folder failed; in the folder of an earlier one, others were synced before."""
+        """Abandon the open attempt if its folder failed; for an earlier attempt, only fail the assignment.
+
+        The other updates of an earlier attempt were synced before.
+        """
         attempt = self._services.jobs.state(assignment.key.job_id).open_attempt
         if attempt is not None and attempt.key == assignment.key:
             self._services.runner.post(AggregationFailed(assignment.key, text))
@@ -150,9 +156,9 @@ class ReportIntake:
         await self._services.runner.submit(AssignmentFailed(*assignment.id, Reason.TRANSFER_FAILED, text))
 
     async def _reject(self, assignment: Assignment, refusal: Verdict) -> Verdict:
-        """End the assignment; return the refusal, or the verdict on an assignment that has ended meanwhile."""
+        """End the assignment; return the refusal, or the coordinator's verdict if the assignment has ended since."""
         assert refusal.reason is not None
-        text = validation.text(refusal.text, self._limits.max_text)  # it may quote what the client sent
+        text = validation.text(refusal.text, self._limits.max_text)  # it may quote the client's input
         verdict = await self._services.runner.submit(UpdateRejected(*assignment.id, refusal.reason, text))
         return Verdict(refusal.reason, text) if verdict.accepted else verdict
 
@@ -160,24 +166,24 @@ class ReportIntake:
 def receive_update(
     spool: Spool, key: AssignmentId, digest: str, update: bytes, validate: Validate
 ) -> ReceivedUpdate | Verdict:
-    """Return the size and the norm of an update that is durable now, or its refusal. Blocks.
+    """Validate an update and make it durable; return its size and norm, or its refusal. Blocks.
 
-    `update` came with the report; it is empty if the update was uploaded before. Raises `RefusedError` if it is not
-    there or could not be stored, `BlobFullError`, and `SpoolError` if the attempt cannot go on.
+    `update` is the content from the report, empty if the update was uploaded before. Raises `RefusedError` if it is
+    missing or could not be stored, `BlobFullError` if the disk is full, `SpoolError` if the attempt cannot continue.
     """
     if update:
         if hashlib.sha256(update).hexdigest() != digest:
             return Verdict(Reason.REJECTED_DIGEST)
         try:
             _write(spool, key, digest, update)
-        except UploadError as exc:  # the same report comes twice at a time, or a broken upload still writes
+        except UploadError as exc:  # a duplicate report, or a broken upload, is still writing
             raise RefusedError(Code.UPLOAD_INCOMPLETE, f"{exc}; report again") from exc
     path = spool.complete(key, digest)
     if path is None:
-        raise RefusedError(Code.UPLOAD_INCOMPLETE, "ask QueryUpload where to resume")
+        raise RefusedError(Code.UPLOAD_INCOMPLETE, "call QueryUpload for the offset to resume from")
     try:
         norm = validate(path)
-    except FileNotFoundError as exc:  # deleted this very moment, because the assignment has ended
+    except FileNotFoundError as exc:  # just deleted, because the assignment has ended
         raise RefusedError(Code.UPLOAD_INCOMPLETE, "the assignment has ended") from exc
     if isinstance(norm, Verdict):
         return norm
@@ -194,7 +200,7 @@ def receive_update(
 
 def _write(spool: Spool, key: AssignmentId, digest: str, update: bytes) -> None:
     if spool.complete(key, digest) is None:
-        received = spool.count_received(key, digest)  # an earlier upload of these bytes may have broken off
+        received = spool.count_received(key, digest)  # an interrupted upload may have stored the first bytes
         upload = spool.open(key, digest, len(update), received)
         try:
             upload.write(update[received:])

@@ -1,4 +1,4 @@
-"""What the RPC handlers work with: the parts of the daemon, and which jobs there are."""
+"""The services that RPC handlers use: the parts of the daemon, and the registry of jobs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from fedplat_server.training.evaluation import EvaluationScheduler
 
 
 def is_to_begin(job: JobState) -> bool:
-    """Whether a job has a warm start before it, or is at it."""
+    """Return whether a job's warm start is still to run or running."""
     return warm_start.is_due(job) and job.status not in ENDED_JOBS
 
 
 class JobRegistry:
-    """The jobs as operators see them: the coordinator's state, with job file and time of creation."""
+    """The jobs as shown to operators: the coordinator's state, with job file and creation time."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -49,25 +49,26 @@ class JobRegistry:
         self._changed: dict[str, asyncio.Event] = {}
 
     def add(self, record: JobRecord, participations: Sequence[Participation] = ()) -> None:
-        """Takes over a stored job, with what its clients did if that is to be remembered. Idempotent."""
+        """Add a stored job, with the participations of its clients if the job remembers them. Idempotent."""
         self._records.setdefault(record.state.job_id, record)
         if record.state.job_id not in self._runner.coordinator.jobs:
             self._runner.coordinator.add(record.state, participations)
 
     def all(self, after: str = "") -> list[JobRecord]:
-        """Every job in the order of creation, or those after a job; none after one that is unknown."""
+        """Return the jobs in the order of creation: all, or those after the job `after` (none if it is unknown)."""
         ids = list(self._records)
         start = 0 if not after else ids.index(after) + 1 if after in self._records else len(ids)
         return [self._current(job_id) for job_id in ids[start:]]
 
     def find(self, name: str) -> JobRecord:
-        """The job with this id, or the only one with this name. Raises `RefusedError`."""
+        """Return the job with this id, or the only one with this name; jobs that have not ended come first.
+
+        Raises `RefusedError` if it is unknown or ambiguous.
+        """
         if name in self._records:
             return self._current(name)
         named = [record for record in self.all() if record.state.spec.name == name]
-        # Of several with one name, the one that has not ended is meant.
-        living = [record for record in named if record.state.status not in ENDED_JOBS]
-        candidates = living if living else named
+        candidates = [record for record in named if record.state.status not in ENDED_JOBS] or named
         if not candidates:
             raise RefusedError(Code.NO_SUCH_JOB, repr(name))
         if len(candidates) > 1:
@@ -75,34 +76,35 @@ class JobRegistry:
         return candidates[0]
 
     def state(self, job_id: str) -> JobState:
-        """The coordinator's state of a job that is known to exist."""
+        """Return the coordinator's state of an existing job."""
         return self._runner.coordinator.jobs[job_id]
 
     def is_in_memory(self, job_id: str) -> bool:
-        """Whether the updates of a job must not touch the disk."""
+        """Return whether the updates of a job must stay in memory."""
         return self.state(job_id).spec.durability == "memory"
 
     def needed_updates(self) -> list[AssignmentId]:
         """Return the updates that are needed after a restart: those of open assignments."""
         states = [self.state(job_id) for job_id in self._records]
-        return [each.id for state in states for each in state.open_assignments if each.kind is AttemptKind.TRAIN]
+        open_assignments = [assignment for state in states for assignment in state.open_assignments]
+        return [assignment.id for assignment in open_assignments if assignment.kind is AttemptKind.TRAIN]
 
     def to_begin(self) -> frozenset[str]:
-        """The jobs that have a warm start before them."""
+        """Return the ids of the jobs whose warm start is still to run or running."""
         return frozenset(job_id for job_id in self._records if is_to_begin(self.state(job_id)))
 
     def notify_watchers(self, job_id: str) -> None:
-        """Wakes everybody who watches a job."""
+        """Wake the watchers of a job."""
         event = self._changed.pop(job_id, None)
         if event is not None:
             event.set()
 
     def next_change(self, job_id: str) -> asyncio.Event:
-        """An event that is set at the job's next change."""
+        """Return an event that is set at the job's next change."""
         return self._changed.setdefault(job_id, asyncio.Event())
 
     def wake_all(self) -> None:
-        """Wakes every watcher, because the daemon stops."""
+        """Wake the watchers of all jobs, because the daemon stops."""
         for job_id in list(self._changed):
             self.notify_watchers(job_id)
 
@@ -145,5 +147,5 @@ class Services:
     mtls_port: int = 0
 
     def refuse_if_draining(self) -> Reason | None:
-        """Why nobody gets work now, if so."""
+        """Return `Reason.DRAINING` if the daemon is draining, so that clients get no assignments; else None."""
         return Reason.DRAINING if self.draining else None

@@ -1,4 +1,4 @@
-"""Files out of and into gRPC streams, off the event loop, a chunk at a time."""
+"""Transfer of files over gRPC streams, one chunk at a time; file access runs in threads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fedplat_server.storage.spool_file import OpenUpload
 
 
 class Carrier(Protocol):
-    """A message that carries bytes."""
+    """A message with a field of bytes."""
 
     @property
     def data(self) -> durable.Bytes:
-        """The bytes."""
+        """The bytes of the message."""
         ...
 
 
@@ -40,14 +40,14 @@ Message = TypeVar("Message", bound=Carrier)
 
 
 class UploadMessage(NamedTuple):
-    """A message of an upload: its header, or bytes, which are still those that gRPC received."""
+    """A message of an upload: its header or bytes. The bytes are a view of the received message, not a copy."""
 
     data: durable.Bytes
     header: fleet_pb2.UploadHeader | None = None
 
     @classmethod
     def of(cls, message: bytes) -> UploadMessage:
-        """Reads a message. Raises `DecodeError`."""
+        """Decode a message. Raises `DecodeError` if it is invalid."""
         data = pieces.unframe_field(pieces.UPLOAD, message)
         if data is not None:
             return cls(data)
@@ -55,17 +55,17 @@ class UploadMessage(NamedTuple):
         return cls(request.data, request.header if request.HasField("header") else None)
 
 
-async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
-    """The messages of a caller, who may not hold a stream open for (almost) nothing. Raises `RefusedError`."""
+async def enforce_min_rate(messages: AsyncIterator[Message], limits: Limits) -> AsyncGenerator[Message]:
+    """Yield the messages of a caller. Raises `RefusedError` if they arrive below the minimum rate."""
     clock = asyncio.get_running_loop().time
     progress = rate_limits.MinimumRate(limits.idle_s, limits.min_bytes_per_s * limits.idle_s, clock())
     while True:
         try:
-            async with asyncio.timeout(progress.left_s(clock())):  # `wait_for` would make a task for each message
+            async with asyncio.timeout(progress.left_s(clock())):  # `wait_for` would create a task for each message
                 message = await anext(messages, None)
         except TimeoutError as exc:
-            least = f"fewer than {limits.min_bytes_per_s:g} bytes a second in {limits.idle_s:g} s"
-            raise RefusedError(Code.TOO_SLOW, least) from exc
+            text = f"fewer than {limits.min_bytes_per_s:g} bytes a second in {limits.idle_s:g} s"
+            raise RefusedError(Code.TOO_SLOW, text) from exc
         if message is None:
             return
         progress.on_received(len(message.data), clock())
@@ -73,13 +73,13 @@ async def steadily(messages: AsyncIterator[Message], limits: Limits) -> AsyncGen
 
 
 async def send(chunks: Chunks, path: Path, offset: int) -> AsyncIterator[bytes]:
-    """A model from an offset on, as messages `Chunk`. Raises `RefusedError` for an offset beyond its end."""
+    """Yield a model file from an offset on, as messages `Chunk`. Raises `RefusedError` if the offset is beyond it."""
     try:
         size_bytes = (await asyncio.to_thread(path.stat)).st_size
     except FileNotFoundError as exc:
         raise RefusedError(Code.NO_SUCH_MODEL) from exc
     if offset > size_bytes:
-        raise RefusedError(Code.WRONG_OFFSET, f"offset {offset} of a file of {size_bytes} bytes")
+        raise RefusedError(Code.WRONG_OFFSET, f"the offset is {offset}, but the file has {size_bytes} bytes")
     async with contextlib.aclosing(chunks.messages(path, offset, size_bytes)) as messages:
         async for message in messages:
             yield message
@@ -90,30 +90,33 @@ async def receive(
     key: AssignmentId,
     header: fleet_pb2.UploadHeader,
     parts: AsyncIterator[durable.Bytes],
-    still_wanted: Callable[[], bool],
+    is_open: Callable[[], bool],
 ) -> int:
-    """Append parts to an upload until they end; return how many bytes there are. Raises `RefusedError`."""
+    """Append parts to an upload until they end; return the number of bytes stored so far.
+
+    Raises `RefusedError` if the offset is wrong, or once the assignment is no longer open (`is_open`).
+    """
     digest = validation.digest(header.digest)
     try:
         upload = await asyncio.to_thread(spool.open, key, digest, header.size_bytes, header.offset)
         try:
-            await _write(upload, parts, still_wanted)
+            await _write(upload, parts, is_open)
             if upload.received == header.size_bytes:
-                await asyncio.to_thread(upload.finish)  # bytes that are not those of the digest start again at 0
+                await asyncio.to_thread(upload.finish)  # drops bytes that do not match the digest: restart at 0
         finally:
             await asyncio.to_thread(upload.close)
     except UploadError as exc:
-        raise RefusedError(Code.WRONG_OFFSET if still_wanted() else Code.STALE_ASSIGNMENT, str(exc)) from exc
+        raise RefusedError(Code.WRONG_OFFSET if is_open() else Code.STALE_ASSIGNMENT, str(exc)) from exc
     return upload.received
 
 
-async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], still_wanted: Callable[[], bool]) -> None:
-    """Hashes and stores each part in a thread, while the next one is being received; never more than these two."""
+async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], is_open: Callable[[], bool]) -> None:
+    """Hash and store each part in a thread while the next one is being received; at most two are in memory."""
     writing: asyncio.Future[None] | None = None
     loop = asyncio.get_running_loop()
     try:
         async for data in parts:
-            if not still_wanted():
+            if not is_open():
                 raise RefusedError(Code.STALE_ASSIGNMENT)
             if writing is not None:
                 await writing
@@ -124,7 +127,10 @@ async def _write(upload: OpenUpload, parts: AsyncIterator[durable.Bytes], still_
 
 
 async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], limit_bytes: int) -> Blob:
-    """Writes a model that arrives in parts into the blob store, in canonical form. Raises `RefusedError`."""
+    """Write a model that arrives in parts to the blob store, in canonical form.
+
+    Raises `RefusedError` if it is too large or invalid.
+    """
     with (
         files.translate_os_errors("receiving a model"),
         tempfile.NamedTemporaryFile(dir=blobs.folder, prefix="incoming-", suffix=".tmp") as file,
@@ -133,7 +139,7 @@ async def store_model(blobs: BlobStore, parts: AsyncIterator[durable.Bytes], lim
         async for data in parts:
             size += len(data)
             if size > limit_bytes:
-                raise RefusedError(Code.TOO_LARGE, f"at most {limit_bytes}")
+                raise RefusedError(Code.TOO_LARGE, f"a model may have at most {limit_bytes} bytes")
             with crash_points.step("model.receive"):
                 await asyncio.to_thread(durable.write_all, file.fileno(), data)
         try:
@@ -148,5 +154,5 @@ def _put_canonical(blobs: BlobStore, path: Path) -> Blob:
 
 
 def _hide_path(error: ModelError, path: Path) -> str:
-    """Return the text of an error without the place where the server keeps the file."""
+    """Return the text of an error without the server's path of the file."""
     return str(error).replace(str(path), "the file")

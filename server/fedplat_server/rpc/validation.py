@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _CLIENT_ID = re.compile(r"c-[0-9a-f]{16}")
 _ENROLLMENT_ID = re.compile(r"e-[0-9a-f]{12}")
 MIN_PROGRESS_EVERY_S = 0.5
-"""Each event about the progress of an attempt costs a pass over its clients."""
+"""Minimum interval between progress events: each one iterates over the clients of an attempt."""
 
 
 def is_name(text: str) -> bool:
@@ -24,29 +24,30 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def name(text: str, what: str) -> str:
-    """Return a valid name, as of a population: at most 63 letters, digits or `_.-`. `what` names the field."""
+def name(text: str, field: str) -> str:
+    """Return a valid name, for example of a population: 1 to 63 letters, digits or `_.-`. `field` is for the error."""
     if not is_name(text):
         shown = text if len(text) <= 80 else text[:77] + "..."
         raise RefusedError(
-            Code.INVALID_REQUEST, f"{what} {shown!r}: expected 1 to 63 letters, digits or _.- (a letter or digit first)"
+            Code.INVALID_REQUEST,
+            f"{field} {shown!r}: expected 1 to 63 letters, digits or _.- (a letter or digit first)",
         )
     return text
 
 
 def client_id(text: str, unknown: Code) -> str:
-    """Return an id of the form that servers give to clients; refuse others with `unknown` before any look-up."""
+    """Return a well-formed client id; refuse others with the code `unknown`, before any query."""
     return _id(_CLIENT_ID, text, unknown)
 
 
 def enrollment_id(text: str) -> str:
-    """Return an id of an enrollment token, of the form that servers give out."""
+    """Return a well-formed id of an enrollment token."""
     return _id(_ENROLLMENT_ID, text, Code.NO_SUCH_ENROLLMENT)
 
 
-def _id(form: re.Pattern[str], text: str, unknown: Code) -> str:
-    # An id of another form is in no database, and some databases fail at the query (PostgreSQL does for NUL).
-    if not form.fullmatch(text):
+def _id(pattern: re.Pattern[str], text: str, unknown: Code) -> str:
+    # A malformed id is in no database, and may make the query fail (in PostgreSQL, if it has a NUL).
+    if not pattern.fullmatch(text):
         raise RefusedError(unknown, repr(text[:80]))
     return text
 
@@ -58,22 +59,22 @@ def digest(text: str) -> str:
     return text
 
 
-def names(given: Collection[str], what: str, limits: Limits) -> frozenset[str]:
-    """Return valid names of a client's trainers or evaluators."""
-    if len(given) > limits.max_names:
-        raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} {what}s; at most {limits.max_names} are accepted")
-    return _names(tuple(given), what)
+def names(values: Collection[str], field: str, limits: Limits) -> frozenset[str]:
+    """Return valid names of a client's trainers, evaluators or codecs."""
+    if len(values) > limits.max_names:
+        raise RefusedError(Code.INVALID_REQUEST, f"{len(values)} {field}s; at most {limits.max_names} are accepted")
+    return _names(tuple(values), field)
 
 
 @functools.lru_cache(maxsize=256)
-def _names(given: tuple[str, ...], what: str) -> frozenset[str]:
-    # Clients with the same software send the same names: ten thousand that wait share one set.
-    return frozenset(name(text, what) for text in given)
+def _names(values: tuple[str, ...], field: str) -> frozenset[str]:
+    # Clients with the same software send the same names: ten thousand waiting clients share one set.
+    return frozenset(name(value, field) for value in values)
 
 
-def text(given: str, max_bytes: int) -> str:
-    """Return text for people, shortened and without control characters for an operator's terminal."""
-    return texts.shorten(given, max_bytes)
+def text(value: str, max_bytes: int) -> str:
+    """Return text for an operator's terminal: shortened, without control characters."""
+    return texts.shorten(value, max_bytes)
 
 
 def key(text: str) -> str:
@@ -83,46 +84,46 @@ def key(text: str) -> str:
     return text
 
 
-def labels(given: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """Return valid labels of a client, bounded in bytes of UTF-8, each and all together."""
-    if len(given) > limits.max_labels:
-        raise RefusedError(Code.INVALID_REQUEST, f"{len(given)} labels; at most {limits.max_labels} are accepted")
-    for label, text in given.items():
+def labels(values: Mapping[str, str], limits: Limits) -> dict[str, str]:
+    """Return valid labels of a client, limited in UTF-8 bytes, each label and all together."""
+    if len(values) > limits.max_labels:
+        raise RefusedError(Code.INVALID_REQUEST, f"{len(values)} labels; at most {limits.max_labels} are accepted")
+    for label, text in values.items():
         if not label.isidentifier() or len(label.encode()) > 63:
             raise RefusedError(Code.INVALID_REQUEST, f"label {label[:80]!r}: expected a name such as memory_mb")
         if (size := len(text.encode())) > 200:
             raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} has {size} bytes; at most 200")
         if not text.isprintable():
             raise RefusedError(Code.INVALID_REQUEST, f"label {label!r} is {text!r}; expected printable characters")
-    if (size := _num_bytes(*given, *given.values())) > limits.max_label_bytes:
+    if (size := _num_bytes(*values, *values.values())) > limits.max_label_bytes:
         text = f"the labels have {size} bytes in all; at most {limits.max_label_bytes} are accepted"
         raise RefusedError(Code.INVALID_REQUEST, text)
-    return dict(given)
+    return dict(values)
 
 
-def wait_s(given: float, limits: Limits) -> float:
-    """Return how long a long poll may wait: as the caller asks, up to the server's limit."""
-    return min(max(given, 0.0), limits.max_wait_s) if math.isfinite(given) else 0.0
+def wait_s(requested_s: float, limits: Limits) -> float:
+    """Return how long a long poll may wait: as requested, up to the server's limit."""
+    return min(max(requested_s, 0.0), limits.max_wait_s) if math.isfinite(requested_s) else 0.0
 
 
-def progress(given: float) -> float:
-    """Return the fraction of an assignment that is done. Raises `RefusedError`."""
-    if not 0.0 <= given <= 1.0:  # so is NaN
-        raise RefusedError(Code.INVALID_REQUEST, f"the progress is {given}; expected a fraction between 0 and 1")
-    return given
+def progress(fraction: float) -> float:
+    """Return the fraction of an assignment that is done."""
+    if not 0.0 <= fraction <= 1.0:  # also refuses NaN
+        raise RefusedError(Code.INVALID_REQUEST, f"the progress is {fraction}; expected a fraction between 0 and 1")
+    return fraction
 
 
-def progress_every_s(given: float) -> float:
-    """Return the seconds between two events about the progress of an attempt; 0 if there are to be none."""
-    return max(given, MIN_PROGRESS_EVERY_S) if math.isfinite(given) and given > 0.0 else 0.0
+def progress_every_s(requested_s: float) -> float:
+    """Return the seconds between two progress events of an attempt; 0 disables them."""
+    return max(requested_s, MIN_PROGRESS_EVERY_S) if math.isfinite(requested_s) and requested_s > 0.0 else 0.0
 
 
-def protocol_version(given: int) -> None:
-    """Refuse a caller of another protocol version, and name this one."""
-    if given != wire.PROTOCOL_VERSION:
+def protocol_version(version: int) -> None:
+    """Refuse a caller of another protocol version, with this server's version."""
+    if version != wire.PROTOCOL_VERSION:
         raise RefusedError(
             Code.UNSUPPORTED_VERSION,
-            f"the caller speaks version {given}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
+            f"the caller has version {version}; supported: {wire.PROTOCOL_VERSION}. Update the older side",
         )
 
 

@@ -1,6 +1,6 @@
-"""The inputs of an attempt's aggregate: plain records, from which the daemon and the ranks of the pool compute it.
+"""The inputs of an attempt's aggregate: plain records, from which the daemon or the ranks compute it.
 
-Files are named by absolute paths. Nothing here needs the daemon's other parts, nor PyTorch.
+Paths are absolute. This module needs neither the rest of the daemon nor PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedplat_server.storage.blobs import BlobStore
 
 
 class SpooledUpdate(msgspec.Struct, frozen=True):
-    """An accepted update: its file, and if the rule needs it that of the version its client began with."""
+    """An accepted update: its file and, if the rule needs it, the file of the version that its client trained."""
 
     path: str
     contribution: Contribution
@@ -38,10 +38,10 @@ class SpooledUpdate(msgspec.Struct, frozen=True):
 
 
 class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but the updates. `version` is the one that the attempt leads to.
+    """All inputs but the updates. `version` is the number of the version that the attempt produces.
 
-    `base_path` is the file of the version before it, `state_path` that of the rule's state, if there is one.
-    `noise_key` is the key of a private job's noise: a backend that computes the aggregate anew draws the same.
+    `base_path` is the file of the previous version, `state_path` that of the rule's state ("": it has no state yet).
+    `noise_key` is the key of a private job's noise: a backend that computes the aggregate again draws the same noise.
     """
 
     spec: JobSpec
@@ -53,7 +53,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, job: JobState, blobs: BlobStore) -> AttemptInputs:
-        """Return those of a job's next version."""
+        """Return the inputs for a job's next version."""
         latest = job.latest
         return cls(
             spec=job.spec,
@@ -61,7 +61,7 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
             version=latest.version + 1,
             base_path=os.path.abspath(blobs.path(latest.digest)),
             state_path=os.path.abspath(blobs.path(latest.state_digest)) if latest.state_digest else "",
-            # Never drawn again: a release that was thrown away reveals nothing of the next one.
+            # A new key for each attempt: a discarded release reveals nothing about the next one.
             noise_key=os.urandom(KEY_BYTES) if job.spec.privacy is not None else b"",
         )
 
@@ -73,14 +73,15 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
     def num_sums(self, rule: Rule, base: ModelFile) -> int:
         """Return the number of partial sums: one, unless the job splits reports over ranks.
 
-        The k-th update is in sum k modulo this number. The bits depend on it, so it is the same wherever they are made.
+        The k-th update is in sum k modulo this number. The bits of the result depend on it, so it is the same on every
+        backend.
         """
         pool = self.spec.pool
         split = pool is not None and pool.split == "reports" and rule.gather is None and base.schema.num_floating > 0
         return pool.ranks if pool is not None and split else 1
 
     def read_scalars(self, rule: Rule, base: ModelFile) -> Mapping[str, float]:
-        """Read the numbers that the job's rule remembers; none before its first version."""
+        """Read the scalars of the rule's state; empty before its first version."""
         return read_scalars(self.state_path, rule, base.schema.num_floating) if self.state_path else {}
 
     def read_columns(self, rule: Rule, base: ModelFile, shard: range) -> Columns:
@@ -91,13 +92,13 @@ class AttemptInputs(msgspec.Struct, frozen=True, kw_only=True):
         return read_columns(self.state_path, rule, size, shard)
 
     def open_update(self, update: SpooledUpdate, base: ModelFile) -> Values:
-        """Open an update, to be folded."""
+        """Open an update, rebased to this attempt's base if the rule needs that."""
         values = container.open_update(update.path, base, self.spec.compression.uplink)
         return rebase(values, ModelFile.open(update.origin_path), base) if update.origin_path else values
 
 
 class CloseAttempt(msgspec.Struct, tag="close", frozen=True):
-    """All updates were sent; these files, which are there and have their size, are to be filled."""
+    """The message after the last update: the files to fill, which exist and have their final size."""
 
     model: str
     state: str
@@ -105,15 +106,15 @@ class CloseAttempt(msgspec.Struct, tag="close", frozen=True):
 
 
 class AddUpdate(msgspec.Struct, tag="fold", frozen=True):
-    """One more update, to be folded."""
+    """The message that adds one update to the aggregate."""
 
     update: SpooledUpdate
 
 
 class AttemptAggregate(msgspec.Struct, frozen=True):
-    """The files are written and synced; or `problem` is the reason against it.
+    """The result of an aggregation: "done" if the files are written and synced, else `problem` is the reason.
 
-    "refused": the updates have no result, wherever it is computed; "full": there is no room; "failed": anything else.
+    "refused": the updates have no valid aggregate on any backend; "full": the disk is full; "failed": any other error.
     """
 
     kind: Literal["done", "refused", "full", "failed"] = "done"

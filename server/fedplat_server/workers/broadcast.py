@@ -1,9 +1,9 @@
-"""Broadcast of events from rank 0 to the other ranks: the same for all of them, in one order, over one socket each.
+"""Broadcast of events from rank 0 to the other ranks: the same events in the same order, over one socket per rank.
 
-Not by a collective, because one that waits has a time limit, and a pool may be idle for days. Not through PyTorch's
-key-value store either: it listens for every user of the host, and its files only grow. Ranks of one host connect to a
-Unix socket in a folder of their own user, those of several hosts over their network. Events hold the noise of private
-jobs, so they are encrypted in both cases. Messages are framed by `multiprocessing.connection`; none is pickled.
+It uses no collective: a pool may be idle for days, and a waiting collective times out. Nor PyTorch's key-value store:
+it is open to every user of the host, and its files only grow. Ranks of one host connect to a Unix socket in a folder of
+their own user, those of several hosts over their network. Events contain the noise keys of private jobs, so they are
+encrypted in both cases. Messages are framed by `multiprocessing.connection`, and never pickled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class LostRankError(ConnectionError):
-    """The process of another rank is gone."""
+    """The process of another rank has ended, or cannot be reached."""
 
 
 class TaskEvent(msgspec.Struct, frozen=True):
     """One step of a task.
 
-    "start" brings its name, request and backend, "message" a message of the daemon, and "end" says that no more follow;
+    "start" has its name, request and backend, "message" a message of the daemon, and "end" follows the last message;
     "resume" continues a task that has paused, and "cancel" ends it.
     """
 
@@ -54,20 +54,20 @@ class _Greeting(msgspec.Struct, frozen=True):
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where rank 0 listens: a port of its host, or 0 for the Unix socket. `group` is random, and new for each group."""
+    """The port on which rank 0 listens (0: a Unix socket). `group` is random, and new for each group."""
 
     group: bytes
     port: int = 0
 
 
 class Broadcast:
-    """The connections between rank 0 and the others; each rank of a group makes it at the same time."""
+    """The connections between rank 0 and the others. All ranks of a group must create theirs at the same time."""
 
     def __init__(self, ranks: Ranks, key: bytes, folder: Path | None = None) -> None:
         """Connect the ranks.
 
-        `key` is the pool's secret (`encryption.py`). `folder` is that of ranks of one host, which only their user
-        opens. A rank alone needs neither. Raises `LostRankError` if a rank does not connect in time.
+        `key` is the pool's secret (`encryption.py`). `folder` is for ranks of one host: a folder that only their user
+        can open. A single rank needs neither. Raises `LostRankError` if a rank does not connect in time.
         """
         self._rank = ranks.rank
         self._count = 0
@@ -90,15 +90,15 @@ class Broadcast:
             raise LostRankError(f"the ranks cannot connect to each other: {exc}") from exc
 
     def publish(self, event: TaskEvent) -> None:
-        """Send an event to the other ranks; for rank 0. Raises `LostRankError` if one of them is gone."""
+        """Send an event to the other ranks; only rank 0 calls this. Raises `LostRankError` if one of them is gone."""
         if self._connections:
             self._send(event, self._count)
         self._count += 1
 
     def receive(self) -> TaskEvent:
-        """Wait for the next event; for the others.
+        """Wait for the next event; only the other ranks call this.
 
-        Raises `LostRankError` if rank 0 is gone, and `PermissionError` for an event that is not rank 0's.
+        Raises `LostRankError` if rank 0 is gone, and `PermissionError` for an event that rank 0 did not send.
         """
         event = self._receive(self._connections[0], 0, self._count, TaskEvent)
         self._count += 1
@@ -122,23 +122,23 @@ class Broadcast:
         return None
 
     def _accept_all(self, listener: socket.socket, size: int) -> list[Connection]:
-        """Return the connections of all other ranks, in their order; drop everything else that connects."""
-        found: dict[int, Connection] = {}
+        """Return the connections of all other ranks, by rank; close all other connections."""
+        connections: dict[int, Connection] = {}
         listener.settimeout(_JOIN_S)
-        while len(found) < size - 1:
+        while len(connections) < size - 1:
             peer, _ = listener.accept()
-            # Whatever has connected cannot keep the ranks waiting by half a message.
+            # An unknown process must not block the ranks by sending half a message.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STALLED_S, 0))
             connection = Connection(peer.detach())
             rank = self._identify(connection, size)
-            if rank is None or rank in found:
+            if rank is None or rank in connections:
                 connection.close()
             else:
-                found[rank] = connection
-        return [found[rank] for rank in range(1, size)]
+                connections[rank] = connection
+        return [connections[rank] for rank in range(1, size)]
 
     def _identify(self, connection: Connection, size: int) -> int | None:
-        """Return the number of the rank that has connected; None if it is not a rank of this group."""
+        """Return the rank that has connected; None if the peer is not a rank of this group."""
         try:
             content = connection.recv_bytes(_MAX_GREETING_BYTES)
         except (OSError, EOFError):

@@ -1,4 +1,4 @@
-"""The daemon's end of the pool: starts tasks, sends their messages, and waits for their results."""
+"""The daemon's client of the worker pool: starts tasks, sends their messages, and waits for their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedplat_server.workers import protocol
 _DESCRIBE_S = 10.0
 _RETRY_S = 0.1
 _BROKEN = "the pool broke off the task: a rank has died, or the pool was stopped"
-_CALL_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)  # the second one: the call has ended before
+_CALL_ERRORS = (grpc.RpcError, asyncio.InvalidStateError)  # InvalidStateError: the call has already ended
 _Result = TypeVar("_Result", bound=msgspec.Struct)
 _responses: msgspec.msgpack.Decoder[protocol.Response] = msgspec.msgpack.Decoder(protocol.Response)
 Backend = Literal["auto", "gloo", "nccl"]
@@ -29,16 +29,19 @@ def _ignore(content: bytes) -> None:
 
 
 class RunningTask:
-    """One task of the ranks; made by `WorkerPool.start_task`."""
+    """One task of the ranks, as `WorkerPool.start_task` yields it."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes], on_note: Callable[[bytes], None]) -> None:
         self._call = call
         self._on_note = on_note
-        # Read from the beginning: a reason that was sent before the ranks ended would be lost with the connection.
+        # Read responses from the start: a reason sent before the ranks ended would be lost with the connection.
         self._reply = asyncio.create_task(self._receive(), name="reply of the pool")
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the task. Raises `PoolBrokenError`, or `PoolWorkError` with the ranks' own reason."""
+        """Send a message to the task.
+
+        Raises `PoolWorkError` or `PoolMemoryError` with the reason that the ranks sent, else `PoolBrokenError`.
+        """
         try:
             await self._call.write(msgspec.msgpack.encode(message))
         except _CALL_ERRORS as exc:
@@ -47,7 +50,7 @@ class RunningTask:
 
     async def result(self, kind: type[_Result]) -> _Result:
         """End the messages and return the task's result. Raises as `send` does."""
-        with contextlib.suppress(*_CALL_ERRORS):  # the ranks may have ended before; `_reply` has their last words
+        with contextlib.suppress(*_CALL_ERRORS):  # the ranks may have ended; `_reply` has their last response
             await self._call.done_writing()
         try:
             return msgspec.msgpack.decode(await self._reply, type=kind)
@@ -76,7 +79,7 @@ class RunningTask:
 
 
 class WorkerPool:
-    """The ranks that listen at a socket, if there are any; with the backend "nccl", if they have GPUs."""
+    """The ranks that listen at a socket. With the backend "nccl", ranks without GPUs count as unavailable."""
 
     def __init__(self, path: Path, backend: Backend = "auto") -> None:
         self._path = path
@@ -95,9 +98,9 @@ class WorkerPool:
     async def start_task(
         self, name: str, request: msgspec.Struct, on_note: Callable[[bytes], None] = _ignore
     ) -> AsyncGenerator[RunningTask]:
-        """Start a task; leaving the context before its result cancels it.
+        """Start a task; leaving the context cancels it if it has no result yet.
 
-        `on_note` is called with each note of the ranks. Raises `PoolUnavailableError` if no pool answers.
+        `on_note` is called with each note of the ranks. Raises `PoolUnavailableError` if no pool listens.
         """
         start = protocol.StartTask(name, msgspec.msgpack.encode(request), self._backend)
         async with self._connect() as channel:
@@ -114,12 +117,12 @@ class WorkerPool:
                 await task.close()
 
     async def describe(self) -> protocol.WorkerInfo:
-        """Return the number of ranks and their device. Raises `PoolUnavailableError`."""
+        """Return the number of ranks and their device. Raises `PoolUnavailableError` if no pool listens."""
         async with self._connect() as channel:
             return await self._describe(channel)
 
     async def is_ready(self, timeout_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Return whether a pool listens; wait up to `timeout_s` for one that is being formed."""
+        """Return whether a pool listens; wait up to `timeout_s` for one that is starting."""
         deadline = clock() + timeout_s
         while True:
             try:
@@ -147,7 +150,7 @@ class WorkerPool:
             info = msgspec.msgpack.decode(await describe(b"", timeout=_DESCRIBE_S), type=protocol.WorkerInfo)
         except grpc.aio.AioRpcError as exc:
             reason = exc.details() or exc.code().name
-            raise self._unavailable(reason.rpartition("error: ")[2]) from exc  # the system's own words, if it has some
+            raise self._unavailable(reason.rpartition("error: ")[2]) from exc  # the text of the system error, if any
         except msgspec.DecodeError as exc:
             raise self._unavailable(f"a pool of another version of fedplat: {exc}") from exc
         if self._backend == "nccl" and not info.device.startswith("cuda"):

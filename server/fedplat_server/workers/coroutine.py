@@ -1,8 +1,8 @@
 """A task that can be suspended and resumed: a thread that runs only while the rank waits for it.
 
-So a rank has several open tasks, such as the attempts of several jobs that collect reports, and never runs two at once:
-all ranks do the same steps in the same order, as collectives require. A long task lets others run whenever it reports
-its progress.
+So a rank can have several open tasks, such as the attempts of several jobs that collect reports, and never runs two at
+once: all ranks do the same steps in the same order, as collectives require. A long task pauses for other tasks whenever
+it reports its progress.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class CancelledError(Exception):
 
 
 class Pause(enum.Enum):
-    """Why a task is suspended: it waits for its next message, or lets others run."""
+    """The reason why a task is suspended: it waits for its next message, or paused for other tasks."""
 
     WAITING = enum.auto()
     YIELDED = enum.auto()
 
 
 class ThreadCoroutine:
-    """One open task. Each step returns its result once it is done, else why it is suspended; raises what it raises.
+    """One open task. Each step returns the task's result if it ended, else a `Pause`, and raises the task's errors.
 
-    A step ends where the task waits for a message, or calls `pause`.
+    A step ends when the task waits for a message, calls `pause`, or ends.
     """
 
     def __init__(self, name: str, run: Callable[[Iterator[bytes]], bytes]) -> None:
@@ -46,7 +46,7 @@ class ThreadCoroutine:
         return self._continue(message)
 
     def end(self) -> bytes | Pause:
-        """Continue where the task waits for a message, of which there are no more."""
+        """Continue a task that waits for a message: there are no more."""
         return self._continue(None)
 
     def resume(self) -> bytes | Pause:
@@ -54,21 +54,21 @@ class ThreadCoroutine:
         return self._continue(Pause.YIELDED)
 
     def pause(self) -> None:
-        """Let others run; called by the task itself. Raises `CancelledError`."""
+        """Let other tasks run; the task's thread calls this. Raises `CancelledError` if the task was cancelled."""
         self._outcomes.put(Pause.YIELDED)
-        if isinstance(given := self._inputs.get(), CancelledError):
-            raise given
+        if isinstance(command := self._inputs.get(), CancelledError):
+            raise command
 
     def cancel(self) -> None:
-        """End the task where it is suspended. Raises what it raises, except `CancelledError`."""
+        """Raise `CancelledError` in the suspended task, and wait for its end. Raises the task's other errors."""
         self._inputs.put(CancelledError())
         try:
             self._wait()
         except CancelledError:
             return
 
-    def _continue(self, given: bytes | Pause | None) -> bytes | Pause:
-        self._inputs.put(given)
+    def _continue(self, command: bytes | Pause | None) -> bytes | Pause:
+        self._inputs.put(command)
         return self._wait()
 
     def _wait(self) -> bytes | Pause:
@@ -80,7 +80,7 @@ class ThreadCoroutine:
     def _work(self) -> None:
         try:
             result = self._run(self._messages())
-        except BaseException as exc:  # a thread's boundary: `_wait` raises it
+        except BaseException as exc:  # `_wait` raises it in the rank's thread
             self._outcomes.put(exc)
         else:
             self._outcomes.put(result)

@@ -1,7 +1,7 @@
-"""The key that the ranks of a pool share: a file in the data folder, which only their own user may read.
+"""Encryption between the ranks of a pool; the key is a file in the data folder that only their user can read.
 
-Events decide what ranks do, up to importing an operator's code, and hold the noise of private jobs. So ranks encrypt
-them, and prove to each other that they have the key.
+Events control the ranks, up to importing an operator's code, and contain the noise keys of private jobs. So ranks
+encrypt them, and prove to each other that they have the key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NONCE = struct.Struct("<IQ")
 
 
 def create_key(data_dir: Path) -> None:
-    """Create the key, unless there is one."""
+    """Create the key unless it exists."""
     path = data_dir / _NAME
     if path.exists():
         return
@@ -32,7 +32,7 @@ def create_key(data_dir: Path) -> None:
     try:
         os.write(descriptor, secrets.token_bytes(_KEY_BYTES))
         os.fsync(descriptor)
-        with contextlib.suppress(FileExistsError):  # another host was faster
+        with contextlib.suppress(FileExistsError):  # another host created it first
             os.link(draft, path)
     finally:
         os.close(descriptor)
@@ -40,14 +40,14 @@ def create_key(data_dir: Path) -> None:
 
 
 def read_key(data_dir: Path) -> bytes:
-    """Return the key."""
+    """Read the key."""
     return (data_dir / _NAME).read_bytes()
 
 
 class GroupCipher:
     """Encrypts the messages between the ranks of one group: AES-256-GCM under a key derived for that group.
 
-    The nonce of a message is its sender and number, so no message can stand for another. `group` is random, and new for
+    The nonce of a message is its sender and number, so no message can replace another. `group` is random, and new for
     each group, so no nonce is used twice under one key.
     """
 
@@ -55,12 +55,12 @@ class GroupCipher:
         self._cipher = AESGCM(hmac.digest(key, b"fedplat events\0" + group, hashlib.sha256))
 
     def encrypt(self, content: bytes, sender: int, number: int) -> bytes:
-        """Return the content, encrypted; each (sender, number) is for one message only."""
+        """Encrypt a message; each (sender, number) must be used for one message only."""
         return self._cipher.encrypt(_NONCE.pack(sender, number), content, None)
 
     def decrypt(self, message: bytes, sender: int, number: int) -> bytes:
-        """Return the content of a message. Raises `PermissionError` for another group, sender or number."""
+        """Decrypt a message. Raises `PermissionError` if it is of another group, sender or number."""
         try:
             return self._cipher.decrypt(_NONCE.pack(sender, number), message, None)
         except InvalidTag as exc:
-            raise PermissionError(f"message {number} of rank {sender} is not of this pool") from exc
+            raise PermissionError(f"message {number} of rank {sender} does not belong to this pool") from exc

@@ -1,4 +1,4 @@
-"""Starts the ranks of a pool with torchrun, which starts them again when one has died."""
+"""Starts the ranks of a pool with torchrun, which restarts them when one has died."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedplat_server.workers import encryption, protocol, torchrun
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pool is started on this host.
+    """The options to start a pool on this host.
 
-    `hosts` are the fewest and the most that form a group. They meet at `rendezvous` (HOST:PORT), reach this one at
-    `address`, and are numbered in the order of their addresses. A group whose ranks died is formed again
-    `max_restarts` times. `threads` are those of PyTorch in each rank.
+    `hosts` is the minimum and maximum number of hosts in a group. They meet at `rendezvous` (HOST:PORT), reach this
+    host at `address`, and are numbered in the order of their addresses. After a rank died, the group is restarted up to
+    `max_restarts` times. `threads` is the number of PyTorch threads in each rank.
     """
 
     data_dir: Path
@@ -38,7 +38,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_num_ranks() -> int:
-    """Return one rank for each GPU; without GPUs, one for every two cores."""
+    """Return the number of GPUs; without GPUs, half the number of usable CPU cores (at least 1)."""
     import torch
 
     if torch.cuda.is_available():
@@ -49,8 +49,8 @@ def default_num_ranks() -> int:
 def run(options: LaunchOptions) -> None:
     """Run a pool until a signal stops it.
 
-    Raises `ConfigError` if another pool serves the data folder, or there is no GPU for NCCL; `PoolError` if the ranks
-    cannot be started, or died too often.
+    Raises `ConfigError` if another pool serves the data folder, or NCCL is requested without a GPU; `PoolError` if the
+    hosts cannot reach each other, or the ranks died too often.
     """
     import torch
 
@@ -89,7 +89,7 @@ def run(options: LaunchOptions) -> None:
 
 @contextlib.contextmanager
 def _lock(options: LaunchOptions) -> Generator[None]:
-    """Lock the data folder: it has one pool, or those of several hosts that form one."""
+    """Lock the data folder for one pool; the launchers of a pool of several hosts share the lock."""
     try:
         descriptor = os.open(options.data_dir / "pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Rank 0's gRPC server: puts what daemons ask for into one queue, and streams the answers back."""
+"""Rank 0's gRPC server: puts the calls of daemons into one queue of events, and streams the responses back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedplat_server.workers import protocol
 from fedplat_server.workers.broadcast import TaskEvent
 
 CANCEL_S = 5.0
-"""How long a cancelled task may keep running; then the process ends, and torchrun starts the ranks again."""
+"""How long a cancelled task may keep running; then the process ends, and torchrun restarts the ranks."""
 MAX_OPEN_TASKS = 1000
-"""Each open task occupies a thread of the server, which waits for its answers."""
+"""Each open task occupies a thread of the server, which waits for its responses."""
 _FLUSH_S = 10.0
 
 
 class Rank0Listener:
-    """Serves at a socket that only its own user may open; `events` are those of all calls, in one order."""
+    """Serves at a socket that only its user can open. `events` is the queue of the events of all calls."""
 
     def __init__(self, path: Path, info: protocol.WorkerInfo) -> None:
         self.events: SimpleQueue[TaskEvent] = SimpleQueue()
@@ -58,7 +58,7 @@ class Rank0Listener:
             responses.put(None)
 
     def refuse_all(self, refusal: protocol.TaskRefusal) -> None:
-        """Refuse all open tasks, and return when the daemon has the reason; takes no more calls."""
+        """Refuse all open tasks and further calls; return when the daemon has received the reason."""
         for task in list(self._responses):
             self.finish(task, refusal)
         self._server.stop(_FLUSH_S).wait()

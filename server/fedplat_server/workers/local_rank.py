@@ -1,4 +1,4 @@
-"""The rank that the daemon starts itself where there is no pool: for code that must not run in its own process."""
+"""A rank that the daemon starts itself if there is no pool, for code that must not run in its own process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from fedplat_server.workers import protocol
 from fedplat_server.workers.client import RunningTask, WorkerPool
 
 IDLE_S = 60.0
-"""How long a rank without tasks keeps its memory."""
+"""How long a rank without tasks keeps running."""
 START_S = 120.0
 _POLL_S = 1.0
 
 
 class LocalRank:
-    """A rank in a process of its own, reached by a private socket; started when it is needed, ended when it is idle.
+    """A rank in its own process, at a private socket; started when it is needed, stopped when it is idle.
 
-    It ends with the daemon, however that ends. PyTorch has as many threads in it as in a pool's rank by default: one,
-    or OMP_NUM_THREADS. So the results have the same bits.
+    It ends with the daemon, also if that crashes. It has as many PyTorch threads as a rank of a pool has by default
+    (one, or OMP_NUM_THREADS), so the results have the same bits.
     """
 
     def __init__(self, backend: Literal["auto", "gloo"] = "auto", idle_s: float = IDLE_S) -> None:
-        """It computes on a GPU if there is one; with "gloo", on the CPU."""
+        """Create a rank that computes on a GPU if there is one; with "gloo", on the CPU."""
         self._backend = backend
         self._idle_s = idle_s
         self._starting = asyncio.Lock()
@@ -59,7 +59,7 @@ class LocalRank:
             async with pool.start_task(name, request, on_note) as task:
                 yield task
         except (PoolBrokenError, PoolWorkError):
-            self.kill()  # a task that raises ends its process; that may take a moment
+            self.kill()  # a task that raises ends its process, but not at once
             raise
         finally:
             self._num_tasks -= 1
@@ -67,7 +67,7 @@ class LocalRank:
                 self._idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self.kill)
 
     async def close(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has ended."""
         self.kill()
         await asyncio.gather(*(process.wait() for process in self._killed))
 
@@ -79,13 +79,13 @@ class LocalRank:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            self._killed = [process, *(each for each in self._killed if each.returncode is None)]
+            self._killed = [process, *(killed for killed in self._killed if killed.returncode is None)]
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     async def _start(self) -> WorkerPool:
-        """Start the process unless it runs, and return the pool of its one rank when that listens."""
+        """Start the process unless it is running; return the pool of its one rank once that listens."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 self.kill()
@@ -110,7 +110,7 @@ async def _create_process(socket: Path, backend: str) -> Process:
         )
     command = (sys.executable, "-P", "-m", "fedplat_server.workers.rank", str(socket), backend, "INFO")
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **protocol.RANK_ENVIRONMENT}
-    # A process group of its own: Ctrl-C is for the daemon alone.
+    # Its own process group, so that Ctrl-C only reaches the daemon.
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=environment, process_group=0)
     logs.get().info("a rank for the server's own data was started", process=process.pid)
     return process

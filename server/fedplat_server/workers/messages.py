@@ -9,14 +9,14 @@ from fedplat.job.pool import ServerStep, WarmStart
 
 
 class TrainerReference(msgspec.Struct, frozen=True):
-    """A `ServerTrainer` by its name, `module:object`; modules are also looked for in `folder`."""
+    """The name of a `ServerTrainer` (`module:object`); `folder` is added to `sys.path`."""
 
     reference: str
     folder: str
 
 
 class TeacherModels(msgspec.Struct, frozen=True):
-    """The clients' models of a round: the version they started from, and the files of their updates, in order."""
+    """The clients' models of a round: the version that they started from, and the files of their updates, in order."""
 
     base: str
     updates: tuple[str, ...]
@@ -24,10 +24,10 @@ class TeacherModels(msgspec.Struct, frozen=True):
 
 
 class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A training, or a distillation if there are teachers, by one of a job's two tables.
+    """A training by `warm_start` or `server_step`, the job's table of that name; with `teachers`, a distillation.
 
-    The model is in the file `model`; the ranks write the trained one into the new file `result`. The entries of the
-    job's rule in the model stay as they are. Paths are absolute, and the same for all ranks.
+    The model is in the file `model`; the ranks write the trained one to the new file `result`. Entries that belong to
+    the job's rule keep their values. Paths are absolute, and the same for all ranks.
     """
 
     trainer: TrainerReference
@@ -44,14 +44,14 @@ class TrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainProgress(msgspec.Struct, frozen=True):
-    """The steps of a training that are done."""
+    """The number of completed training steps, and of all."""
 
     done: int
     total: int
 
 
 class TrainReply(msgspec.Struct, frozen=True):
-    """The end of a training: `error`, or the statistics of one whose `result` is written.
+    """The outcome of a training: `error`, or the statistics once `result` is written.
 
     `first_loss` and `last_loss` are means over the first and the last tenth of the steps.
     """
@@ -64,7 +64,7 @@ class TrainReply(msgspec.Struct, frozen=True):
 
 
 class EvaluateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to be scored on a trainer's held-out examples."""
+    """An evaluation of the model file `model` on a trainer's held-out examples."""
 
     trainer: TrainerReference
     rule: aggregate.Options

@@ -1,8 +1,8 @@
-"""What the daemon and rank 0 send each other: gRPC over a Unix socket in the data folder, with msgpack payloads.
+"""The protocol between the daemon and rank 0: gRPC over a Unix socket in the data folder, with msgpack payloads.
 
-`Describe` returns a `WorkerInfo`. `Run` is one task: the daemon streams a `StartTask` and then the task's messages, and
-closes its side after the last one; rank 0 streams a `TaskNote` now and then, and at the end a `TaskReply` or a
-`TaskRefusal`. Cancelling the call cancels the task.
+`Describe` returns a `WorkerInfo`. `Run` is one task: the daemon streams a `StartTask` and the task's messages, and
+closes its side after the last one; rank 0 streams any number of `TaskNote`s, and then a `TaskReply` or `TaskRefusal`.
+Cancelling the call cancels the task.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_MESSAGE_BYTES = 2**30
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, whatever happened to earlier ones
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel connects at once, without the backoff of earlier ones
 )
 RANK_ENVIRONMENT = {
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # its fork handlers crash processes that a trainer forks, as a DataLoader does
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # gRPC's fork handlers crash processes that a trainer forks, e.g. a DataLoader's
     "PYTHONSAFEPATH": "1",
 }
-"""Variables of the process of a rank."""
+"""Environment variables of the process of a rank."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class StartTask(msgspec.Struct, frozen=True):
-    """The first message of a call: a task's name and request. `backend` is that of a job's `[pool]`."""
+    """The first message of a call: a task's name and request. `backend` is from a job's `[pool]`."""
 
     name: str
     request: bytes
@@ -45,7 +45,7 @@ class StartTask(msgspec.Struct, frozen=True):
 
 
 class TaskNote(msgspec.Struct, tag="note", frozen=True):
-    """Something the task reports before it is done, such as its progress."""
+    """An intermediate report of the task, such as its progress."""
 
     content: bytes
 
@@ -57,7 +57,7 @@ class TaskReply(msgspec.Struct, tag="reply", frozen=True):
 
 
 class TaskRefusal(msgspec.Struct, tag="refusal", frozen=True):
-    """The reason why the task failed. `out_of_memory`: an accelerator has too little memory for it."""
+    """The reason why the task failed. `out_of_memory`: an accelerator ran out of memory."""
 
     text: str
     out_of_memory: bool = False
@@ -67,13 +67,13 @@ Response = TaskNote | TaskReply | TaskRefusal
 
 
 def socket_path(data_dir: Path) -> Path:
-    """Return the path of the socket where the pool of a data folder listens."""
+    """Return the path of the socket of a data folder's pool."""
     return data_dir / "pool.sock"
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Generator[str]:
-    """Yield another path of the same socket: the kernel takes at most 107 bytes, and a folder's path may have more."""
+    """Yield a short path of the same socket: the kernel's limit is 107 bytes, and `path` may be longer."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

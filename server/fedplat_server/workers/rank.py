@@ -1,7 +1,7 @@
-"""One rank of the pool: `python -P -m fedplat_server.workers.rank SOCKET BACKEND LEVEL [FOLDER]`, by torchrun or alone.
+"""One rank: `python -P -m fedplat_server.workers.rank SOCKET BACKEND LEVEL [FOLDER]`, started by torchrun or alone.
 
 All ranks run the same tasks in the same order. A rank that fails reports the reason, and its process ends; torchrun
-then ends the others and forms the group again. The daemon gets the reason and runs its tasks again.
+then ends the others and restarts the group. The daemon receives the reason and runs its tasks again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _RankLoop:
         self._open: dict[int, ThreadCoroutine] = {}
 
     def run(self) -> None:
-        """Handle one event after the other; does not return. Raises what a task raises."""
+        """Handle events for ever. Raises the errors of tasks."""
         while True:
             event = self._next()
             if self._listener is not None:
@@ -62,7 +62,7 @@ class _RankLoop:
             return self._start(event)
         task = self._open.get(event.task)
         if task is None:
-            return None  # it has ended before, or this rank takes no part in it
+            return None  # it has already ended, or was refused
         match event.kind:
             case "message":
                 outcome = task.send(event.content)
@@ -78,7 +78,7 @@ class _RankLoop:
     def _start(self, event: TaskEvent) -> None:
         function = TASKS.get(event.name)
         if function is None:
-            text = f"this pool has no task {event.name!r}; run the same version of fedplat as the server"
+            text = f"this pool has no task {event.name!r}; start it with the same version of fedplat as the server"
             return self._finish(event.task, protocol.TaskRefusal(text))
 
         def note(content: bytes) -> None:
@@ -89,7 +89,7 @@ class _RankLoop:
         ranks = self._ranks.with_backend(event.backend)
 
         def run(messages: Iterator[bytes]) -> bytes:
-            if ranks.device.type == "cuda":  # the current device is one of each thread
+            if ranks.device.type == "cuda":  # PyTorch's current device is per thread
                 torch.cuda.set_device(ranks.device)
             return function(ranks, event.content, messages, note)
 
@@ -109,7 +109,7 @@ class _RankLoop:
 
 
 def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
-    """Join the other ranks and run tasks; does not return. `folder` is where ranks of one host meet."""
+    """Join the other ranks and run tasks for ever. `folder` is the rendezvous folder of ranks of one host."""
     threading.Thread(target=_end_with, args=(os.getppid(),), name="end with the parent", daemon=True).start()
     has_others = int(os.environ.get("WORLD_SIZE", "1")) > 1
     key = encryption.read_key(socket.parent) if has_others else b""
@@ -120,23 +120,23 @@ def run(socket: Path, backend: Backend, folder: Path | None = None) -> None:
         if ranks.is_first:
             listener = Rank0Listener(socket, protocol.WorkerInfo(ranks.size, str(ranks.device)))
         log = logs.get().bind(rank=ranks.rank)
-        log.info("the rank is ready", ranks=ranks.size, device=str(ranks.device))
+        log.info("rank ready", ranks=ranks.size, device=str(ranks.device))
         if listener is not None and ranks.size > 1:
             threading.Thread(target=_watch_others, args=(events, listener), name="failures", daemon=True).start()
         try:
             _RankLoop(ranks, events, listener).run()
         except BaseException as exc:
             if _is_of_another_rank(exc):
-                log.error("the rank has lost the others", error=str(exc))
+                log.error("lost another rank", error=str(exc))
             else:
-                log.exception("the rank fails")
+                log.exception("rank failed")
                 text = f"rank {ranks.rank}: {type(exc).__name__}: {exc}"
                 refusal = protocol.TaskRefusal(text, isinstance(exc, torch.OutOfMemoryError))
                 if listener is not None:
                     listener.refuse_all(refusal)
                 else:
                     events.report_failure(refusal)
-            if ranks.size > 1:  # torchrun ends all ranks when one has ended, and rank 0 has to pass on the reason first
+            if ranks.size > 1:  # torchrun ends all ranks once one has ended, but rank 0 must send the reason first
                 threading.Event().wait(_REPORT_S)
             raise
 
@@ -157,7 +157,7 @@ def _watch_others(events: Broadcast, listener: Rank0Listener) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that started it ends."""
+    """End this process when its parent ends."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(parent)
         if os.getppid() == parent:
@@ -173,7 +173,7 @@ def main() -> None:
     status = 1
     try:
         run(Path(socket), cast(Backend, backend), Path(folder[0]) if folder else None)
-    except BaseException:  # reported already
+    except BaseException:  # `run` has logged it
         status = 1
     sink.finish(timeout_s=1.0)
     os._exit(status)  # threads may wait for ever

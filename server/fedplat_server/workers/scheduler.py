@@ -1,4 +1,4 @@
-"""The order in which the ranks work, as rank 0 decides it: new events, and steps of paused tasks in between."""
+"""The scheduler of rank 0: decides in which order all ranks handle new events and resume paused tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedplat_server.workers.coroutine import Pause
 
 
 class TurnScheduler:
-    """Chooses the next event among those that arrive and those that resume paused tasks, in turns."""
+    """Returns new events and events that resume paused tasks, alternating between them."""
 
     def __init__(self, arriving: SimpleQueue[TaskEvent]) -> None:
         self._arriving = arriving
@@ -19,7 +19,7 @@ class TurnScheduler:
         self._resumed_last = False
 
     def next(self) -> TaskEvent:
-        """Return the next event; wait for one if no task can continue. Messages of a paused task are held back."""
+        """Return the next event; wait for one if no task can continue. Messages for a paused task are queued."""
         while True:
             if self._ready and (self._arriving.empty() or not self._resumed_last):
                 self._resumed_last = True
@@ -34,7 +34,7 @@ class TurnScheduler:
             return event
 
     def record(self, task: int, outcome: bytes | Pause) -> None:
-        """Record the outcome of a task's step."""
+        """Record the outcome of a task's step: its result, or why it is suspended."""
         if outcome is Pause.YIELDED:
             self._held.setdefault(task, deque())
             self._ready.append(TaskEvent(task, "resume"))
@@ -44,6 +44,6 @@ class TurnScheduler:
             self._forget(task)
 
     def _forget(self, task: int) -> None:
-        """Forget a task that has ended, or that waits for a message which has not arrived."""
+        """Drop the queued events of a task that has ended, or that waits for a message."""
         self._held.pop(task, None)
         self._ready = deque(event for event in self._ready if event.task != task)

@@ -1,7 +1,7 @@
-"""How torchrun starts ranks, and how they find each other: for a pool, and for a measurement.
+"""The configuration with which torchrun starts ranks and they find each other, for a pool and for benchmarks.
 
-By default torchrun's agents meet at a key-value store that listens on every network of the host and unpickles what it
-is sent. Ranks of one host meet over files in a folder of their own user instead; several hosts cannot.
+By default torchrun's agents meet at a key-value store that listens on all networks of the host and unpickles the data
+that it receives. Ranks of one host meet over files in a folder of their own user instead; several hosts cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_config(
     num_ranks: int, rendezvous: dict[str, Any], hosts: tuple[int, int] = (1, 1), max_restarts: int = 0
 ) -> LaunchConfig:
     """Return torchrun's configuration for `num_ranks` ranks on this host, of a group of MIN to MAX hosts."""
-    # A key-value store of its own for each group: else a new one finds the addresses of the one before.
+    # Give each group its own key-value store: in a shared one, a new group finds the addresses of the previous one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return LaunchConfig(
         min_nodes=hosts[0],
@@ -45,7 +45,7 @@ def make_config(
 
 
 def meet_on_one_host(folder: Path) -> dict[str, Any]:
-    """Return how ranks of one host meet; `folder` is private, and exists as long as the ranks do."""
+    """Return the rendezvous settings for one host; `folder` must be private, and exist as long as the ranks run."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return {
         "rdzv_backend": "c10d",
@@ -56,7 +56,7 @@ def meet_on_one_host(folder: Path) -> dict[str, Any]:
 
 
 def meet_over_network(endpoint: str, address: str) -> dict[str, Any]:
-    """Return how several hosts meet: at `endpoint` (HOST:PORT); the others reach this one at `address`."""
+    """Return the rendezvous settings for several hosts: meet at `endpoint` (HOST:PORT), reach this one at `address`."""
     return {
         "rdzv_backend": "c10d",
         "rdzv_endpoint": endpoint,

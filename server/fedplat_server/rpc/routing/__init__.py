@@ -1,1 +1,1 @@
-"""The way of a call to the daemon that leads: routes, gateways, a shared port."""
+"""Routing of calls to the leader: routes, gateways, a shared port."""

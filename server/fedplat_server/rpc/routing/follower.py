@@ -1,4 +1,4 @@
-"""A daemon that does not lead: a gateway to the one that does, as long as it is reachable."""
+"""A daemon that is not the leader: a gateway to the leader while that is reachable."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from fedplat_server.rpc.routing.router import NoLeader, Router
 
 
 class Follower:
-    """Turn the switch to the daemon that leads, and tell `tell` whether callers can be served."""
+    """Routes the calls of this daemon to the leader; calls `set_ready` with whether they can be served."""
 
     def __init__(
         self,
         name: str,
-        switch: Router,
-        tell: Callable[[bool], Awaitable[None]],
-        entrance: ForwardingRoute,
+        router: Router,
+        set_ready: Callable[[bool], Awaitable[None]],
+        options: ForwardingRoute,
     ) -> None:
         self._name = name
-        self._entrance = entrance
-        self._switch = switch
-        self._tell = tell
+        self._options = options
+        self._router = router
+        self._set_ready = set_ready
         self._gateway: Gateway | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def follow(self, lease: Lease) -> None:
-        """Passes calls on to this leader. Calls on their way to an earlier one are ended."""
-        earlier = self._gateway
-        if earlier is not None and earlier.lease.term == lease.term:
+        """Forward calls to this leader. Ends open calls to an earlier leader."""
+        previous = self._gateway
+        if previous is not None and previous.lease.term == lease.term:
             return
         logs.get().info("another daemon leads; this one is a gateway to it", term=lease.term, leader=lease.address)
-        gateway = Gateway(lease, self._name, self._entrance)
-        self._switch.set_route(gateway)
-        await self._leave()
+        gateway = Gateway(lease, self._name, self._options)
+        self._router.set_route(gateway)
+        await self._close_gateway()
         self._gateway = gateway
-        self._watch = asyncio.create_task(gateway.watch(self._tell), name="leader watch")
+        self._watch = asyncio.create_task(gateway.watch(self._set_ready), name="leader watch")
 
     async def close(self) -> None:
-        """Follows nobody."""
+        """Stop forwarding calls, and refuse them."""
         if self._gateway is not None:
-            self._switch.set_route(NoLeader())
-            await self._leave()
+            self._router.set_route(NoLeader())
+            await self._close_gateway()
 
-    async def _leave(self) -> None:
+    async def _close_gateway(self) -> None:
         gateway, watch = self._gateway, self._watch
         self._gateway = self._watch = None
         if watch is not None:

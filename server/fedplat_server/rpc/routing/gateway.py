@@ -1,7 +1,7 @@
-"""Passes calls on to the daemon that leads, byte for byte: messages, metadata, deadline, cancellation, status.
+"""Forwards calls to the leader, byte for byte: messages, metadata, deadline, cancellation, status.
 
-Each message is read from one side only after the other side took the one before, so that whoever is slow slows the
-sender down, and a gateway keeps one message of each direction in memory.
+A message is read from one side only after the other side accepted the previous one. So a slow receiver slows down its
+sender (back pressure), and a gateway keeps one message of each direction in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import grpc
 from grpc import aio
+from typing_extensions import override
 
 from fedplat import auth, wire
 from fedplat_server.auth import forwarding
@@ -23,13 +24,13 @@ from fedplat_server.records.lease import Lease
 from fedplat_server.rpc import interceptor, memory
 from fedplat_server.rpc.handlers import Handler
 from fedplat_server.rpc.memory import UploadMemory
-from fedplat_server.rpc.routing.router import InFlightCalls
+from fedplat_server.rpc.routing.router import InFlightCalls, Route
 
 Context = Any  # aio.ServicerContext, generic for the type checker only
 _OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
-    # A leader that is cut off must not keep callers waiting much longer than the lease does.
+    # Callers must not wait for a leader that is cut off much longer than its lease is valid.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -37,14 +38,14 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
-# What the connection may say where the leader itself would have added its code.
+# The statuses of a broken connection; the leader's own statuses have an error code in the trailing metadata.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 )
 
 
 def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
-    """A channel to the leader, with TLS if this daemon has certificates: the authority of one is that of all."""
+    """Return a channel to the leader, with TLS if this daemon has certificates: all daemons share an authority."""
     none = grpc.Compression.NoCompression
     if tls is None:
         return aio.insecure_channel(address, options=_OPTIONS, compression=none)
@@ -53,14 +54,14 @@ def connect(address: str, tls: TlsFiles | None) -> aio.Channel:
 
 
 CALLS_OF_CONNECTION = 90
-"""Calls of one connection to the leader, which takes `serving.MAX_STREAMS`; beyond them another one is made."""
+"""Calls of one connection to the leader, which accepts `serving.MAX_STREAMS`; beyond them another one is opened."""
 
 
 class ForwardingRoute(NamedTuple):
-    """What the daemon knows of callers of its own port.
+    """The settings of a gateway.
 
-    `client_of` tells which client the connection of a call is known to be of ("": none), `tls` how to speak to other
-    daemons, and `memory` what updates may take here.
+    `client_of` returns the client of the certificate of a call's connection ("": none), `tls` has the files for
+    connections to other daemons, and `memory` the budgets for updates that pass through.
     """
 
     tls: TlsFiles | None
@@ -69,7 +70,7 @@ class ForwardingRoute(NamedTuple):
 
 
 class Channels:
-    """Connections to the leader: the first that has room takes a call, so that a few callers need one."""
+    """The connections to the leader: a call uses the first with a free stream, so few calls need only one."""
 
     def __init__(self, make: Callable[[], aio.Channel]) -> None:
         self._make = make
@@ -77,9 +78,9 @@ class Channels:
         self._num_calls: dict[aio.Channel, int] = {self.first: 0}
 
     @contextlib.contextmanager
-    def one(self) -> Generator[aio.Channel]:
-        """A connection for a call."""
-        for channel, num_calls in self._num_calls.items():  # noqa: B007 -- the first with room
+    def acquire(self) -> Generator[aio.Channel]:
+        """Yield a connection for one call."""
+        for channel, num_calls in self._num_calls.items():  # noqa: B007 -- used after the loop
             if num_calls < CALLS_OF_CONNECTION:
                 break
         else:
@@ -91,46 +92,46 @@ class Channels:
             self._num_calls[channel] -= 1
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         for channel in self._num_calls:
             await channel.close()
 
 
-class Gateway:
-    """The route to a leader."""
+class Gateway(Route):
+    """The route to the leader."""
 
-    def __init__(self, lease: Lease, name: str, entrance: ForwardingRoute) -> None:
+    def __init__(self, lease: Lease, name: str, options: ForwardingRoute) -> None:
         self.calls = InFlightCalls()
         self.lease = lease
         self._name = name
-        self._client_of = entrance.client_of
-        self._memory = entrance.memory
-        self._channels = Channels(lambda: connect(lease.address, entrance.tls))
+        self._client_of = options.client_of
+        self._memory = options.memory
+        self._channels = Channels(lambda: connect(lease.address, options.tls))
 
+    @override
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        """Passes a call on."""
         method = details.method
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
             metadata = context.invocation_metadata() or ()
-            if forwarding.is_marked(metadata):  # the daemon that sent it here was mistaken
+            if forwarding.is_marked(metadata):  # another gateway takes this daemon for the leader
                 raise RefusedError(Code.NO_LEADER)
             origin = ForwardedCall(self._name, self._client_of(context), context.peer())
             marked = forwarding.add_to_metadata(metadata, self.lease.secret, origin)
             admitted = asyncio.Event()
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(_translate_status(context))
-                start = cast(Any, stack.enter_context(self._channels.one()).stream_stream)(method)
-                started = start(_after(admitted, requests), timeout=context.time_remaining(), metadata=marked)
-                outgoing = await stack.enter_async_context(_cancelled_at_the_end(started))
-                with self.calls.one():
+                start = cast(Any, stack.enter_context(self._channels.acquire()).stream_stream)(method)
+                started = start(_read_after(admitted, requests), timeout=context.time_remaining(), metadata=marked)
+                outgoing = await stack.enter_async_context(_cancel_at_exit(started))
+                with self.calls.track():
                     initial = await outgoing.initial_metadata()
                     await stack.enter_async_context(self._share(method))
                 admitted.set()
                 if initial:
                     await context.send_initial_metadata(tuple(initial))
                 while True:
-                    with self.calls.one():
+                    with self.calls.track():
                         response = await outgoing.read()
                     if response is aio.EOF:
                         break
@@ -140,7 +141,7 @@ class Gateway:
         return grpc.stream_stream_rpc_method_handler(call)
 
     def _share(self, method: str) -> contextlib.AbstractAsyncContextManager[object]:
-        """The memory that a call may hold here while its messages go through."""
+        """Hold the memory for the messages of a call while they pass through."""
         match method.rpartition("/")[2]:
             case "Upload":
                 return self._memory.uploads.share(memory.UPLOAD_BYTES)
@@ -149,31 +150,31 @@ class Gateway:
             case _:
                 return contextlib.nullcontext()
 
-    async def watch(self, tell: Callable[[bool], Awaitable[None]]) -> None:
-        """Tells whether the leader can be reached, now and whenever that changes."""
+    async def watch(self, set_ready: Callable[[bool], Awaitable[None]]) -> None:
+        """Call `set_ready` with whether the leader is reachable, now and whenever that changes."""
         ready = grpc.ChannelConnectivity.READY
         while True:
             state = self._channels.first.get_state(try_to_connect=True)
-            await tell(state is ready)
+            await set_ready(state is ready)
             await self._channels.first.wait_for_state_change(state)
 
     async def close(self) -> None:
-        """Ends the calls under way and the connection."""
+        """End the open calls and close the connections."""
         self.calls.end()
         await self.calls.wait_until_none()
         await self._channels.close()
 
 
-async def _after(admitted: asyncio.Event, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """The messages of a call, none of which is received before the leader has let it in."""
+async def _read_after(admitted: asyncio.Event, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the messages of a call; receive none before the leader has admitted it."""
     await admitted.wait()
     async for request in requests:
         yield request
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_at_the_end(outgoing: Any) -> AsyncGenerator[Any]:
-    """The caller is gone, or has its answer: nobody needs the rest."""
+async def _cancel_at_exit(outgoing: Any) -> AsyncGenerator[Any]:
+    """Cancel a call to the leader once its caller is gone or has its response."""
     try:
         yield outgoing
     finally:
@@ -182,7 +183,7 @@ async def _cancelled_at_the_end(outgoing: Any) -> AsyncGenerator[Any]:
 
 @contextlib.asynccontextmanager
 async def _translate_status(context: Context) -> AsyncGenerator[None]:
-    """Gives the caller the leader's status, or says that the leader is gone."""
+    """End the call with the leader's status, or with NO_LEADER if the connection to the leader broke."""
     try:
         yield
     except aio.AioRpcError as exc:

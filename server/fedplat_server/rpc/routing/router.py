@@ -1,4 +1,4 @@
-"""Where a call goes: to the services here, to the daemon that leads, or nowhere. Routes change; the port stays."""
+"""Routes a call to local services, to the leader, or refuses it. Routes change while the port stays open."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import grpc
+from typing_extensions import override
 
 from fedplat_server.errors import Code, RefusedError
 from fedplat_server.rpc import handlers
@@ -17,29 +18,29 @@ from fedplat_server.rpc.handlers import Behavior, Context, Handler, StartedReque
 
 
 class Permit(Protocol):
-    """The leave of a call to send its first message."""
+    """The permission of a call to send its first message."""
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """Receive the first message."""
+        """Receive the first message. Raises `RefusedError`."""
         ...
 
 
 Admit = Callable[[str, Any], AbstractAsyncContextManager[Permit]]
-"""Lets a call in, given its method and its context, or raises `RefusedError`; before any message is received."""
+"""A function of a call's method and context that admits it, or raises `RefusedError`, before a message is received."""
 
 
 class InFlightCalls:
-    """The calls under way on a route. When the route ends, all of them do: UNAVAILABLE, try again."""
+    """The open calls of a route. When the route ends, all of them end with UNAVAILABLE (NO_LEADER): retry."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._cut: set[asyncio.Task[Any]] = set()
+        self._cancelled: set[asyncio.Task[Any]] = set()
         self._is_over = False
         self._none_left = asyncio.Event()
 
     @contextlib.contextmanager
-    def one(self) -> Generator[None]:
-        """A piece of a call's work in this task; raises `RefusedError` when the route has ended."""
+    def track(self) -> Generator[None]:
+        """Track a part of a call that runs in this task. Raises `RefusedError` when the route has ended."""
         task = asyncio.current_task()
         assert task is not None
         if self._is_over:
@@ -49,58 +50,58 @@ class InFlightCalls:
         try:
             yield
         except asyncio.CancelledError:
-            # As asyncio.Timeout does it: whoever else cancels this task too shall succeed.
-            if task in self._cut and task.uncancel() <= cancelling:
+            # As in asyncio.Timeout: a concurrent cancellation of this task by other code must still take effect.
+            if task in self._cancelled and task.uncancel() <= cancelling:
                 raise RefusedError(Code.NO_LEADER) from None
             raise
         finally:
             self._tasks.discard(task)
-            self._cut.discard(task)
+            self._cancelled.discard(task)
             if self._is_over and not self._tasks:
                 self._none_left.set()
 
     def end(self) -> None:
-        """Ends all calls, and those that still come."""
+        """End all calls, and refuse new ones."""
         self._is_over = True
         for task in self._tasks:
-            self._cut.add(task)
+            self._cancelled.add(task)
             task.cancel()
         if not self._tasks:
             self._none_left.set()
 
     async def wait_until_none(self) -> None:
-        """Returns when every call has come to its end."""
+        """Wait until all calls have ended."""
         await self._none_left.wait()
 
 
 class Route(Protocol):
-    """Where calls go for a while."""
+    """The current destination of calls."""
 
     calls: InFlightCalls
 
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        """Who takes a call; None for an unknown method."""
+        """Return the handler of a call; None for an unknown method."""
         ...
 
 
-class NoLeader:
-    """Nobody leads."""
+class NoLeader(Route):
+    """The route without a leader: refuses all calls with NO_LEADER, which callers retry."""
 
     def __init__(self) -> None:
         self.calls = InFlightCalls()
 
+    @override
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        """Tells the caller to come back later."""
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes]:
     raise RefusedError(Code.NO_LEADER)
-    yield b""  # makes it a generator
+    yield b""  # makes this function a generator
 
 
-class LocalRoute:
-    """This daemon takes the calls that `admit` lets pass: by its own services."""
+class LocalRoute(Route):
+    """The route to this daemon's own services, for calls that `admit` admits."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler], admit: Admit) -> None:
         self.calls = InFlightCalls()
@@ -108,56 +109,56 @@ class LocalRoute:
         self._admit = admit
         self._wrapped: dict[str, Handler] = {}
 
+    @override
     def handler(self, details: grpc.HandlerCallDetails) -> Handler | None:
-        """The method of a service: the same for all its calls, which would hold one each otherwise."""
-        known = self._wrapped.get(details.method)
-        if known is not None:
-            return known
+        cached = self._wrapped.get(details.method)  # otherwise each open call would hold its own handler
+        if cached is not None:
+            return cached
         for generic in self._handlers:
-            if (found := generic.service(details)) is not None:
-                wrapped = _wrap(found, self.calls, functools.partial(self._admit, details.method))
+            if (handler := generic.service(details)) is not None:
+                wrapped = _wrap(handler, self.calls, functools.partial(self._admit, details.method))
                 return self._wrapped.setdefault(details.method, wrapped)
         return None
 
 
 class Router(grpc.GenericRpcHandler):
-    """Takes every call of some services, and lets the present route see to it."""
+    """A gRPC handler that passes every call of `services` to the current route."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._prefixes = tuple(f"/{name}/" for name in services)
         self.route: Route = NoLeader()
 
+    @override
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Who takes a call."""
         if not handler_call_details.method.startswith(self._prefixes):
             return None
         return self.route.handler(handler_call_details)
 
     def set_route(self, route: Route) -> InFlightCalls:
-        """Lets calls go another way from now on; those under way are ended and returned."""
+        """Set the route for new calls; end the open calls of the old route and return them."""
         old, self.route = self.route, route
         old.calls.end()
         return old.calls
 
 
 class Collector:
-    """Stands for a gRPC server while the generated code registers a service, and keeps what it registers."""
+    """A stand-in for a gRPC server: collects the handlers that generated code registers."""
 
     def __init__(self) -> None:
         self.handlers: list[grpc.GenericRpcHandler] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Keeps the handlers."""
+        """Collect handlers."""
         self.handlers.extend(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """The same handlers once more, for servers that know methods in advance."""
+        """Ignore the handlers: they are the generic ones, in another form for servers that register methods."""
 
 
 def _wrap(
     handler: Handler, calls: InFlightCalls, admit: Callable[[Any], AbstractAsyncContextManager[Permit]]
 ) -> Handler:
-    """Return a handler that admits each call before it receives a message, and counts it while it lasts."""
+    """Return a handler that admits each call before it receives a message, and tracks it until it ends."""
     return handlers.wrap(
         handler,
         handler.request_deserializer,
@@ -172,9 +173,9 @@ def _wrap_returning(
     admit: Callable[[Any], AbstractAsyncContextManager[Permit]],
 ) -> Behavior:
     async def call(requests: AsyncIterator[Any], context: Context) -> Any:
-        with calls.one():
-            async with admit(context) as turn:
-                return await inner(StartedRequests(await turn.first(requests), requests), context)
+        with calls.track():
+            async with admit(context) as permit:
+                return await inner(StartedRequests(await permit.first(requests), requests), context)
 
     return call
 
@@ -186,12 +187,12 @@ def _wrap_yielding(
 ) -> Behavior:
     async def call(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any]:
         async with contextlib.AsyncExitStack() as stack:
-            with calls.one():
-                turn = await stack.enter_async_context(admit(context))
-                started = StartedRequests(await turn.first(requests), requests)
+            with calls.track():
+                permit = await stack.enter_async_context(admit(context))
+                started = StartedRequests(await permit.first(requests), requests)
             responses = await stack.enter_async_context(contextlib.aclosing(inner(started, context)))
             while True:
-                with calls.one():  # not while gRPC sends a response: it must not be cancelled there
+                with calls.track():  # not while gRPC sends a response, which must not be cancelled
                     try:
                         response = await anext(responses)
                     except StopAsyncIteration:

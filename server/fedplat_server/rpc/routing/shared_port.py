@@ -1,4 +1,4 @@
-"""A port that several daemons of one host listen on together (SO_REUSEPORT): the kernel deals connections out."""
+"""A port that several daemons of one host share (SO_REUSEPORT): the kernel distributes the connections."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from fedplat_server.errors import ConfigError
 
 
 class PortReservation:
-    """An address that this process has, without listening there: no connection comes to it yet."""
+    """An address that this process has bound but does not listen on: it receives no connections yet."""
 
     def __init__(self, address: str, option: str, *, shared: bool) -> None:
-        """Raises `ConfigError` if the address cannot be had: not at all, or not together with others."""
+        """Bind the address. Raises `ConfigError` if it is unavailable or, with `shared`, used without sharing."""
         host, _, port = address.rpartition(":")
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, where = found[0]
+            infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, socket_address = infos[0]
             self._socket = socket.socket(family, kind, protocol)
-            # As gRPC does it: connections of a daemon that has ended do not keep the port.
+            # As gRPC does: old connections of a daemon that has ended do not block the port.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-            self._socket.bind(where)
+            self._socket.bind(socket_address)
         except OSError as exc:
             raise ConfigError(
                 f"cannot listen on {address}: {exc.strerror}; choose another with {option} HOST:PORT"
@@ -28,5 +28,5 @@ class PortReservation:
             ) from exc
 
     def release(self) -> None:
-        """Gives it up."""
+        """Close the socket."""
         self._socket.close()

@@ -1,7 +1,7 @@
-"""What the ranks can do: every rank runs the same function, and gets the same messages in the same order.
+"""The tasks of the ranks: every rank runs the same function on the same messages in the same order.
 
-A function that raises ends the group, since the ranks may then be at different places; it is formed again. So a failure
-that can be expected on one rank alone is agreed on (`Ranks.all_gather`), and returned in the reply.
+A function that raises ends the group, since the ranks may then be at different steps; torchrun restarts it. So ranks
+exchange failures that may occur on one rank only (`Ranks.all_gather`), and return them in the reply.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedplat_server.workers.tasks import train
 from fedplat_server.workers.tasks.aggregate import aggregate
 
 Note: TypeAlias = Callable[[bytes], None]
-"""Sends the daemon a note before the task is done, and lets other tasks run. All ranks have to call it, though only
-rank 0's is sent. It does not return if the task was cancelled."""
+"""Sends the daemon a note before the task is done, and lets other tasks run. All ranks must call it, though only the
+note of rank 0 is sent. It raises `CancelledError` if the task was cancelled."""
 
 TaskFunction: TypeAlias = Callable[[Ranks, bytes, Iterator[bytes], Note], bytes]
-"""A task: gets the ranks, the request, the messages (until the daemon has no more) and notes; returns the reply."""
+"""A task: a function of the ranks, the request, the messages (ends after the last) and `Note`; returns the reply."""
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -31,13 +31,13 @@ class Echo(msgspec.Struct, frozen=True):
 
 def echo(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
     """Return the request and the messages after checking that every rank got the same bytes (a health check)."""
-    parts = [msgspec.msgpack.decode(each, type=Echo) for each in (request, *messages)]
-    content = msgspec.msgpack.encode(Echo([text for part in parts for text in part.texts]))
-    contents = ranks.all_gather(content)
+    received = [msgspec.msgpack.decode(message, type=Echo) for message in (request, *messages)]
+    reply = msgspec.msgpack.encode(Echo([text for echo in received for text in echo.texts]))
+    replies = ranks.all_gather(reply)
     note(b"all ranks have answered")
-    if any(each != content for each in contents):
-        raise RuntimeError("the ranks got different messages")
-    return content
+    if any(other != reply for other in replies):
+        raise RuntimeError("the ranks received different messages")
+    return reply
 
 
 TASKS: Mapping[str, TaskFunction] = {

@@ -1,9 +1,9 @@
 """The task `aggregate`: ranks fold the updates of an attempt and write the next version's files, each its own part.
 
-By columns (`[pool] split = "columns"`), a rank reads its columns of every update and adds them in the order in which
-the updates were accepted, and so has the bits of a single process. By reports, it folds whole updates, one in so many,
-and the sums are added at the close, in the order of the logical ranks. Then each rank has its columns, and applies the
-rule to them: to its part of the server optimizer's state, with noise drawn once for each entry.
+Split by columns (`[pool] split = "columns"`), a rank reads its columns of every update and adds them in the order in
+which the updates were accepted, so the bits are those of a single process. Split by reports, logical rank k of n folds
+every n-th update as a whole, and the close adds the sums in the order of the logical ranks. Then each rank applies the
+rule to its columns: to its part of the server optimizer's state, with noise drawn once for each entry.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def aggregate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
-    """Fold the updates of the messages, and fill the files of the last one; see `CloseAttempt`."""
+    """Fold the update of each `AddUpdate`; on `CloseAttempt`, fill its files and return an `AttemptAggregate`."""
     inputs = msgspec.msgpack.decode(request, type=AttemptInputs)
     assert inputs.spec.pool is not None
-    mine = ranks.subgroup(inputs.spec.pool.ranks)
-    if mine is None:  # this rank is one more than the job has
+    group = ranks.subgroup(inputs.spec.pool.ranks)
+    if group is None:  # the job needs fewer ranks, and not this one
         for _ in messages:
             pass
         return b""
-    with contextlib.ExitStack() as held:
-        attempt = _Attempt(mine, inputs, held)
-        closing: CloseAttempt | None = None
+    with contextlib.ExitStack() as stack:
+        attempt = _Attempt(group, inputs, stack)
+        files: CloseAttempt | None = None
         for message in messages:
             received: AddUpdate | CloseAttempt = _decoder.decode(message)
             if isinstance(received, CloseAttempt):
-                closing = received
+                files = received
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # `close` checks the sum
                 attempt.sums.fold(inputs.open_update(received.update, attempt.base), received.update.contribution)
-        return msgspec.msgpack.encode(attempt.close(closing)) if closing else b""
+        return msgspec.msgpack.encode(attempt.close(files)) if files else b""
 
 
 class _Sums(Protocol):
@@ -73,14 +73,14 @@ class _Sums(Protocol):
         ...
 
     def close(self) -> Accumulator:
-        """Return the sum of all updates, of this rank's columns."""
+        """Return the sum of all updates over this rank's columns."""
         ...
 
 
 class _Attempt:
     """One attempt on one rank."""
 
-    def __init__(self, ranks: Ranks, inputs: AttemptInputs, held: contextlib.ExitStack) -> None:
+    def __init__(self, ranks: Ranks, inputs: AttemptInputs, stack: contextlib.ExitStack) -> None:
         self._payloads: list[bytes] = []
         self._ranks = ranks
         self._inputs = inputs
@@ -91,26 +91,26 @@ class _Attempt:
         self._columns = columns[ranks.rank]
         make = functools.partial(Accumulator, base.schema, rule, inputs.read_scalars(rule, base))
         shard = Shard(self._columns, _sum_over_ranks(ranks), ranks.is_first)
-        if (number := inputs.num_sums(rule, base)) == 1:
+        if (num_sums := inputs.num_sums(rule, base)) == 1:
             memory = None if rule.gather else device_sum(len(self._columns), ranks.device)
             self.sums: _Sums = _ColumnSums(make(shard._replace(memory=memory)))
         else:
-            layout = VectorLayout(number, (0, *(each.stop for each in columns)))
-            terms = held.enter_context(make_vectors(ranks, layout))
-            whole = {logical: make(Shard(range(size), memory=_memory(own))) for logical, own in terms.own.items()}
+            layout = VectorLayout(num_sums, (0, *(part.stop for part in columns)))
+            terms = stack.enter_context(make_vectors(ranks, layout))
+            own = {logical: make(Shard(range(size), memory=_memory(vector))) for logical, vector in terms.own.items()}
             merge = functools.partial(Accumulator.merge_partials, base.schema, rule, inputs.read_scalars(rule, base))
-            self.sums = _ReportSums(ranks, terms, whole, lambda tallies, total: merge(tallies, _with(shard, total)))
+            self.sums = _ReportSums(ranks, terms, own, lambda parts, total: merge(parts, _with_memory(shard, total)))
 
     def close(self, files: CloseAttempt) -> AttemptAggregate:
-        """Apply the rule and write the new version; all ranks return the same, also if only one of them fails."""
+        """Apply the rule and write the new version; all ranks return the same record, even if only one fails."""
         rule, base = self._rule, self.base
         accumulator = self.sums.close()
         columns, state = self._columns, self._inputs.read_columns(rule, base, self._columns)
         try:
             result = accumulator.reduce_updates(state)
-        except ValueError as exc:  # such as too few updates; on all ranks alike, since none is read before
+        except ValueError as exc:  # such as too few updates: raised on all ranks, before any update is read
             return AttemptAggregate("refused", str(exc))
-        if not rule.blockwise:  # the rule needs the whole step, which only one rank can have
+        if not rule.blockwise:  # the rule needs the whole step: gather it on one rank
             totals = self._ranks.gather_arrays(result.total)
             columns = range(base.schema.num_floating if totals else 0)
             result = result.merge_shards(totals) if totals else None
@@ -129,8 +129,8 @@ class _Attempt:
         except (FedplatError, ValueError) as exc:
             problem = AttemptAggregate("refused", str(exc))
         for content in self._ranks.all_gather(msgspec.msgpack.encode(problem or reply)):
-            if (each := msgspec.msgpack.decode(content, type=AttemptAggregate)).kind != "done":
-                return each
+            if (outcome := msgspec.msgpack.decode(content, type=AttemptAggregate)).kind != "done":
+                return outcome
         return reply
 
     def _write(
@@ -160,7 +160,7 @@ class _Attempt:
 
 
 class _ColumnSums:
-    """Sums by columns: this rank's part of every update."""
+    """The sum by columns: this rank's columns of every update."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
@@ -173,7 +173,7 @@ class _ColumnSums:
 
 
 class _ReportSums:
-    """Sums by reports: update k goes as a whole to logical rank k modulo their number, each with a sum of its own."""
+    """The sums by reports: logical rank k modulo their number folds the whole update k into its own sum."""
 
     def __init__(
         self,
@@ -183,55 +183,55 @@ class _ReportSums:
         merge: Callable[[Sequence[PartialSummary], Vector], Accumulator],
     ) -> None:
         self._ranks, self._terms, self._own, self._merge = ranks, terms, own, merge
-        self._turn = 0
+        self._next = 0
 
     def fold(self, values: Values, contribution: Contribution) -> None:
-        if self._turn in self._own:
-            self._own[self._turn].fold(values, contribution)
-        self._turn = (self._turn + 1) % self._terms.layout.logical
+        if self._next in self._own:
+            self._own[self._next].fold(values, contribution)
+        self._next = (self._next + 1) % self._terms.layout.logical
 
     def close(self) -> Accumulator:
-        mine = {logical: accumulator.tally for logical, accumulator in self._own.items()}
-        tallies: dict[int, PartialSummary] = {}
-        for content in self._ranks.all_gather(msgspec.msgpack.encode(mine)):
-            tallies |= msgspec.msgpack.decode(content, type=dict[int, PartialSummary])
+        own = {logical: accumulator.tally for logical, accumulator in self._own.items()}
+        summaries: dict[int, PartialSummary] = {}
+        for content in self._ranks.all_gather(msgspec.msgpack.encode(own)):
+            summaries |= msgspec.msgpack.decode(content, type=dict[int, PartialSummary])
         total = self._terms.reduce_scatter().cpu().numpy()
-        return self._merge([tallies[logical] for logical in sorted(tallies)], total)
+        return self._merge([summaries[logical] for logical in sorted(summaries)], total)
 
 
 class _SharedFile:
-    """A file that several ranks fill, each its part; synced when it is closed."""
+    """A file of which each rank writes its own part; synced when it is closed."""
 
-    def __init__(self, path: str, begin: int) -> None:
+    def __init__(self, path: str, header_bytes: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._begin = begin
+        self._header_bytes = header_bytes
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:  # a sync by another host would not report this error
+            if kind is None:  # every rank syncs: a sync by another host would not report this host's errors
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
     def write(self, start: int, content: bytes | memoryview) -> int:
-        """Write bytes at `start` behind the header, and return where they end."""
+        """Write bytes at the offset `start` after the header; return the offset of their end."""
         rest = memoryview(content).cast("B")
         while rest:
-            count = os.pwrite(self._descriptor, rest, self._begin + start)
+            count = os.pwrite(self._descriptor, rest, self._header_bytes + start)
             rest, start = rest[count:], start + count
         return start
 
 
 def _sum_over_ranks(ranks: Ranks) -> ShardReduce:
-    """Return the function that adds up terms of all ranks."""
+    """Return the function that sums terms over all ranks."""
 
     def add(zero: Terms, terms: Iterable[Terms]) -> Terms:
-        mine = b"".join(term.tobytes() for term in terms)
-        others = (np.frombuffer(each, np.float64).reshape(-1, *zero.shape) for each in ranks.all_gather(mine))
-        return single_shard(zero, itertools.chain.from_iterable(others))
+        own = b"".join(term.tobytes() for term in terms)
+        parts = (np.frombuffer(part, np.float64).reshape(-1, *zero.shape) for part in ranks.all_gather(own))
+        return single_shard(zero, itertools.chain.from_iterable(parts))
 
     return add if ranks.size > 1 else single_shard
 
@@ -240,5 +240,5 @@ def _memory(vector: torch.Tensor) -> Vector | DeviceAccumulator:
     return DeviceSum(vector) if vector.device.type == "cuda" else vector.numpy()
 
 
-def _with(shard: Shard, total: Vector) -> Shard:
+def _with_memory(shard: Shard, total: Vector) -> Shard:
     return shard._replace(memory=total)

@@ -31,28 +31,28 @@ from fedplat_server.workers.messages import (
 )
 
 TURN_S = 0.25
-"""About how long a training runs until it lets other tasks run."""
+"""About how long a training runs before it lets other tasks run."""
 
 Note: TypeAlias = Callable[[bytes], None]
 
 
 def train(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
-    """Train a model; see `TrainRequest`."""
-    wanted = msgspec.msgpack.decode(request, type=TrainRequest)
+    """Train a model by a `TrainRequest`; return a `TrainReply`."""
+    decoded = msgspec.msgpack.decode(request, type=TrainRequest)
     try:
-        reply = _train(ranks, wanted, note)
-    except FedplatError as exc:  # on all ranks alike; everything else ends the ranks
+        reply = _train(ranks, decoded, note)
+    except FedplatError as exc:  # raised on all ranks; any other error ends the ranks
         reply = TrainReply(error=str(exc))
     _wait_for_end(messages)
     return msgspec.msgpack.encode(reply)
 
 
 def evaluate(ranks: Ranks, request: bytes, messages: Iterator[bytes], note: Note) -> bytes:
-    """Score a model; see `EvaluateRequest`."""
-    wanted = msgspec.msgpack.decode(request, type=EvaluateRequest)
+    """Evaluate a model by an `EvaluateRequest`; return an `EvaluateReply`."""
+    decoded = msgspec.msgpack.decode(request, type=EvaluateRequest)
     try:
-        trainer = make_on_all_ranks(ranks, lambda: _load(wanted.trainer))
-        model = wanted.rule.build().counterpart.reduce(Parameters.open(wanted.model))
+        trainer = make_on_all_ranks(ranks, lambda: _load(decoded.trainer))
+        model = decoded.rule.build().counterpart.reduce(Parameters.open(decoded.model))
         metrics = server.evaluate(ranks, trainer, model.copy())
         if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise TrainingError(f"the metric {bad[0]!r} is {metrics[bad[0]]}; expected a finite number")
@@ -70,54 +70,54 @@ def _wait_for_end(messages: Iterator[bytes]) -> None:
 
 
 class _ProgressReporter:
-    """Reports the progress of a training about every `TURN_S`, and lets other tasks run; on all ranks alike."""
+    """Reports the progress of a training about every `TURN_S`, and lets other tasks run; all ranks call it."""
 
     def __init__(self, ranks: Ranks, note: Note) -> None:
         self._ranks, self._note = ranks, note
-        self._interval = self._left = 1
+        self._interval = self._steps_left = 1
         self._started_at = time.monotonic()
 
     def step(self, done: int, total: int) -> None:
         """Count a step, and report at the end of an interval."""
-        self._left -= 1
-        if self._left or done == total:
+        self._steps_left -= 1
+        if self._steps_left or done == total:
             return
-        took_s = time.monotonic() - self._started_at
-        interval = round(self._interval * min(2.0, TURN_S / max(took_s, 1e-6)))
-        # Rank 0 decides, since all have to pause after the same step.
-        self._interval = self._left = int.from_bytes(self._ranks.broadcast(max(1, interval).to_bytes(8)))
+        elapsed_s = time.monotonic() - self._started_at
+        interval = round(self._interval * min(2.0, TURN_S / max(elapsed_s, 1e-6)))
+        # Rank 0 decides, since all ranks must pause after the same step.
+        self._interval = self._steps_left = int.from_bytes(self._ranks.broadcast(max(1, interval).to_bytes(8)))
         self._note(msgspec.msgpack.encode(TrainProgress(done, total)))
         self._started_at = time.monotonic()
 
 
-def _train(ranks: Ranks, wanted: TrainRequest, note: Note) -> TrainReply:
-    group = ranks.subgroup(wanted.num_ranks)
-    trainer = make_on_all_ranks(ranks, lambda: _load(wanted.trainer))
-    options = wanted.warm_start or wanted.server_step
+def _train(ranks: Ranks, request: TrainRequest, note: Note) -> TrainReply:
+    group = ranks.subgroup(request.num_ranks)
+    trainer = make_on_all_ranks(ranks, lambda: _load(request.trainer))
+    options = request.warm_start or request.server_step
     assert options is not None
-    work = server.TrainingRun(
+    run = server.TrainingRun(
         options=options,
-        num_ranks=wanted.num_ranks,
-        round_number=wanted.round_number,
-        checkpoints=Path(wanted.checkpoints) if wanted.checkpoints else None,
-        traces=Path(wanted.traces) if wanted.traces else None,
+        num_ranks=request.num_ranks,
+        round_number=request.round_number,
+        checkpoints=Path(request.checkpoints) if request.checkpoints else None,
+        traces=Path(request.traces) if request.traces else None,
         note=_ProgressReporter(group or ranks, note).step,
     )
-    counterpart = wanted.rule.build().counterpart
-    whole = Parameters.open(wanted.model)
+    counterpart = request.rule.build().counterpart
+    whole = Parameters.open(request.model)
     model = counterpart.reduce(whole).copy()
-    if wanted.teachers is None:
-        trained = server.train(ranks, trainer, model, work)
+    if request.teachers is None:
+        trained = server.train(ranks, trainer, model, run)
     else:
-        trained = server.distill(ranks, trainer, model, _load_teachers(wanted.teachers, counterpart), work)
-    if trained is None:  # this rank is one more than the job has
+        trained = server.distill(ranks, trainer, model, _load_teachers(request.teachers, counterpart), run)
+    if trained is None:  # the job needs fewer ranks, and not this one
         return TrainReply()
     if not model.is_finite():
         raise TrainingError(
             "the trained model holds NaN or infinite values; lower learning_rate, or set max_grad_norm or warmup_steps"
         )
     if ranks.is_first:
-        _write(Path(wanted.result), _merge(whole, model))
+        _write(Path(request.result), _merge(whole, model))
     losses = trained.losses
     tenth = max(1, len(losses) // 10)
     first, last = (float(np.mean(part)) for part in (losses[:tenth], losses[-tenth:]))
@@ -125,17 +125,17 @@ def _train(ranks: Ranks, wanted: TrainRequest, note: Note) -> TrainReply:
 
 
 def _load(trainer: TrainerReference) -> server.ServerTrainer:
-    """Import a trainer. Raises `UserCodeError` and `ValueError`."""
-    found = user_code.load(trainer.reference, Path(trainer.folder))
-    if not isinstance(found, server.ServerTrainer):
+    """Import a trainer. Raises `UserCodeError` if that fails, `ValueError` if the object is not a `ServerTrainer`."""
+    loaded = user_code.load(trainer.reference, Path(trainer.folder))
+    if not isinstance(loaded, server.ServerTrainer):
         raise ValueError(
-            f"{trainer.reference} is a {type(found).__name__}; expected fedplat.pytorch.server.ServerTrainer(...)"
+            f"{trainer.reference} is a {type(loaded).__name__}; expected fedplat.pytorch.server.ServerTrainer(...)"
         )
-    return found
+    return loaded
 
 
 def _load_teachers(teachers: TeacherModels, counterpart: ClientRequirements) -> Iterator[Parameters]:
-    """Yield the clients' models, one after the other."""
+    """Yield the clients' models."""
     base = Parameters.open(teachers.base)
     step: Vector = np.empty(base.schema.num_floating, np.float32)
     for path in teachers.updates:
@@ -147,7 +147,7 @@ def _load_teachers(teachers: TeacherModels, counterpart: ClientRequirements) -> 
 
 
 def _merge(whole: Parameters, model: Parameters) -> Parameters:
-    """Return the whole model, with the trained values of the tensors that the trainer got."""
+    """Return a copy of the whole model with the trained tensors in it."""
     result = whole.copy()
     for name, values in model.items():
         result[name][...] = values
@@ -155,7 +155,7 @@ def _merge(whole: Parameters, model: Parameters) -> Parameters:
 
 
 def _write(path: Path, model: Parameters) -> None:
-    path.unlink(missing_ok=True)  # left by ranks that died just after
+    path.unlink(missing_ok=True)  # left by ranks that died after writing it
     descriptor = durable.create(path)
     try:
         durable.write_all(descriptor, model.schema.header)
