@@ -25,7 +25,7 @@ from fedplat.rounds.states import (
 from fedplat.rounds.transition import Context, Transition
 
 
-def carries(job: JobState) -> bool:
+def has_carried_over(job: JobState) -> bool:
     """Return whether the job carries open assignments, which the next attempt has to take over."""
     return job.carried_over.num_busy > 0 or job.carried_over.num_reported > 0
 
@@ -36,7 +36,7 @@ def hold_report(job: JobState, reported: Assignment) -> JobState:
     return structs.replace(job, carried_over=job.carried_over.with_assignments([waiting]))
 
 
-def carry(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
+def carry_over(job: JobState, attempt: Attempt) -> tuple[JobState, Attempt]:
     """Move the busy assignments of an attempt that closes to those that the job carries."""
     staying = [each for each in attempt.assignments.values() if not each.is_busy]
     carried = make_assignment_set([*_open(job.carried_over), *attempt.busy])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from fedplat.rounds.persistent_map import cohort_of
+from fedplat.rounds.persistent_map import to_persistent
 from fedplat.rounds.privacy_rules import shown_metrics
 from fedplat.rounds.records import Assignment, Attempt, JobState, ModelVersion
 
@@ -67,7 +67,7 @@ def _find_changed(before: JobState, after: JobState) -> Iterator[Assignment]:
     ):
         if crew is None or (was is not None and crew.assignments is was.assignments):
             continue
-        for each in cohort_of(crew.assignments).changed_since(was.assignments if was is not None else {}):
+        for each in to_persistent(crew.assignments).changed_since(was.assignments if was is not None else {}):
             if before.find(each.key, each.client_id) is not each:
                 yield each
 

@@ -81,7 +81,7 @@ def _begin_commit(job: JobState, attempt: Attempt, commands: tuple[Command, ...]
     job = structs.replace(job, attempt=attempt)
     phase = require(ATTEMPT_TRANSITIONS, attempt.phase, AttemptPhase.COMMITTING)
     if reporting.fills_buffer(job, attempt) and attempt.key.round < job.spec.rounds:
-        job, attempt = buffered.carry(job, attempt)
+        job, attempt = buffered.carry_over(job, attempt)
     else:
         job, more = drop_carried_over(job, Reason.SURPLUS) if attempt.kind is AttemptKind.TRAIN else (job, ())
         surplus = [assignments.end(each, AssignmentState.SURPLUS, Reason.SURPLUS) for each in attempt.busy]

@@ -79,7 +79,7 @@ class Coordinator:
     def __init__(self, jobs: Iterable[JobState] = (), max_waiting: int = 100_000) -> None:
         self.jobs: dict[str, JobState] = {}
         self.room = WaitingRoom()
-        self.memories: dict[str, ParticipationHistory] = {}
+        self.histories: dict[str, ParticipationHistory] = {}
         self.max_waiting = max_waiting
         self._busy: dict[str, AttemptKey] = {}
         self._timers: dict[str, float | None] = {}
@@ -94,7 +94,7 @@ class Coordinator:
         self._outlooks.clear()
         memory = ParticipationHistory.recall(job.spec, participations) if job.status not in ENDED_JOBS else None
         if memory is not None:
-            self.memories[job.job_id] = memory
+            self.histories[job.job_id] = memory
         for crew in job.assignment_sets:
             self._busy |= {assignment.client_id: assignment.key for assignment in crew.busy}
         self.room.follow(job, memory)
@@ -143,7 +143,7 @@ class Coordinator:
     def reject(self, proposal: Proposal) -> None:
         """The changes were not stored: the waiting room is as before, and jobs want what they wanted before."""
         for job_id in proposal.jobs:
-            self.room.undo(self.jobs[job_id], self.memories.get(job_id))
+            self.room.undo(self.jobs[job_id], self.histories.get(job_id))
         for client_id, before in proposal.moved.items():
             if before is None:
                 self.room.leave(client_id)
@@ -185,12 +185,12 @@ class Coordinator:
 
     def _is_spent(self, client_id: str, job: JobState) -> bool:
         """Whether the client took part in as many rounds of a job as it may."""
-        memory = self.memories.get(job.job_id)
-        return memory is not None and memory.has_had_its_share(client_id)
+        memory = self.histories.get(job.job_id)
+        return memory is not None and memory.is_at_limit(client_id)
 
     def _rest_s(self, client_id: str, job: JobState) -> float:
         """About how long it takes until the job may draw the client again."""
-        memory = self.memories.get(job.job_id)
+        memory = self.histories.get(job.job_id)
         num_rounds = memory.rounds_to_rest(client_id, job.round + 1) if memory is not None else 0
         return num_rounds * pacing.round_s(job.spec.deadlines, job.durations) if num_rounds else 0.0
 
@@ -296,7 +296,7 @@ class Coordinator:
                 proposal.changes.append(difference(before, after))
                 proposal.jobs[after.job_id] = before = after
             current = sync.advance(before, context)
-        self.room.follow(before, self.memories.get(before.job_id))
+        self.room.follow(before, self.histories.get(before.job_id))
 
     def _fill(self, proposal: Proposal, context: Context) -> None:
         """Gives clients to every attempt that enough of them wait for; who has wanted longest comes first."""
@@ -327,15 +327,15 @@ class Coordinator:
     def _remember(self, change: Change) -> None:
         """Notes what a stored change tells of clients."""
         job_id = change.job.job_id
-        memory = self.memories.get(job_id)
+        memory = self.histories.get(job_id)
         if memory is None:
             return
         if change.job.status in ENDED_JOBS:
-            del self.memories[job_id]
+            del self.histories[job_id]
             return
         trained = [each for each in change.assignments if each.kind is AttemptKind.TRAIN]
         for participation in participations_of(trained):
-            is_new, waiting = memory.note(participation), self.room.clients.get(participation.client_id)
+            is_new, waiting = memory.record(participation), self.room.clients.get(participation.client_id)
             if is_new and waiting is not None:
                 # It was given work, lost it and came back, all in one batch: now it is known whether it has to rest.
                 self.room.enter(waiting)

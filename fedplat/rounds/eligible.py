@@ -102,7 +102,7 @@ class EligibleClients:
         else:
             self._aside.pop(client_id, None)
 
-    def turn(self, key: AttemptKey) -> None:
+    def advance_to(self, key: AttemptKey) -> None:
         """A later attempt begins: for whoever has rested, or whose attempt at the same round came to nothing."""
         assert key >= self.key
         if key == self.key:
@@ -120,7 +120,7 @@ class EligibleClients:
             self._put(client)
         self._resting = {until: clients for until, clients in self._resting.items() if clients}
 
-    def bar(self, attempt: AttemptKey | None, barred: Mapping[str, object]) -> None:
+    def exclude(self, attempt: AttemptKey | None, barred: Mapping[str, object]) -> None:
         """Nobody of these may be drawn for an attempt. As long as it lasts, only those who were drawn come to them."""
         self._barred = barred
         if attempt == self._attempt:
@@ -136,7 +136,7 @@ class EligibleClients:
         if memory is not None and (rest := memory.rounds_to_rest(client_id, self.round, self.key.number)):
             self._until[client_id] = until = min(self.round + rest, NEVER)
             self._resting.setdefault(until, {})[client_id] = client
-            if memory.has_had_its_share(client_id):
+            if memory.is_at_limit(client_id):
                 self._spent.add(client_id)
             return
         if client_id in self._barred:

@@ -26,11 +26,11 @@ from fedplat.rounds.records import Assignment, Attempt, Claim, JobState
 from fedplat.rounds.states import AssignmentState, AttemptKind, Reason
 from fedplat.rounds.transition import ACCEPTED, Verdict
 
-FEWEST = 3
+MIN_REPORTS_FOR_MEDIAN = 3
 """Of two norms none is an outlier."""
-REMEMBERED_CLAIMS = 100
+MAX_CLAIMS = 100
 """Of how many clients a job remembers what they claimed last."""
-LARGEST_SUM = 1e30
+MAX_SUM = 1e30
 """Norm times weight of all updates of an attempt together: their float32 sums stay in range, with room for a rule."""
 _TOLERANCE = 2.0
 """How far a weight may be above its bound where it cannot be changed any more: the median moved since it was set."""
@@ -49,7 +49,7 @@ def may_refold(spec: JobSpec) -> bool:
 
 def looks_back(spec: JobSpec) -> bool:
     """Return whether a job remembers the claims of its clients: where an attempt alone cannot judge its reports."""
-    return _is_on(spec) and (not can_refold(spec) or spec.selection.minimum < FEWEST)
+    return _is_on(spec) and (not can_refold(spec) or spec.selection.minimum < MIN_REPORTS_FOR_MEDIAN)
 
 
 def remember_claim(job: JobState, reported: Assignment) -> JobState:
@@ -58,7 +58,7 @@ def remember_claim(job: JobState, reported: Assignment) -> JobState:
         return job
     others = [claim for claim in job.claims if claim.client_id != reported.client_id]
     claims = (*others, Claim(reported.client_id, reported.norm, reported.num_examples))
-    return structs.replace(job, claims=claims[-REMEMBERED_CLAIMS:])
+    return structs.replace(job, claims=claims[-MAX_CLAIMS:])
 
 
 def judge_norm(job: JobState, attempt: Attempt, reported: Assignment) -> Verdict:
@@ -69,8 +69,8 @@ def judge_norm(job: JobState, attempt: Attempt, reported: Assignment) -> Verdict
     if spec.updates.max_norm and norm > spec.updates.max_norm:
         text = f"the update's norm is {norm:.6g}; the job accepts at most updates.max_norm = {spec.updates.max_norm:g}"
         return Verdict(Reason.REJECTED_NORM, text)
-    weight = spec.weight(reported.num_examples, 0, most_by_claims(job))
-    bound = LARGEST_SUM / max(attempt.target, attempt.goal)
+    weight = spec.weight(reported.num_examples, 0, limit_by_claims(job))
+    bound = MAX_SUM / max(attempt.target, attempt.goal)
     if not spec.updates.clips and spec.robust is None and norm * weight > bound:
         text = f"the update's norm is {norm:.6g} and its weight {weight:.6g}; their product may be {bound:.3g} at most"
         return Verdict(Reason.REJECTED_NORM, text)
@@ -81,11 +81,11 @@ def judge_norm(job: JobState, attempt: Attempt, reported: Assignment) -> Verdict
     return ACCEPTED
 
 
-def most_by_claims(job: JobState) -> float:
+def limit_by_claims(job: JobState) -> float:
     """Return for how many examples a report may count by the remembered claims; infinitely many if they are too few."""
-    if not _judges_reports(job.spec) or len(job.claims) < FEWEST:
+    if not _judges_reports(job.spec) or len(job.claims) < MIN_REPORTS_FOR_MEDIAN:
         return math.inf
-    return most_examples(job.spec, [claim.num_examples for claim in job.claims])
+    return limit_examples(job.spec, [claim.num_examples for claim in job.claims])
 
 
 def find_outliers(job: JobState, attempt: Attempt) -> list[Assignment]:
@@ -114,9 +114,9 @@ def reweigh(job: JobState, attempt: Attempt) -> list[Assignment]:
         return []
     reported = attempt.reported
     examples = [each.num_examples for each in reported]
-    if attempt.kind is AttemptKind.TRAIN and not _judges_alone(spec, examples) and len(job.claims) >= FEWEST:
+    if attempt.kind is AttemptKind.TRAIN and not _judges_alone(spec, examples) and len(job.claims) >= MIN_REPORTS_FOR_MEDIAN:
         examples = [claim.num_examples for claim in job.claims]
-    most = most_examples(spec, examples)
+    most = limit_examples(spec, examples)
     moved = [(each, spec.weight(each.num_examples, each.staleness, most)) for each in reported]
     return [structs.replace(each, weight=weight) for each, weight in moved if weight != each.weight]
 
@@ -148,7 +148,7 @@ def join_texts(texts: Sequence[str]) -> str:
     return "; ".join(texts[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def most_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
+def limit_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
     """Return for how many examples a report may count beside these, itself among them."""
     if not spec.max_weight_factor or not num_examples:
         return math.inf
@@ -157,7 +157,7 @@ def most_examples(spec: JobSpec, num_examples: Sequence[float]) -> float:
 
 def judges_each_update(spec: JobSpec, num_reports: int) -> bool:
     """Return whether the reports of an attempt of so many are all that decides their weights."""
-    return can_refold(spec) and (num_reports >= FEWEST or not looks_back(spec))
+    return can_refold(spec) and (num_reports >= MIN_REPORTS_FOR_MEDIAN or not looks_back(spec))
 
 
 def _is_on(spec: JobSpec) -> bool:
@@ -166,7 +166,7 @@ def _is_on(spec: JobSpec) -> bool:
 
 def _judges_reports(spec: JobSpec) -> bool:
     """Return whether reports are judged as they come: at the close it is too late, or there are too few."""
-    return looks_back(spec) and (not can_refold(spec) or spec.selection.goal < FEWEST)
+    return looks_back(spec) and (not can_refold(spec) or spec.selection.goal < MIN_REPORTS_FOR_MEDIAN)
 
 
 def _judges_alone(spec: JobSpec, reports: Sequence[float | None]) -> bool:
@@ -176,7 +176,7 @@ def _judges_alone(spec: JobSpec, reports: Sequence[float | None]) -> bool:
 def _median(norms: Iterable[float | None]) -> float:
     """Return the median of the norms that are known; 0 if they are too few."""
     known = [norm for norm in norms if norm is not None]
-    return median_low(known) if len(known) >= FEWEST else 0.0
+    return median_low(known) if len(known) >= MIN_REPORTS_FOR_MEDIAN else 0.0
 
 
 def _text(spec: JobSpec, norm: float | None, median: float, whose: str) -> str:

@@ -18,7 +18,7 @@ ARRIVALS_PER_NEED = 3.0
 """How many clients of a large fleet shall arrive for each one that a round needs."""
 IDLE_ARRIVALS_PER_S = 50.0
 """How many clients may ask per second whether there is work again."""
-LONGEST_WAIT_S = 3600.0
+MAX_WAIT_S = 3600.0
 OVERLOAD_WAIT_S = 10.0
 
 
@@ -27,7 +27,7 @@ def busy_window(num_clients: int, num_needed: int, round_s: float) -> RetryWindo
     arrivals = ARRIVALS_PER_NEED * max(num_needed, 1)
     if num_clients <= arrivals:
         return RetryWindow(0.0, 0.5)
-    period = min(round_s * num_clients / arrivals, LONGEST_WAIT_S)
+    period = min(round_s * num_clients / arrivals, MAX_WAIT_S)
     return RetryWindow(period / 2, period * 1.5)
 
 
@@ -40,7 +40,7 @@ def after_rest(window: RetryWindow, rest_s: float) -> RetryWindow:
     """The window of a client that cannot be drawn for about `rest_s` seconds; too early is better than too late."""
     if not rest_s:
         return window
-    rest_s = min(rest_s, LONGEST_WAIT_S)
+    rest_s = min(rest_s, MAX_WAIT_S)
     return RetryWindow(max(window.min_s, rest_s / 2), max(window.max_s, rest_s))
 
 
@@ -51,7 +51,7 @@ def round_up_to_power_of_two(num_clients: int) -> int:
 
 def idle_window(num_clients: int) -> RetryWindow:
     """For clients whose population has no running job."""
-    spread = min(num_clients / IDLE_ARRIVALS_PER_S, LONGEST_WAIT_S)
+    spread = min(num_clients / IDLE_ARRIVALS_PER_S, MAX_WAIT_S)
     return RetryWindow(0.5, 1.5 + spread)
 
 

@@ -64,10 +64,10 @@ class ParticipationHistory:
             return None
         memory = cls(spec.selection.min_separation, spec.max_participations)
         for each in participations:
-            memory.note(each)
+            memory.record(each)
         return memory
 
-    def note(self, now: Participation) -> bool:
+    def record(self, now: Participation) -> bool:
         """Remembers a participation, as far as it has come. Says whether it is new; said again, it changes nothing."""
         name = (now.round, now.attempt)
         past = self.clients.get(now.client_id)
@@ -94,12 +94,12 @@ class ParticipationHistory:
         past = self.clients.get(client_id)
         if past is None or not (self._rest or self._most) or (past.round == round_ and past.attempt != attempt):
             return 0
-        is_last = self.has_had_its_share(client_id)
+        is_last = self.is_at_limit(client_id)
         if past.round + self._rest < round_:
             return NEVER if is_last else 0
         return past.round + self._rest + 1 - round_ if self._rest or is_last else 0
 
-    def has_had_its_share(self, client_id: str) -> bool:
+    def is_at_limit(self, client_id: str) -> bool:
         """Whether the client took part in as many rounds as it may."""
         past = self.clients.get(client_id)
         return past is not None and 0 < self._most <= past.num_rounds

@@ -74,6 +74,6 @@ class PersistentMap(Mapping[str, _Value], Generic[_Value]):
         return {**self._base, **self._recent} if self._recent else self._base
 
 
-def cohort_of(items: Mapping[str, _Value]) -> PersistentMap[_Value]:
+def to_persistent(items: Mapping[str, _Value]) -> PersistentMap[_Value]:
     """The items as a cohort; a cohort is returned as it is."""
     return items if isinstance(items, PersistentMap) else PersistentMap(items)

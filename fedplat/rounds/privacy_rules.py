@@ -24,7 +24,7 @@ def minimum(job: JobState) -> int:
     return 0 if job.spec.privacy is not None else job.spec.selection.minimum
 
 
-def there_and_needed(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
+def count_candidates(job: JobState, event: CandidatesDrawn) -> tuple[int, int]:
     """How many clients were there when an attempt selected, and how many it needs."""
     selection = job.spec.selection
     if selection.sampling.is_trial:
@@ -48,14 +48,14 @@ def closes_at(job: JobState, attempt: Attempt, now: float) -> float | None:
     return now + job.spec.deadlines.training_s + job.spec.deadlines.upload_s
 
 
-TRIES_IN_VAIN = 3
+MAX_FUTILE_ATTEMPTS = 3
 """After so many failed attempts in a row a job whose clients have had their share is paused.
 
 Not after one: others may be away, at night as in the minutes after a restart of the server.
 """
 
 
-def selects_in_vain(job: JobState, event: CandidatesDrawn, needed: int) -> str:
+def describe_exhaustion(job: JobState, event: CandidatesDrawn, needed: int) -> str:
     """Why a job shall wait for an operator, not for clients, in words; empty if it is to be tried again.
 
     It is if enough clients would be there without the limit, or the rest: nothing of that passes by itself.
@@ -63,7 +63,7 @@ def selects_in_vain(job: JobState, event: CandidatesDrawn, needed: int) -> str:
     would_be_there = len(event.client_ids) + event.num_resting + event.num_spent
     if job.status is not JobStatus.RUNNING or not event.num_spent or would_be_there < needed:
         return ""
-    if job.failures < TRIES_IN_VAIN:
+    if job.failures < MAX_FUTILE_ATTEMPTS:
         return ""
     most = job.spec.max_participations
     return (
@@ -87,7 +87,7 @@ def shown_metrics(job: JobState, metrics: Mapping[str, float]) -> Mapping[str, f
     return {} if job.spec.privacy is not None else metrics
 
 
-def budget_is_spent(job: JobState) -> str:
+def describe_spent_budget(job: JobState) -> str:
     """Why there is no further round, in words; empty if there is one. Each round so far was one release."""
     options = job.spec.privacy
     if options is None or options.max_releases is None or job.round < options.max_releases:

@@ -18,7 +18,7 @@ from msgspec import Struct, field, structs
 
 from fedplat.aggregate import Contribution
 from fedplat.job import JobSpec
-from fedplat.rounds.persistent_map import PersistentMap, cohort_of
+from fedplat.rounds.persistent_map import PersistentMap, to_persistent
 from fedplat.rounds.states import (
     BUSY_STATES,
     OPEN_PHASES,
@@ -153,7 +153,7 @@ class AssignmentSet(Struct, frozen=True, kw_only=True):
             if assignment.is_busy:
                 earlier = assignment.deadline_at if next_deadline is None else next_deadline
                 next_deadline = min(assignment.deadline_at, earlier)
-        assignments = cohort_of(self.assignments).update(latest)
+        assignments = to_persistent(self.assignments).update(latest)
         return structs.replace(self, assignments=assignments, counts=counts, next_deadline=next_deadline)
 
     def find(self, key: AttemptKey, client_id: str) -> Assignment | None:

@@ -44,7 +44,7 @@ def accept_report(job: JobState, attempt: Attempt, reported: Assignment, number:
     Reports that come later may lower the weight (`influence.reweigh`).
     """
     staleness = attempt.base_version - reported.base_version
-    most = influence.most_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
+    most = influence.limit_by_claims(job) if attempt.kind is AttemptKind.TRAIN else math.inf
     weight = job.spec.weight(reported.num_examples, staleness, most)
     return structs.replace(reported, folded_into=attempt.key, staleness=staleness, weight=weight, report_number=number)
 

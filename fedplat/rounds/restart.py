@@ -30,8 +30,8 @@ def on_restart(job: JobState, _: ServerRestarted, context: Context) -> Transitio
     attempt = job.open_attempt
     if attempt is None:
         return Transition(fresh)
-    if warm_start.is_one(attempt):
-        return Transition(fresh, (warm_start.order(attempt),))
+    if warm_start.is_warm_start(attempt):
+        return Transition(fresh, (warm_start.make_command(attempt),))
     fresh = _in_bounds(fresh, context.now)
     if job.spec.durability == "memory":
         return _without_updates(fresh, attempt, context)

@@ -32,10 +32,10 @@ class Demand:
     where: str
     handler: str
     target: int
-    pool: int | None
+    min_eligible: int | None
     codecs: frozenset[str]
     sampling: Policy
-    barred: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
+    excluded: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object], compare=False)
 
     def accepts(self, client: ClientCheckedIn) -> bool:
         """Whether the client may take part."""
@@ -48,7 +48,7 @@ class Demand:
         )
 
 
-def demand_of(job: JobState) -> Demand | None:
+def make_demand(job: JobState) -> Demand | None:
     """What the job wants of the waiting room now; None when it wants nobody.
 
     An attempt that fills a buffer wants clients as long as it collects, whoever comes first.
@@ -149,12 +149,12 @@ class WaitingRoom:
 
     def follow(self, job: JobState, memory: ParticipationHistory | None) -> None:
         """Learns what a job wants now, and forgets who is eligible for one that does not run."""
-        demand, job_id = demand_of(job), job.job_id
+        demand, job_id = make_demand(job), job.job_id
         if job.status is not JobStatus.RUNNING:
             for kind in AttemptKind:
                 self._pools.pop((job_id, kind), None)
         before = self.demands.get(job_id)
-        if before == demand and (before is None or demand is None or before.barred is demand.barred):
+        if before == demand and (before is None or demand is None or before.excluded is demand.excluded):
             return
         if before is None or demand is None or before.key != demand.key:  # else it keeps its turn
             self.demands.pop(job_id, None)
@@ -165,14 +165,14 @@ class WaitingRoom:
     def undo(self, job: JobState, memory: ParticipationHistory | None) -> None:
         """Learns what a job wants after a batch was lost: who was drawn in it takes part no more."""
         if (pool := self._pools.get((job.job_id, AttemptKind.TRAIN))) is not None:
-            pool.bar(None, {})
+            pool.exclude(None, {})
         self.follow(job, memory)
         if (demand := self.demands.get(job.job_id)) is not None:
             self._gather(demand, memory)
 
     def is_ready(self, job_id: str) -> bool:
         """Whether enough eligible clients wait for the job to draw from."""
-        pool = self.demands[job_id].pool
+        pool = self.demands[job_id].min_eligible
         return pool is not None and self.num_eligible(job_id) >= pool
 
     def num_eligible(self, job_id: str) -> int:
@@ -207,5 +207,5 @@ class WaitingRoom:
             for client in self.clients.values():
                 pool.enter(client)
             self._pools[name] = pool
-        pool.turn(demand.key)
-        pool.bar(demand.key, demand.barred)
+        pool.advance_to(demand.key)
+        pool.exclude(demand.key, demand.excluded)

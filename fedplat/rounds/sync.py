@@ -58,7 +58,7 @@ from fedplat.rounds.states import (
 )
 from fedplat.rounds.transition import ACCEPTED, Context, Transition, Verdict
 
-REMEMBERED_DURATIONS = 500
+MAX_DURATIONS = 500
 """How many past assignments an adaptive deadline looks at."""
 
 
@@ -85,13 +85,13 @@ def advance(job: JobState, context: Context) -> Transition | None:
         return Transition(_open(job, AttemptKind.EVALUATE, context))
     if job.round >= job.spec.rounds:
         return Transition(closing.set_status(job, JobStatus.COMPLETED, ""))
-    if spent := privacy_rules.budget_is_spent(job):
+    if spent := privacy_rules.describe_spent_budget(job):
         return Transition(closing.set_status(job, JobStatus.PAUSED, spent))
     return Transition(_open(job, AttemptKind.TRAIN, context))
 
 
 def _advance_buffer(job: JobState, attempt: Attempt, context: Context) -> Transition | None:
-    if attempt.phase is AttemptPhase.SELECTING and buffered.carries(job):
+    if attempt.phase is AttemptPhase.SELECTING and buffered.has_carried_over(job):
         return buffered.take_over(job, context)
     if attempt.phase is AttemptPhase.COLLECTING and attempt.num_reported >= attempt.goal:
         return closing.close(job, (), context)  # enough reports had waited
@@ -142,14 +142,14 @@ def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Tra
         possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_WORD]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
-    if event.action is JobAction.RESUME and (spent := privacy_rules.budget_is_spent(job)):
+    if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
         return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
     # A pause lets bytes that are being made durable become a version; a cancellation does not. A warm start has hours
     # before it: it is stopped, and goes on from its checkpoint.
-    finishes = attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_one(attempt)
+    finishes = attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_warm_start(attempt)
     if attempt is None or (wanted is JobStatus.PAUSED and finishes):
         ended, commands = closing.drop_carried_over(job, reason)
     else:
@@ -175,14 +175,14 @@ def _on_candidates(job: JobState, event: CandidatesDrawn, context: Context) -> T
         return Transition(job, verdict=Verdict(Reason.NOT_SELECTED))
     found, needed = len(event.client_ids), attempt.minimum if event.final else 1
     if privacy_rules.trains(job, attempt):
-        found, needed = privacy_rules.there_and_needed(job, event)
+        found, needed = privacy_rules.count_candidates(job, event)
     if reporting.fills_buffer(job, attempt):
         if not found:
             return closing.close_without_clients(job, context)
     elif found < needed:
         text = f"{found} of at least {needed} needed clients were there to be selected"
         failed = closing.fail_attempt(job, text + _kept_out(job, event), context)
-        if in_vain := privacy_rules.selects_in_vain(failed.job, event, needed):
+        if in_vain := privacy_rules.describe_exhaustion(failed.job, event, needed):
             return structs.replace(failed, job=closing.set_status(failed.job, JobStatus.PAUSED, in_vain))
         return failed
     return _assign(job, attempt, event.client_ids, context)
@@ -297,7 +297,7 @@ def _on_reported(job: JobState, event: UpdateReported, context: Context) -> Tran
         job = influence.remember_claim(job, reported)
         if not (verdict := influence.judge_norm(job, attempt, reported)).accepted:
             return _reject(job, structs.replace(assignment, norm=reported.norm), verdict, context)
-        durations = (*job.durations, context.now - assignment.assigned_at)[-REMEMBERED_DURATIONS:]
+        durations = (*job.durations, context.now - assignment.assigned_at)[-MAX_DURATIONS:]
         job = structs.replace(job, durations=durations)
     if not reporting.is_in_attempt(job, assignment):
         return Transition(buffered.hold_report(job, reported))
@@ -381,7 +381,7 @@ def _on_aggregation_failed(job: JobState, event: AggregationFailed, context: Con
     attempt = job.open_attempt
     if attempt is None or attempt.key != event.key:
         return Transition(job, verdict=Verdict(Reason.STALE))
-    text = event.text if warm_start.is_one(attempt) else f"aggregation failed: {event.text}"
+    text = event.text if warm_start.is_warm_start(attempt) else f"aggregation failed: {event.text}"
     return closing.fail_attempt(job, text, context)
 
 

@@ -15,7 +15,7 @@ from fedplat.rounds.states import FIRST_PHASES, AttemptKind
 from fedplat.rounds.transition import Context, Transition
 
 
-def is_one(attempt: Attempt) -> bool:
+def is_warm_start(attempt: Attempt) -> bool:
     """Whether an attempt is a warm start."""
     return attempt.kind is AttemptKind.WARM_START
 
@@ -40,9 +40,9 @@ def begin(job: JobState, context: Context) -> Transition:
         selection_ends_at=context.now,
     )
     after = structs.replace(job, attempt=attempt, resume_at=None, reason="")
-    return Transition(after, (order(attempt),))
+    return Transition(after, (make_command(attempt),))
 
 
-def order(attempt: Attempt) -> RunWarmStart:
+def make_command(attempt: Attempt) -> RunWarmStart:
     """What has the work of an attempt done: once, and again after a restart."""
     return RunWarmStart(attempt.key, attempt.base_version)

@@ -120,7 +120,7 @@ def _bounds(attempt: StoredAttempt, spec: JobSpec) -> tuple[float, float]:
         return math.inf, math.inf
     counted = (AssignmentState.REPORTED, AssignmentState.MERGED)
     claims = [one.num_examples for one in attempt.assignments if one.state in counted and one.staleness is not None]
-    bound = influence.most_examples(spec, claims)
+    bound = influence.limit_examples(spec, claims)
     is_training = attempt.row.kind == AttemptKind.TRAIN
     if attempt.row.phase == AttemptPhase.COLLECTING:
         return (0.0 if is_training and influence.looks_back(spec) else math.inf), math.inf
