@@ -350,7 +350,7 @@ class Ledger:
     def _check_memory(self, job: JobState) -> None:
         """What is remembered follows from what is stored; and so does who may be drawn."""
         job_id, room = job.job_id, self.coordinator.room
-        memory = self.coordinator.memories.get(job_id)
+        memory = self.coordinator.histories.get(job_id)
         if job.status in ENDED_JOBS or not job.spec.remembers:
             assert memory is None
         else:

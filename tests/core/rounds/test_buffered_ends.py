@@ -51,8 +51,8 @@ def test_nobody_at_all_comes() -> None:
     driver = buffered(0)
     assert driver.timers == {"j": 60.0}
     driver.wait(60.0)
-    assert driver.attempt.reason == "0 of at least 1 needed clients reported (nobody came)"
-    assert "trying again" in driver.job.reason
+    assert driver.attempt.reason == "0 of at least 1 needed clients reported (no client checked in)"
+    assert "retrying" in driver.job.reason
 
 
 # --- the end ---

@@ -39,7 +39,7 @@ def test_what_is_absent_is_absent() -> None:
     with pytest.raises(KeyError):
         PersistentMap({"a": 1})["b"]
     assert "b" not in PersistentMap({"a": 1})
-    assert repr(PersistentMap({"a": 1})) == "Cohort({'a': 1})"
+    assert repr(PersistentMap({"a": 1})) == "PersistentMap({'a': 1})"
     same = PersistentMap({"a": 1})
     assert to_persistent(same) is same
 

@@ -93,7 +93,7 @@ def test_the_work_of_a_round_grows_with_the_cohort_not_with_its_square(monkeypat
         return after
 
     monkeypatch.setattr(Demand, "accepts", counted_accepts)
-    monkeypatch.setattr(PersistentMap, "updated", counted_updated)
+    monkeypatch.setattr(PersistentMap, "update", counted_updated)
     clients = [make_client(f"c{i}", labels={"region": "eu"}) for i in range(num_waiting)]
     for some in batches(clients, batch):
         run.do(*some)

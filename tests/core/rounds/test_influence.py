@@ -165,7 +165,7 @@ def test_a_job_in_memory_abandons_the_attempt_once_and_refuses_the_culprit_then(
     for client_id, norm in (("c0", 1e9), ("c1", 1.0), ("c2", 1.0), ("c3", 1.0)):
         report(driver, client_id, norm)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
-    assert "an update in memory cannot be taken out of the sum again: c0: its norm is 1e+09" in driver.attempt.reason
+    assert "an update in memory cannot be removed from the sum: c0: its norm is 1e+09" in driver.attempt.reason
     assert "c0: its norm is 1e+09" in driver.job.reason
     driver.check_in(*(f"c{i}" for i in range(5)))
     driver.wait(30.0)

@@ -138,16 +138,16 @@ def test_an_attempt_that_finds_too_few_says_why_and_after_some_the_job_is_paused
     assert driver.attempt.phase is AttemptPhase.ABANDONED
     assert driver.is_running
     assert driver.job.reason == (
-        "round 2 attempt 1 was abandoned: 1 of at least 2 needed clients were there to be selected; "
-        "2 more took part in as many rounds as they may (privacy.max_participations = 1); trying again"
+        "round 2 attempt 1 was abandoned: 1 of at least 2 needed clients were available for selection; "
+        "2 more took part in as many rounds as they may (privacy.max_participations = 1); retrying"
     )
     driver.wait(1000.0)
     assert driver.job.status is JobStatus.PAUSED
     assert driver.key.number == MAX_FUTILE_ATTEMPTS
     assert driver.job.reason == (
-        "round 2 cannot have the 2 clients that it needs: 2 of those that wait took part in as many rounds as they may "
-        "(privacy.max_participations = 1), 0 rest, and 1 are left; resume it when there are new clients, or cancel it: "
-        "the last version stands"
+        "round 2 cannot have the 2 clients that it needs: 2 of the waiting clients took part in as many rounds as they "
+        "may (privacy.max_participations = 1), 0 rest, and 1 are left; resume the job when there are new clients, or "
+        "cancel it: the last version stays available"
     )
     assert driver.timers == {}
     driver.check_in("d1")
