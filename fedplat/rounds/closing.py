@@ -68,7 +68,7 @@ def close(job: JobState, commands: tuple[Command, ...], context: Context) -> Tra
     weighed = influence.reweigh(job, attempt)
     if not can_refold:
         if heavy := influence.describe_too_heavy(attempt, weighed):
-            text = f"an update in memory cannot be weighed anew: {influence.join_texts(heavy)}"
+            text = f"the weight of an update in memory cannot be changed: {influence.join_texts(heavy)}"
             return _prepend(commands, fail_attempt(job, text, context))
         weighed = []  # the weights are within tolerance: only the median has moved since they were set
     if attempt.kind is AttemptKind.TRAIN and (weighed or influence.has_dropped_folds(attempt)):

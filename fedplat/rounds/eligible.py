@@ -27,7 +27,7 @@ class EligibleClients:
     def __init__(self, accepts: Accepts, history: ParticipationHistory | None, key: AttemptKey) -> None:
         self.key = key
         self._accepts = accepts
-        self._memory = history
+        self._history = history
         self._clients: list[ClientCheckedIn] = []
         self._indices: dict[str, int] = {}
         # Resting clients by the first round that may draw them, and clients that this round may draw but not the next.
@@ -66,7 +66,7 @@ class EligibleClients:
     @property
     def utilities(self) -> Sequence[float]:
         """The sum of utilities per round, as in `sampling.Candidates`."""
-        return self._memory.utilities if self._memory is not None else ()
+        return self._history.utilities if self._history is not None else ()
 
     def values_of(self, label: str) -> list[str | None]:
         """Return one label of each client that may be drawn."""
@@ -77,7 +77,7 @@ class EligibleClients:
 
         Iterates over the participants or over the eligible clients, whichever are fewer.
         """
-        pasts = self._memory.clients if self._memory is not None else {}
+        pasts = self._history.clients if self._history is not None else {}
         indices = self._indices
         if len(pasts) < len(indices):
             found = [(indices[client_id], past) for client_id, past in pasts.items() if client_id in indices]
@@ -141,7 +141,7 @@ class EligibleClients:
             self._put(client)
 
     def _put(self, client: ClientCheckedIn) -> None:
-        client_id, history = client.client_id, self._memory
+        client_id, history = client.client_id, self._history
         if history is not None and (rest := history.rounds_to_rest(client_id, self.round, self.key.number)):
             self._resting_until[client_id] = until = min(self.round + rest, NEVER)
             self._resting.setdefault(until, {})[client_id] = client

@@ -141,7 +141,7 @@ def has_dropped_folds(attempt: Attempt) -> bool:
 
 
 def describe_outliers(attempt: Attempt) -> str:
-    """Describe the updates of an attempt that were dropped as outliers; empty if there are none."""
+    """Describe the updates of an attempt that were dropped as outliers; empty without outliers."""
     found = [each for each in attempt.assignments.values() if each.reason is Reason.REJECTED_OUTLIER]
     return join_texts([f"{each.client_id}: {each.text}" for each in found])
 

@@ -1,7 +1,7 @@
 """The rules of a job with `[privacy]`. Pure functions.
 
 A release must not depend on the number of reports: an attempt has no minimum, and commits at its deadline with the
-reports received by then, with noise alone if there are none. The set of waiting clients is not a secret, so an attempt
+reports received by then, or with noise alone. The set of waiting clients is not a secret, so an attempt
 may be postponed until enough clients wait, provided that this is decided before any is drawn.
 """
 

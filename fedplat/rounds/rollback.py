@@ -2,7 +2,7 @@
 
 A rollback commits a new version with the bytes of the older one: versions stay dense, and those in between stay on
 record. Round numbers continue. The open attempt, and all work of clients for the job, is abandoned, because it began
-with a model that is no longer current.
+with a model that was discarded.
 
 The rule continues with its state at the older version, or without state if that was not kept. In a private job it
 continues with its *current* state: a rollback only repeats an earlier release, so it is not charged. The noise of a

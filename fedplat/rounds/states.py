@@ -94,10 +94,10 @@ class Reason(StrEnum):
 
 REASON_TEXTS: Mapping[Reason, str] = {
     Reason.NO_WORK: "no running job of this population needs clients now",
-    Reason.NOT_SELECTED: "enough other clients were selected, or this one took part a short while ago",
+    Reason.NOT_SELECTED: "enough other clients were selected, or this one took part recently",
     Reason.NOT_ELIGIBLE: "no running job accepts this client's labels, trainers, evaluators or codecs",
     Reason.DRAINING: "the server is stopping",
-    Reason.OVERLOADED: "the server holds as many waiting clients as it may",
+    Reason.OVERLOADED: "the server has reached its limit of waiting clients",
     Reason.LIMIT_REACHED: "this client took part in as many rounds as the job's privacy.max_participations allows",
     Reason.TRAIN_TIMEOUT: "the deadline passed while the client was training",
     Reason.UPLOAD_TIMEOUT: "the deadline passed while the client was uploading",
@@ -111,16 +111,16 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.UNKNOWN_TRAINER: "the client has no trainer of that name",
     Reason.CLIENT_STOPPED: "the client was stopped by its owner",
     Reason.TRANSFER_FAILED: "the model or the update could not be transferred",
-    Reason.UNKNOWN_CODEC: "the client does not know the job's codec or one of its options",
+    Reason.UNKNOWN_CODEC: "the client does not support the job's codec or one of its options",
     Reason.PRIVACY_LIMIT: "the training would cost more privacy than the owner of the client's data allows",
     Reason.REVOKED: "an operator revoked the client",
     Reason.REJECTED_SCHEMA: "the update's tensors are not those of the base version",
     Reason.REJECTED_NONFINITE: "the update holds NaN or infinite values",
     Reason.REJECTED_WEIGHT: "the number of examples must be from 1e-6 to 1e15",
     Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
-    Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report stands",
-    Reason.REJECTED_METRICS: "a metric is not a finite number, or there are too many, or the job's rule lacks one",
-    Reason.REJECTED_NORM: "the update's norm is above what the job allows, or what a sum of updates can hold",
+    Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report is kept",
+    Reason.REJECTED_METRICS: "a metric is not a finite number, there are too many, or one that the job's rule needs is missing",
+    Reason.REJECTED_NORM: "the update's norm is above the job's limit, or the limit of a sum of updates",
     Reason.REJECTED_OUTLIER: "the update's norm is far above those of the other clients",
 }
 """A description of each reason."""

@@ -134,29 +134,29 @@ def _open(job: JobState, kind: AttemptKind, context: Context) -> JobState:
 
 
 def _on_operator(job: JobState, event: OperatorCommand, context: Context) -> Transition:
-    wanted, reason = _ACTIONS[event.action]
-    if job.status is wanted:
+    status, reason = _ACTIONS[event.action]
+    if job.status is status:
         return Transition(job)  # a repeated request: it is done already
-    if wanted not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_WORD:
+    if status not in JOB_TRANSITIONS[job.status] or (event.action, job.status) in _WRONG_ACTION:
         possible = [a.value for a in JobAction if _ACTIONS[a][0] in JOB_TRANSITIONS[job.status]]
-        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_WORD]
+        possible = [a for a in possible if (JobAction(a), job.status) not in _WRONG_ACTION]
         hint = f"it can {' or '.join(possible)}" if possible else "it has ended for good"
         return Transition(job, verdict=Verdict(None, f"cannot {event.action} a job that is {job.status}; {hint}"))
     if event.action is JobAction.RESUME and (spent := privacy_rules.describe_spent_budget(job)):
         return Transition(job, verdict=Verdict(None, f"cannot resume: {spent}"))
     if reason is None:
-        return Transition(structs.replace(closing.set_status(job, wanted, ""), failures=0, resume_at=None))
+        return Transition(structs.replace(closing.set_status(job, status, ""), failures=0, resume_at=None))
     attempt = job.open_attempt
     # A pause lets a version that is being written become durable; a cancellation does not. A warm start may take
     # hours: it is stopped, and resumes from its checkpoint.
     finishes = (
         attempt is not None and attempt.phase is AttemptPhase.COMMITTING and not warm_start.is_warm_start(attempt)
     )
-    if attempt is None or (wanted is JobStatus.PAUSED and finishes):
+    if attempt is None or (status is JobStatus.PAUSED and finishes):
         ended, commands = closing.drop_carried_over(job, reason)
     else:
         ended, commands = closing.abandon_all(job, reason, REASON_TEXTS[reason], context)
-    return Transition(closing.set_status(ended, wanted, REASON_TEXTS[reason]), commands)
+    return Transition(closing.set_status(ended, status, REASON_TEXTS[reason]), commands)
 
 
 _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
@@ -165,7 +165,7 @@ _ACTIONS: Mapping[JobAction, tuple[JobStatus, Reason | None]] = {
     JobAction.PAUSE: (JobStatus.PAUSED, Reason.JOB_PAUSED),
     JobAction.CANCEL: (JobStatus.CANCELLED, Reason.JOB_CANCELLED),
 }
-_WRONG_WORD = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
+_WRONG_ACTION = frozenset({(JobAction.START, JobStatus.PAUSED), (JobAction.RESUME, JobStatus.DRAFT)})
 
 
 # --- selection ---------------------------------------------------------------------------------------------

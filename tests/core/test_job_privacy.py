@@ -90,7 +90,7 @@ ADAPTIVE = '[updates]\nweighting = "uniform"\n[updates.adaptive_clip]\n'
         ),
         ("needs one bound", {"participation": "min_separation", "more": ADAPTIVE + "quantile = 0.2\n"}),
         (
-            "whose noise goes over all rounds",
+            "whose noise spans all rounds",
             {
                 "participation": "min_separation",
                 "privacy": "noise_multiplier = 1\nmetrics = { noise_multiplier = 4, bounds = { loss = [0, 10] } }",

@@ -31,7 +31,7 @@ def versions_are_dense(job: StoredJob) -> Iterator[Violation]:
 
 
 def versions_have_one_attempt(job: StoredJob) -> Iterator[Violation]:
-    """Check I2: each version but the first and those of rollbacks has one committed attempt, based on its predecessor."""
+    """Check I2: each version but the first and those of rollbacks has one committed attempt, based on the last."""
     made = {(version.round, version.attempt): version for version in job.versions if version.is_made}
     committed: Counter[int] = Counter()
     for row in job.attempts:

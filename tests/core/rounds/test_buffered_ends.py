@@ -149,6 +149,16 @@ def test_deadlines_strike_while_others_evaluate() -> None:
 # --- restarts ---
 
 
+def test_a_clock_that_was_set_back_gives_carried_over_assignments_no_more_time() -> None:
+    driver = buffered(4, concurrency=4)
+    driver.report("c0", "c1")
+    assert carried(driver) == {"c2": "TRAINING", "c3": "TRAINING"}
+    driver.crash(clock_s=-86_400.0)
+    longest = driver.job.spec.deadlines.training_s
+    assert carried(driver) == {"c2": "TRAINING", "c3": "TRAINING"}
+    assert all(each.deadline_at <= driver.now + longest for each in driver.job.carried_over.busy)
+
+
 @pytest.mark.fault("F2")
 def test_a_buffer_goes_on_after_a_crash() -> None:
     driver = buffered(4, concurrency=4)

@@ -196,7 +196,7 @@ def test_a_job_in_memory_whose_first_report_claims_too_much_tries_again() -> Non
     for i, n in enumerate((1e9, 100.0, 100.0)):
         report(driver, f"c{i}", num_examples=n)
     assert driver.attempt.phase is AttemptPhase.ABANDONED
-    assert "cannot be weighed anew: c0 (weight 1e+06, of at most 1000)" in driver.attempt.reason
+    assert "cannot be changed: c0 (weight 1e+06, of at most 1000)" in driver.attempt.reason
     driver.check_in("c0", "c1", "c2")
     driver.wait(30.0)
     driver.check_in("c0", "c1", "c2")
