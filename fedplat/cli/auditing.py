@@ -55,7 +55,7 @@ def audit(  # noqa: PLR0913 - a command's parameters are its options
 
 
 def _run_audit(out: Output, file: SimulationFile, canaries: int, confidence: float) -> Audit:
-    planning.private(file.job)
+    planning.require_privacy(file.job)
     if TABLE not in file.raw:
         raise JobFileError(f"{TABLE}: missing; expected a table that describes the simulated fleet and its data")
     board = progress.ProgressEstimate(file.job.name, file.job.rounds, file.simulation.target_metric, time.monotonic)

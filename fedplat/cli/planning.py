@@ -112,7 +112,7 @@ def _data(out: Output, file: SimulationFile) -> Federation | None:
         raise JobFileError(f"{TABLE}: missing; --simulate requires a table that describes the fleet and its data")
     if not file.simulation.training:
         raise JobFileError("simulation.training = false: expected true with --simulate, which scores models")
-    planning.private(file.job)
+    planning.require_privacy(file.job)
     return load_data(file, (lambda text: None) if out.as_json else out.note)
 
 
@@ -246,7 +246,7 @@ def _what(found: PrivacyPlan) -> str:
 
 
 def _most(found: PrivacyPlan, noise: NoiseCost) -> str:
-    far = min(planning.MAX_ROUNDS, planning.FAR * found.rounds)
+    far = min(planning.MAX_ROUNDS, planning.MAX_ROUNDS_FACTOR * found.rounds)
     return f"{noise.max_rounds:,}" + ("+" if noise.max_rounds == far else "")
 
 

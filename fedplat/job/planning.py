@@ -27,7 +27,7 @@ from fedplat.sampling import Poisson
 PARTS_OF_ROUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_ROUNDS = 1_000_000
-FAR = 100
+MAX_ROUNDS_FACTOR = 100
 """Factor that bounds the rounds of an alternative, relative to those of the job."""
 CURVE_POINTS = 24
 
@@ -96,7 +96,7 @@ class PrivacyPlan(Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...]
 
 
-def private(spec: JobSpec) -> Privacy:
+def require_privacy(spec: JobSpec) -> Privacy:
     """Return the privacy options of a job. Raises `JobFileError` if it has none."""
     if spec.privacy is None:
         raise JobFileError(
@@ -120,9 +120,9 @@ def plan(
 
     Raises `JobFileError` for a job that cannot keep its privacy guarantee, and `MissingExtraError`.
     """
-    options = private(spec)
+    options = require_privacy(spec)
     calibrated = calibrate(spec)
-    mechanism, found = find_mechanism(calibrated), private(calibrated)
+    mechanism, found = find_mechanism(calibrated), require_privacy(calibrated)
     assert mechanism is not None
     assert found.noise_multiplier is not None
     assert found.max_releases is not None
@@ -174,10 +174,10 @@ def _call(task: Task) -> CohortCost | NoiseCost:
 
 def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
     """Return the cost of another `privacy.noise_multiplier` of the same job."""
-    spec, options = calibrated, private(calibrated)
-    mechanism = build_mechanism(spec, options.whole(multiplier))
+    spec, options = calibrated, require_privacy(calibrated)
+    mechanism = build_mechanism(spec, options.total_multiplier(multiplier))
     precision = FINE if multiplier == options.noise_multiplier else ROUGH
-    limit = min(MAX_ROUNDS, FAR * spec.rounds)
+    limit = min(MAX_ROUNDS, MAX_ROUNDS_FACTOR * spec.rounds)
     return NoiseCost(
         noise_multiplier=multiplier,
         epsilon=epsilon([Charge(mechanism, spec.rounds)], options.delta, precision),
@@ -188,14 +188,14 @@ def _noise(calibrated: JobSpec, multiplier: float, budget: float) -> NoiseCost:
 
 def curve(spec: JobSpec, multiplier: float) -> tuple[list[int], list[float]]:
     """Return numbers of rounds, evenly spaced on a logarithmic scale, and epsilon after each; for a plot."""
-    options, last = private(spec), 4 * spec.rounds
+    options, last = require_privacy(spec), 4 * spec.rounds
     counts = sorted({round(last ** (step / (CURVE_POINTS - 1))) for step in range(CURVE_POINTS)})
-    return counts, epsilons(build_mechanism(spec, options.whole(multiplier)), counts, options.delta, ROUGH)
+    return counts, epsilons(build_mechanism(spec, options.total_multiplier(multiplier)), counts, options.delta, ROUGH)
 
 
 def with_noise(spec: JobSpec, multiplier: float) -> JobSpec:
     """Return the job with this noise and without a budget. Raises `ValueError` if the noise contradicts its options."""
-    options = structs.replace(private(spec), noise_multiplier=multiplier, epsilon=None, max_releases=None)
+    options = structs.replace(require_privacy(spec), noise_multiplier=multiplier, epsilon=None, max_releases=None)
     return structs.replace(spec, privacy=options)
 
 
@@ -219,7 +219,7 @@ def _goals(spec: JobSpec) -> list[int]:
 
 
 def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> CohortCost:
-    spec, options, mechanism = calibrated, private(calibrated), find_mechanism(calibrated)
+    spec, options, mechanism = calibrated, require_privacy(calibrated), find_mechanism(calibrated)
     assert mechanism is not None
     if mechanism.kind == "poisson":
         rate = min(1.0, goal / num_clients)
@@ -237,7 +237,7 @@ def _cohort(calibrated: JobSpec, goal: int, budget: float, num_clients: int) -> 
         else:
             precision = FINE if is_own else ROUGH
             whole = accounting.calibrate(mechanism, spec.rounds, budget, options.delta, precision).noise_multiplier
-            multiplier = options.of_model(whole)
+            multiplier = options.model_multiplier(whole)
     except ValueError:
         multiplier = None
     return CohortCost(

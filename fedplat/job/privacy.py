@@ -30,9 +30,9 @@ def calibrate(spec: JobSpec) -> JobSpec:
             whole = accounting.calibrate(
                 build_mechanism(spec, 1.0), most, options.epsilon, options.delta
             ).noise_multiplier
-            spec = _with(spec, noise_multiplier=options.of_model(whole))
+            spec = _with(spec, noise_multiplier=options.model_multiplier(whole))
         elif options.epsilon is not None:
-            found = build_mechanism(spec, options.whole(options.noise_multiplier))
+            found = build_mechanism(spec, options.total_multiplier(options.noise_multiplier))
             most = accounting.max_releases(found, options.epsilon, options.delta, most)
             if not most:
                 raise ValueError(
@@ -54,7 +54,7 @@ def find_mechanism(spec: JobSpec) -> privacy.Mechanism | None:
     options = spec.privacy
     if options is None or options.noise_multiplier is None:
         return None
-    return build_mechanism(spec, options.whole(options.noise_multiplier))
+    return build_mechanism(spec, options.total_multiplier(options.noise_multiplier))
 
 
 def plan_charge(spec: JobSpec) -> privacy.Charge | None:

@@ -60,7 +60,7 @@ def _epsilon(charges: tuple[Charge, ...], delta: float, precision: Precision, co
     sampled, usable = _without_rare(sampled, delta, precision.rare)
     usable -= _FLOAT_ERROR + _FLOAT_ERROR_PER_RELEASE * sum(count for _, count in sampled)
     interval = losses.interval(sampled, deviation, precision.points)
-    if interval > losses.WIDEST:
+    if interval > losses.MAX_INTERVAL:
         return losses.gaussian_epsilon(_without_amplification(sampled, deviation), delta)
     if usable <= 0.0:
         return math.inf

@@ -14,9 +14,9 @@ import numpy as np
 from fedplat.errors import MissingExtraError
 from fedplat.privacy.releases import Mechanism
 
-NARROWEST = 1e-6
+MIN_INTERVAL = 1e-6
 """The finest grid interval of privacy losses, in nats."""
-WIDEST = 1.0
+MAX_INTERVAL = 1.0
 """The coarsest. Losses that need a coarser one are in the thousands, where amplification is irrelevant."""
 RELEASE_POINTS = 200_000
 TOTAL_POINTS = 500_000
@@ -156,7 +156,7 @@ def interval(releases: Sequence[tuple[Mechanism, int]], fixed: float, points: in
     total = sum(divergence * count for divergence, count in counted)
     wanted = math.sqrt(total / sum(count for _, count in counted)) / points
     width = max([*(_width(release) for release, _ in releases), 2 * _greatest(fixed)])
-    least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, NARROWEST)
+    least = max(width / RELEASE_POINTS, (2 * total + 16 * math.sqrt(total) + width) / TOTAL_POINTS, MIN_INTERVAL)
     return 2.0 ** math.ceil(math.log2(max(wanted, least)))
 
 

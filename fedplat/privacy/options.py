@@ -71,7 +71,7 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
                 'metrics: expected none with participation = "min_separation", whose noise spans all rounds'
             )
 
-    def whole(self, noise_multiplier: float) -> float:
+    def total_multiplier(self, noise_multiplier: float) -> float:
         """Return the multiplier of a round's release with its metrics, from that of the model alone.
 
         Two Gaussian mechanisms on the same clients are one, with z⁻² the sum of theirs.
@@ -80,7 +80,7 @@ class Privacy(Struct, frozen=True, forbid_unknown_fields=True):
             return noise_multiplier
         return (noise_multiplier**-2 + self.metrics.noise_multiplier**-2) ** -0.5
 
-    def of_model(self, whole: float) -> float:
+    def model_multiplier(self, whole: float) -> float:
         """Return the multiplier of the model alone, rounded up, from that of a round's release with its metrics.
 
         Raises `ValueError` if the metrics alone cost more.

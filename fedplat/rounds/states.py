@@ -119,7 +119,7 @@ REASON_TEXTS: Mapping[Reason, str] = {
     Reason.REJECTED_WEIGHT: "the number of examples must be from 1e-6 to 1e15",
     Reason.REJECTED_DIGEST: "the bytes received are not those that the report names",
     Reason.REJECTED_CONFLICT: "the assignment was reported before with other content; the first report is kept",
-    Reason.REJECTED_METRICS: "a metric is not a finite number, there are too many, or one that the job's rule needs is missing",
+    Reason.REJECTED_METRICS: "a metric is not finite, there are too many, or the job's rule needs one that is missing",
     Reason.REJECTED_NORM: "the update's norm is above the job's limit, or the limit of a sum of updates",
     Reason.REJECTED_OUTLIER: "the update's norm is far above those of the other clients",
 }

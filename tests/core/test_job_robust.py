@@ -71,8 +71,9 @@ def test_too_many_byzantine_updates_are_refused(record: type[Struct]) -> None:
     with pytest.raises(JobFileError) as caught:
         parse_job(job(table(rule), goal=fewest, min_fraction=1 - 1 / fewest))
     assert str(caught.value) == (
-        f"robust: {name} with byzantine = 2 needs at least {fewest}, not {fewest - 1} updates: this number may close an "
-        "attempt, ceil(min_fraction x goal); raise selection.goal or selection.min_fraction, or lower robust.byzantine"
+        f"robust: {name} with byzantine = 2 needs at least {fewest}, not {fewest - 1} updates: this number may close "
+        "an attempt, ceil(min_fraction x goal); raise selection.goal or selection.min_fraction, or lower "
+        "robust.byzantine"
     )
 
 

@@ -232,8 +232,8 @@ def test_job_rollback(run: Run, job: admin_pb2.Job):
     result = run("job", "rollback", "digits", "0")
     assert result.stdout == (
         f"job digits ({job.job_id}) is RUNNING\n"
-        "version 2 has the bytes of version 0; the aggregation rule starts without state: that of the version is not kept "
-        "(retention.states)\n"
+        "version 2 has the bytes of version 0; the aggregation rule starts without state: that of the version is not "
+        "kept (retention.states)\n"
     )
     assert "(restored from version 0)" in run("job", "show", "digits").stdout
     again = parsed(run("job", "rollback", "digits", "1", "--json"))

@@ -161,7 +161,7 @@ def test_a_search_looks_at_few_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         intervals.append(interval)
         return sampled(release, interval)
 
-    monkeypatch.setattr(losses, "sampled", counted)
+    monkeypatch.setattr(losses, "compute_sampled_losses", counted)
     calibrated = calibrate(mechanism, 70, 1.5, 1e-5)
     fine = losses.interval([(calibrated, 70)], math.inf)
     assert len(intervals) <= 15
